@@ -1,0 +1,597 @@
+"""The recipe: a tree of frozen dataclasses, read from TOML and overridden by flags.
+
+Precedence: flags > recipe > preset of `algo.name` > defaults. Unknown keys are refused, and all
+mistakes are reported at once. The docstring under each field feeds `--help` and the docs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from qurl.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"]
+Objective = Literal["ppo_prox", "ppo_behav", "decoupled", "tis", "acr"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+QuantFormat = Literal["none", "int8", "fp8", "fp8-block", "int4"]
+
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
+    "grpo": {
+        "algo": {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "kl_coef": 1e-3},
+    },
+    "dr_grpo": {"algo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"}},
+    "rloo": {"algo": {"advantage": "rloo", "aggregation": "token-mean"}},
+    "reinforce_pp": {"algo": {"advantage": "reinforce_pp", "aggregation": "token-mean"}},
+    "dapo": {
+        "algo": {
+            "advantage": "grpo",
+            "aggregation": "token-mean",  # token-level loss
+            "clip_high": 0.28,  # clip-higher
+            "dynamic_sampling": True,
+            "overlong_frac": 0.2,  # soft overlong punishment over the last fifth
+            "dual_clip": 10.0,
+        },
+        "optim": {"warmup_steps": 10, "weight_decay": 0.1},
+    },
+}
+"""What `algo.name` sets; every part can be overridden in the recipe or by a flag."""
+
+
+class _Section:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class ScratchConfig(_Section):
+    """A tiny Llama made from scratch and warm-started on worked answers (`model.path = "scratch"`)."""
+
+    hidden_size: Count = 128
+    """Width of the residual stream."""
+    layers: Count = 2
+    """Decoder layers."""
+    heads: Count = 4
+    """Attention heads; the same number of key-value heads."""
+    warm_start_steps: CountOrZero = 300
+    """Supervised steps on the task's own worked answers before RL."""
+    warm_start_lr: Positive = 2e-3
+    """Learning rate of the warm start."""
+    warm_start_batch: Count = 128
+    """Examples per supervised step."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """The policy."""
+
+    path: str = "scratch"
+    """Folder or hub name of a causal LM, or "scratch" for a tiny one made here."""
+    scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    """Used when path is "scratch"."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU, float32 on CPU."""
+    logits_chunk: Count = 1024
+    """Positions whose logits are held at once; [B, T, V] never is."""
+
+
+@dataclass(frozen=True)
+class TaskConfig(_Section):
+    """What is asked, and what an answer is worth."""
+
+    name: str = "arithmetic"
+    """arithmetic, countdown, gsm8k, math, file, or gym:<reasoning-gym task>."""
+    path: str = ""
+    """JSONL (also .gz) or parquet file of training problems."""
+    eval_path: str = ""
+    """File of held-out problems; generated tasks hold some out by themselves."""
+    reward: str = "auto"
+    """auto (the task's own), math, exact, or module:function of your own."""
+    instruction: str = "auto"
+    """Text after each question of a file task; auto asks for a \\boxed answer."""
+    max_prompt_tokens: Count = 1024
+    """A longer prompt is an error unless skip_long_prompts."""
+    skip_long_prompts: bool = False
+    """Leave out prompts beyond max_prompt_tokens, and say how many."""
+    difficulty: Count = 2
+    """Generated tasks: digits (arithmetic) or numbers (countdown)."""
+    grade_workers: Count = 2
+    """Processes that grade."""
+    grade_timeout: Positive = 10.0
+    """Seconds before a grader is killed; the completion then counts as wrong, and as a timeout."""
+
+
+@dataclass(frozen=True)
+class BatchConfig(_Section):
+    """How much is sampled and how it is cut into updates."""
+
+    problems: Count = 32
+    """Problems per step."""
+    minibatches: Count = 4
+    """Optimizer updates per pass over the step's batch."""
+    epochs: Count = 1
+    """Passes over the step's batch."""
+    microbatch_tokens: Count = 16384
+    """Most tokens (padding included) in one forward and backward."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig(_Section):
+    """How training rollouts are drawn."""
+
+    max_tokens: Count = 256
+    """Longest completion."""
+    group_size: Count = 8
+    """Completions per problem, G."""
+    temperature: Positive = 1.0
+    """The trainer divides its logits by the same temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must stay 1 in training: otherwise the mismatch measures the filter, not quantization."""
+    top_k: CountOrZero = 0
+    """Must stay 0 in training, for the same reason."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+
+
+@dataclass(frozen=True)
+class AlgoConfig(_Section):
+    """The objective and the advantage. `name` chooses a preset of the other fields."""
+
+    name: AlgorithmName = "grpo"
+    """ppo, grpo, dr_grpo, rloo, reinforce_pp or dapo."""
+    objective: Objective = "acr"
+    """ppo_prox Eq. (1), ppo_behav Eq. (3), decoupled Eq. (4), tis Eq. (5), acr Eq. (9)."""
+    cap: Annotated[float, Field(ge=1)] | None = 2.0
+    """C: importance weights are truncated here; none = no truncation."""
+    clip_low: Fraction = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: NonNegative = 0.2
+    """The ratio is clipped above 1 + clip_high; acr widens this bound where the weight was truncated."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages (verl's clip_ratio_c)."""
+    acr_max_bound: Annotated[float, Field(gt=1)] | None = None
+    """Largest upper bound that acr may widen to."""
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """Advantage estimator; gae needs the critic."""
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one number; the denominator is the global mini-batch."""
+    gamma: Fraction = 1.0
+    """Discount of gae."""
+    lam: Fraction = 1.0
+    """Lambda of gae."""
+    whiten: bool = False
+    """Normalise advantages over the batch to mean 0 and variance 1."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the frozen reference; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL in the loss."""
+    kl_in_reward: bool = False
+    """Subtract the k1 KL from the token rewards (gae only) instead of adding it to the loss."""
+    kl_is_correct: bool = False
+    """Multiply the KL term by the importance weight, since samples come from the quantized actor."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    dynamic_sampling: bool = False
+    """Drop groups whose accuracies are all equal and sample more until the batch is full."""
+    max_gen_rounds: Count = 10
+    """Dynamic sampling gives up after this many rounds in a step."""
+    gen_multiple: Count = 1
+    """Problems sampled per round, as a multiple of batch.problems, under dynamic sampling."""
+    overlong_frac: Fraction = 0.0
+    """Soft overlong punishment over this last share of max_tokens; 0 = off."""
+
+
+@dataclass(frozen=True)
+class CriticConfig(_Section):
+    """The value model (algo.advantage = "gae")."""
+
+    lr: Positive = 1e-5
+    """Learning rate of the critic's own optimizer."""
+    clip: Positive | None = 0.5
+    """Range around the old value within which the value loss is not clipped; none = no clipping."""
+    pretrain_steps: CountOrZero = 0
+    """First steps in which only the critic is trained."""
+
+
+@dataclass(frozen=True)
+class CorrectionConfig(_Section):
+    """How the sampler's mismatch is corrected, beyond the objective (algo.cap is C)."""
+
+    mode: Literal["decoupled", "bypass"] = "decoupled"
+    """bypass sets prox := behav and saves that forward (needs objective ppo_behav)."""
+    level: Literal["token", "sequence"] = "token"
+    """Importance weight per token, or one product per sequence."""
+    kind: Literal["truncate", "icepop"] = "truncate"
+    """min(mismatch, cap), or the mismatch inside a band and 0 outside."""
+    icepop_low: Positive = 0.5
+    """Lower end of IcePop's band."""
+    icepop_high: Positive = 5.0
+    """Upper end of IcePop's band."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    reject: tuple[str, ...] = ()
+    """Rejection masks, e.g. "seq_mean_k1:0.999_1.001" or "token_k3:0.01"."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Drop a whole sequence when any token's mismatch falls below this, e.g. 1e-4."""
+
+
+@dataclass(frozen=True)
+class OptimConfig(_Section):
+    """AdamW on FP32 master weights."""
+
+    lr: Positive = 1e-6
+    """Peak learning rate of the policy."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's moments."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    warmup_steps: CountOrZero = 0
+    """Linear warm-up, in steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up; linear and cosine end at 0 at the last step."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm."""
+
+
+@dataclass(frozen=True)
+class QuantConfig(_Section):
+    """The actor that samples."""
+
+    format: QuantFormat = "int8"
+    """Weights and activations of the engine's linear layers. int4 (W4A8) is for experiments."""
+    update_scale: Annotated[float, Field(ge=1)] = 1.0
+    """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, the paper uses 1.5."""
+    scale_o_proj: bool = False
+    """UAQ also on o_proj (against v_proj)."""
+    scale_down_proj: bool = False
+    """UAQ also on down_proj (against up_proj)."""
+    kv: Literal["none"] = "none"
+    """Format of the KV cache; "none" keeps it in the compute precision."""
+    track_rows: CountOrZero = 128
+    """Output channels per weight whose updates are tracked (Eq. 13, 14, code flips); 0 = off."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig(_Section):
+    """The engine."""
+
+    engine: Literal["local", "hf"] = "local"
+    """local (ours, continuous batching) or hf (transformers, the reference)."""
+    max_batch: Count = 256
+    """Sequences decoded together."""
+    page_size: Count = 16
+    """Tokens per page of the KV cache."""
+    kv_tokens: CountOrZero = 0
+    """Capacity of the KV cache in tokens; 0 = enough for max_batch full sequences, memory permitting."""
+
+
+@dataclass(frozen=True)
+class EvalConfig(_Section):
+    """Held-out accuracy."""
+
+    every: CountOrZero = 0
+    """Steps between evaluations, also before the first and after the last; 0 = never."""
+    problems: Count = 128
+    """Held-out problems."""
+    samples: CountOrZero = 0
+    """Completions per problem for avg@k and pass@k, besides greedy; 0 = greedy only."""
+    temperature: Positive = 1.0
+    """Of those samples."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of those samples."""
+    max_tokens: CountOrZero = 0
+    """Longest completion; 0 = sampling.max_tokens."""
+    precision: Literal["both", "full", "quantized"] = "both"
+    """Which weights answer: full precision, the quantized actor, or both, reported apart."""
+
+
+@dataclass(frozen=True)
+class SaveConfig(_Section):
+    """Checkpoints."""
+
+    every: CountOrZero = 0
+    """Steps between checkpoints, also after the last step; 0 = only after the last."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class TrackConfig(_Section):
+    """Where metrics go, besides metrics.jsonl."""
+
+    samples: CountOrZero = 4
+    """Rollouts written to samples.jsonl per step."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run directory."""
+    wandb: str = ""
+    """Weights & Biases project; empty = off."""
+
+
+@dataclass(frozen=True)
+class Config(_Section):
+    """One training run."""
+
+    steps: Count = 100
+    """RL steps: rollout, updates, sync."""
+    seed: int = 0
+    """Of everything random."""
+    run_dir: str = "runs/default"
+    """Where the run lives; a run that is there already is resumed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
+    threads: CountOrZero = 0
+    """CPU threads of torch; 0 = torch's choice."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.batch.minibatches * self.batch.epochs
+
+    @property
+    def eval_max_tokens(self) -> int:
+        return self.eval.max_tokens or self.sampling.max_tokens
+
+
+def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
+    """Read a recipe, lay the flags over it, and check the whole."""
+    recipe = read_recipe(path) if path else {}
+    source = str(path) if path else "flags"
+    name = _flag_value(flags, "--algo.name") or _section(recipe, "algo").get("name")
+    config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
+    if flags:
+        import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
+
+        config = tyro.cli(
+            Config, default=config, args=list(flags), config=(tyro.conf.FlagConversionOff,)
+        )
+        config = build_config(to_dict(config), source)
+    if mistakes := find_mistakes(config):
+        raise ConfigError(_listed(mistakes, source))
+    return config
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The raw tree of a TOML recipe."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
+    """Validate a tree of plain values; all mistakes are reported at once."""
+    try:
+        return TypeAdapter(Config).validate_python(_without_none_strings(tree))
+    except ValidationError as error:
+        mistakes = [_explain(e) for e in error.errors()]
+        raise ConfigError(_listed(list(dict.fromkeys(mistakes)), source)) from None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(to_dict(config), indent=2)
+
+
+def find_mistakes(config: Config) -> list[str]:
+    """Combinations that cannot work, each with what to do about it."""
+    algo, sampling, correction = config.algo, config.sampling, config.correction
+    rules = [
+        (
+            sampling.top_p < 1 or sampling.top_k > 0,
+            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: training "
+            "rollouts must be drawn from the whole distribution (top_p = 1, top_k = 0), or the "
+            "importance weights measure the filter; use eval.top_p for evaluation",
+        ),
+        (
+            sampling.group_size < 2 and algo.advantage in ("grpo", "dr_grpo", "rloo"),
+            f"sampling.group_size = {sampling.group_size}: algo.advantage = {algo.advantage!r} "
+            "compares completions of one problem and needs at least 2",
+        ),
+        (
+            sampling.group_size < 2 and algo.dynamic_sampling,
+            f"sampling.group_size = {sampling.group_size}: dynamic sampling needs at least 2",
+        ),
+        (
+            algo.name == "ppo" and algo.advantage != "gae",
+            f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' uses 'gae'; choose another name",
+        ),
+        (
+            algo.kl_in_reward and algo.advantage != "gae",
+            "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead",
+        ),
+        (
+            correction.mode == "bypass" and algo.objective != "ppo_behav",
+            f"correction.mode = 'bypass' sets prox := behav, so algo.objective = "
+            f"{algo.objective!r} has nothing to correct; set algo.objective = 'ppo_behav'",
+        ),
+        (
+            correction.kind == "icepop" and algo.objective not in ("tis", "acr"),
+            f"correction.kind = 'icepop' needs algo.objective 'tis' or 'acr', not {algo.objective!r}",
+        ),
+        (
+            correction.icepop_low >= correction.icepop_high,
+            f"correction.icepop_low = {correction.icepop_low} must lie below "
+            f"correction.icepop_high = {correction.icepop_high}",
+        ),
+        (
+            config.batch.minibatches > config.batch.problems * sampling.group_size,
+            f"batch.minibatches = {config.batch.minibatches} is more than the "
+            f"{config.batch.problems * sampling.group_size} sequences of a step",
+        ),
+        (
+            config.task.name == "file" and not config.task.path,
+            "task.name = 'file' needs task.path",
+        ),
+        (
+            config.model.path == "scratch"
+            and config.model.scratch.hidden_size % (2 * config.model.scratch.heads) != 0,
+            f"model.scratch.hidden_size = {config.model.scratch.hidden_size} must be a multiple of "
+            f"2 x model.scratch.heads = {2 * config.model.scratch.heads}",
+        ),
+    ]
+    mistakes = [text for broken, text in rules if broken]
+    for rule in correction.reject:
+        try:
+            parse_rejection(rule)
+        except ValueError as error:
+            mistakes.append(f"correction.reject: {error}")
+    return mistakes
+
+
+def find_warnings(config: Config) -> list[str]:
+    """Choices that work but probably do not do what was meant."""
+    algo, quant = config.algo, config.quant
+    rules = [
+        (
+            algo.objective == "acr" and config.updates_per_step == 1,
+            "ACR cannot act: with one update per rollout batch the ratio is 1 everywhere and acr "
+            "equals tis; raise batch.minibatches or batch.epochs",
+        ),
+        (
+            algo.objective == "acr" and algo.cap is None,
+            "ACR cannot act: with algo.cap = none nothing is truncated and acr equals decoupled",
+        ),
+        (
+            quant.format == "none" and quant.update_scale > 1,
+            "UAQ without quantization is only a learning-rate multiplier on the scaled layers",
+        ),
+        (
+            quant.update_scale > 1 and config.optim.lr >= 1e-5,
+            f"UAQ with optim.lr = {config.optim.lr}: the paper turns it off from 1e-5 up",
+        ),
+        (
+            quant.format != "none" and algo.objective in ("ppo_prox", "ppo_behav"),
+            f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for the "
+            "mismatch; use 'acr' or 'tis' unless you compare objectives",
+        ),
+    ]
+    return [text for applies, text in rules if applies]
+
+
+_REJECTIONS = (
+    *(f"token_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_{how}_{k}" for how in ("sum", "mean", "max") for k in ("k1", "k2", "k3")),
+)
+
+
+def parse_rejection(rule: str) -> tuple[str, float | None, float]:
+    """ "seq_mean_k1:0.999_1.001" -> (name, low, high); "token_k3:0.01" -> (name, None, high)."""
+    name, _, bounds = rule.partition(":")
+    if name not in _REJECTIONS:
+        raise ValueError(f"{rule!r} does not start with one of {', '.join(_REJECTIONS)}")
+    try:
+        numbers = [float(x) for x in bounds.split("_")]
+    except ValueError:
+        numbers = []
+    has_band = name.endswith("k1")
+    if len(numbers) != (2 if has_band else 1):
+        wanted = "a band, like 0.999_1.001" if has_band else "one upper bound, like 0.01"
+        raise ValueError(f"{rule!r} needs {wanted} after the colon")
+    if has_band and not 0 < numbers[0] < numbers[1]:
+        raise ValueError(f"{rule!r} needs 0 < low < high")
+    return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name, {})
+    return section if isinstance(section, Mapping) else {}
+
+
+def _flag_value(flags: Sequence[str], name: str) -> str | None:
+    for i, flag in enumerate(flags):
+        if flag == name and i + 1 < len(flags):
+            return flags[i + 1]
+        if flag.startswith(name + "="):
+            return flag.split("=", 1)[1]
+    return None
+
+
+_OPTIONAL_KEYS = ("cap", "dual_clip", "acr_max_bound", "clip", "veto")
+
+
+def _without_none_strings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null: "none" stands for it in the optional keys."""
+    return {
+        key: _without_none_strings(value)
+        if isinstance(value, Mapping)
+        else None
+        if key in _OPTIONAL_KEYS and value == "none"
+        else value
+        for key, value in tree.items()
+    }
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    """One validation error as `path = value is wrong because ...`."""
+    parts = [str(p) for p in error["loc"] if not (isinstance(p, str) and "[" in p)]
+    path, value = ".".join(parts), error["input"]
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{path} = {value!r} is not a key; {_known_keys(parts[:-1])}"
+    if kind == "literal_error":
+        return f"{path} = {value!r} is not one of {context['expected']}"
+    if kind == "dataclass_type":
+        return f"{path} = {value!r} must be a table, like [{path}]"
+    message = error["msg"].replace("Input should be", "must be").replace("Input must", "must")
+    return f"{path} = {value!r}: {message}"
+
+
+def _known_keys(section: Sequence[str]) -> str:
+    node: Any = Config()
+    for name in section:
+        node = getattr(node, name)
+    keys = ", ".join(f.name for f in dataclasses.fields(node))
+    where = f"[{'.'.join(section)}]" if section else "the top level"
+    return f"{where} has {keys}"
+
+
+def _listed(mistakes: Sequence[str], source: str) -> str:
+    if len(mistakes) == 1:
+        return f"{mistakes[0]} ({source})"
+    lines = "\n".join(f"  - {m}" for m in mistakes)
+    return f"{len(mistakes)} mistakes in {source}:\n{lines}"

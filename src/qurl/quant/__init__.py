@@ -1,0 +1,19 @@
+"""Quantizers, quantized linear layers, UAQ and update tracking: one place, used by all."""
+
+from qurl.quant.formats import FORMATS, Format, Quantized, dequantize, get_format, quantize
+from qurl.quant.linear import QuantLinear, linear, quantized_copy
+from qurl.quant.scaling import rescale_, unscale_
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "QuantLinear",
+    "Quantized",
+    "dequantize",
+    "get_format",
+    "linear",
+    "quantize",
+    "quantized_copy",
+    "rescale_",
+    "unscale_",
+]

@@ -1,0 +1,132 @@
+"""The quantizers. Trainer, engine, exporter and plug-ins all call these, and nothing else rounds.
+
+    INT8      a = max|x| / 127;  q = clamp(round_half_even(x / a), -127, 127);  x_hat = a q
+    FP8 E4M3  a = max|x| / 448;  q = fp8(clamp(x / a, -448, 448));              x_hat = a q
+
+Weights have one scale per output channel, activations one per token ("fp8-block": one per 128x128
+tile and per 1x128 group). All scales are dynamic, symmetric and FP32; an all-zero slice has a = 1.
+
+Shapes: N output channels, K input channels, M tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one operand of a linear layer is coded."""
+
+    name: str
+    dtype: torch.dtype
+    """Storage of the codes."""
+    weight_max: float
+    """Largest code of a weight."""
+    act_max: float
+    """Largest code of an activation."""
+    block: int | None = None
+    """Scales per block of this many input channels (weights: and output channels); None = per row."""
+    canary_bound: float = 0.5
+    """Largest mean |log-prob gap| to the trainer after a sync; beyond it the copy is corrupt."""
+
+    @property
+    def is_integer(self) -> bool:
+        return not self.dtype.is_floating_point
+
+
+FORMATS: Mapping[str, Format] = {
+    f.name: f
+    for f in (
+        Format("int8", torch.int8, weight_max=127, act_max=127),
+        Format("fp8", torch.float8_e4m3fn, weight_max=448, act_max=448),
+        Format("fp8-block", torch.float8_e4m3fn, weight_max=448, act_max=448, block=BLOCK),
+        # W4A8: coarse on purpose, to study the objectives where the mismatch is large.
+        Format("int4", torch.int8, weight_max=7, act_max=127, canary_bound=5.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes and their scale: `dequantize` gives codes * scale."""
+
+    codes: Tensor  # [..., N, K]
+    scale: Tensor  # [..., N, 1], or [N / 128, K / 128] in blocks
+    format: Format
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def get_format(name: str) -> Format:
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ValueError(f"format {name!r} is not one of {', '.join(FORMATS)}") from None
+
+
+def quantize(weight: Tensor, format: str | Format) -> Quantized:
+    """Code a weight [N, K], one scale per output channel or per 128x128 tile."""
+    format = get_format(format) if isinstance(format, str) else format
+    if format.block is None:
+        codes, scale = _code(weight, format.weight_max, format.dtype)
+        return Quantized(codes, scale, format)
+    tiles = _tiles(weight, format.block)  # [n, k, block, block]
+    codes, scale = _code(tiles.flatten(-2), format.weight_max, format.dtype)
+    codes = codes.unflatten(-1, tiles.shape[-2:]).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    rows, columns = weight.shape
+    return Quantized(codes[:rows, :columns].contiguous(), scale.squeeze(-1), format)
+
+
+def quantize_activation(x: Tensor, format: Format) -> Quantized:
+    """Code activations [..., M, K], one scale per token or per token and 128 input channels."""
+    if format.block is None:
+        codes, scale = _code(x, format.act_max, format.dtype)
+        return Quantized(codes, scale, format)
+    columns = x.shape[-1]
+    groups = F.pad(x, (0, -columns % format.block)).unflatten(-1, (-1, format.block))
+    codes, scale = _code(groups, format.act_max, format.dtype)
+    codes = codes.flatten(-2)[..., :columns]
+    return Quantized(codes, scale.squeeze(-1), format)  # scale [..., M, K / 128]
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """codes * scale, in the scale's precision."""
+    return q.codes.to(q.scale.dtype) * expand_scale(q)
+
+
+def expand_scale(q: Quantized) -> Tensor:
+    """The scale, broadcastable against the codes."""
+    if q.format.block is None:
+        return q.scale
+    rows, columns = q.codes.shape
+    block = q.format.block
+    scale = q.scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return scale[:rows, :columns]
+
+
+def _code(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scale [..., 1] of slices along the last dimension. float64 stays float64."""
+    x = x if x.dtype == torch.float64 else x.float()
+    amax = x.abs().amax(-1, keepdim=True)
+    # A subnormal scale has lost bits that x / scale would need; below it the slice counts as zero.
+    tiny = torch.finfo(x.dtype).tiny
+    scale = torch.where(amax / largest < tiny, torch.ones_like(amax), amax / largest)
+    codes = (x / scale).clamp(-largest, largest)
+    return (codes if dtype.is_floating_point else codes.round()).to(dtype), scale
+
+
+def _tiles(x: Tensor, block: int) -> Tensor:
+    """[N, K] padded with zeros and cut into [n, k, block, block]."""
+    rows, columns = x.shape
+    x = F.pad(x, (0, -columns % block, 0, -rows % block))
+    return x.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)

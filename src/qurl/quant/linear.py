@@ -1,0 +1,96 @@
+"""Linear layers that compute with codes: W8A8, activations quantized on the fly.
+
+    y = scale_x * scale_w * (codes_x @ codes_w^T) + bias
+
+Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
+stays below 2^24; longer sums are cut into blocks of K that are added in FP64, so that the result
+is the integer one on any hardware. FP8 codes take the same route (products exact, sums FP32).
+
+`matmul_codes` is the seam for faster kernels: whatever replaces it returns the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize_activation
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that are quantized; embeddings, norms, biases, lm_head and routers never are."""
+
+
+def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b with W in codes and x coded per token; the result has the dtype of x."""
+    y = matmul_codes(quantize_activation(x, weight.format), weight).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:
+    """[..., M, K] by [N, K] to [..., M, N] in FP32."""
+    if weight.format.block is not None:
+        return _matmul_blocks(x, weight)
+    # The scale of the token first, then that of the channel: the order is part of the result.
+    return _sum_of_products(x.codes, weight.codes, weight.format) * x.scale * weight.scale.T
+
+
+def _sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:
+    x, w = x.float(), w.float()
+    length = exact_length(format)
+    if x.shape[-1] <= length or not format.is_integer:
+        return x @ w.T
+    parts = zip(x.split(length, -1), w.split(length, -1), strict=True)
+    return sum((a @ b.T).double() for a, b in parts).float()  # type: ignore[union-attr]
+
+
+def exact_length(format: Format) -> int:
+    """How many products of codes FP32 sums exactly: their sum stays within 2^24."""
+    return int(2**24 // (format.weight_max * format.act_max))
+
+
+def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
+    """Sum over blocks of K of scale_x[m, k] * scale_w[n, k] * (codes_x @ codes_w^T)."""
+    block = weight.format.block
+    assert block is not None
+    rows = weight.codes.shape[0]
+    total = 0.0
+    for k, (a, b) in enumerate(
+        zip(x.codes.float().split(block, -1), weight.codes.float().split(block, -1), strict=True)
+    ):
+        scale_w = weight.scale[:, k].repeat_interleave(block)[:rows]
+        total = total + (a @ b.T) * x.scale[..., k, None] * scale_w
+    assert isinstance(total, Tensor)
+    return total
+
+
+class QuantLinear(nn.Module):
+    """An `nn.Linear` replaced by its quantized copy (for models run by transformers)."""
+
+    def __init__(self, source: nn.Linear, format: Format) -> None:
+        super().__init__()
+        self.weight = quantize(source.weight.detach(), format)
+        self.bias = None if source.bias is None else source.bias.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@torch.no_grad()
+def quantized_copy(model: nn.Module, format: str) -> nn.Module:
+    """A copy of a transformers model whose projections are quantized: the dense reference."""
+    clone = copy.deepcopy(model).requires_grad_(False).eval()
+    found = [
+        (parent, name, child)
+        for parent in clone.modules()
+        for name, child in parent.named_children()
+        if name in PROJECTIONS and isinstance(child, nn.Linear)
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize"
+        )
+    for parent, name, child in found:
+        setattr(parent, name, QuantLinear(child, get_format(format)))
+    return clone

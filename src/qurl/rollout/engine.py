@@ -1,0 +1,44 @@
+"""What an engine is: it holds the quantized copy of the policy and samples from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from qurl.types import Problem, Rollout, SamplingParams, SyncReport
+
+
+class Engine(Protocol):
+    """The actor's side of the loop."""
+
+    def sync(self, model: nn.Module, *, version: int) -> SyncReport:
+        """Quantize the trainer's weights into the engine, in place, and verify the copy."""
+        ...
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
+        """`params.group_size` completions of each problem, in order.
+
+        The tokens of a request depend on the weights, the prompt, the parameters and the problem's
+        id alone, never on what else is in the batch.
+        """
+        ...
+
+
+def build_engine(
+    kind: str, model: nn.Module, tokenizer: Any = None, *, quant: str = "none", **options: Any
+) -> Engine:
+    """An engine of the given kind, synchronised with `model` as version 0.
+
+    `tokenizer=None` works when prompts and results are token ids: texts come back empty.
+    """
+    if kind == "local":
+        from qurl.rollout.local import LocalEngine
+
+        return LocalEngine(model, tokenizer, quant=quant, **options)
+    if kind == "hf":
+        from qurl.rollout.hf import HFEngine
+
+        return HFEngine(model, tokenizer, quant=quant, **options)
+    raise ValueError(f"engine {kind!r} is not one of local, hf")

@@ -1,0 +1,174 @@
+"""The nouns: small frozen records that flow one way through the loop.
+
+    Problem ─▶ Rollout (Completions) ─▶ Graded ─▶ Batch ─▶ loss
+
+Shapes: B sequences, T positions, G completions of one problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question of a task, tokenised."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    answer: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own data; `extra["prompt"]` is the text of the prompt where there is one."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. `temperature=0` is greedy."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    stop: Sequence[int | str] = ()
+    """Token ids or strings that end a completion, besides the model's own end-of-sequence tokens."""
+    seed: int = 0
+    group_size: int = 1
+    """Completions per problem."""
+    ignore_eos: bool = False
+    """Sample to `max_tokens` whatever comes (for benchmarks)."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
+        if self.group_size < 1:
+            raise ValueError(f"group_size = {self.group_size} must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} must lie in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k} must be 0 (all) or positive")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. A sampled end-of-sequence token is an action and stays in `token_ids`."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """log pi_behav of each token, under the distribution that it was really drawn from
+    (quantized weights, temperature, top-p and top-k); for greedy decoding, at temperature 1."""
+    text: str
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A problem and its group of completions."""
+
+    problem: Problem
+    completions: Sequence[Completion]
+    version: int
+    """Of the weights that sampled it."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A rollout and what each completion is worth."""
+
+    rollout: Rollout
+    rewards: Sequence[float]
+    """What is trained on: correctness plus any shaping."""
+    details: Sequence[Mapping[str, float]]
+    """Per completion; always holds `accuracy`, the unshaped reward that filters look at."""
+
+    @property
+    def accuracies(self) -> list[float]:
+        return [d["accuracy"] for d in self.details]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one `engine.sync` did."""
+
+    version: int
+    seconds: float
+    bytes: int
+    """Size of the engine's copy of the synchronised weights."""
+    code_flip_frac: float
+    """Share of quantized codes that changed since the last sync; 0 on the first and without
+    quantization."""
+    verified: bool
+    """The canary prompt was scored by trainer and engine and the two agree within the bound."""
+    canary_gap: float
+    """Mean |log-prob difference| between trainer and engine on the canary prompt."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences, prompt and response together. `mask` is 1 on response tokens.
+
+    Per-token tensors are aligned with `token_ids`: `logp[b, t]` is the log-prob of
+    `token_ids[b, t]` given everything before it, and 0 where `mask` is 0.
+    """
+
+    token_ids: Tensor  # [B, T] int64
+    lengths: Tensor  # [B] int64, prompt + response
+    mask: Tensor  # [B, T] float
+    logp_behav: Tensor  # [B, T]
+    rewards: Tensor  # [B] outcome of each sequence
+    group: Tensor  # [B] int64, which rollout of the step
+    temperature: float
+    logp_prox: Tensor | None = None  # [B, T]
+    logp_ref: Tensor | None = None  # [B, T]
+    values: Tensor | None = None  # [B, T]
+    weight: Tensor | None = None  # [B, T] importance weight, truncated
+    shrink: Tensor | None = None  # [B, T] r = weight / mismatch, in (0, 1]
+    advantages: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T]
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int(self.mask.sum())
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def map(self, function) -> Batch:
+        """Apply `function` to every tensor field."""
+        changes = {
+            f.name: function(value)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return self.replace(**changes)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The given sequences, trimmed to the longest of them."""
+        longest = int(self.lengths[rows].max())
+        return self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.map(lambda x: x.to(device))
+
+    def shuffle(self, generator: torch.Generator) -> Batch:
+        rows = torch.randperm(len(self), generator=generator)
+        return self.map(lambda x: x[rows.to(x.device)])
+
+    def split(self, parts: int) -> Iterator[Batch]:
+        """`parts` consecutive pieces whose sizes differ by at most one."""
+        for rows in torch.arange(len(self), device=self.mask.device).tensor_split(parts):
+            if len(rows):
+                yield self.select(rows)

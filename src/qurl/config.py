@@ -60,7 +60,7 @@ class _Section:
 
 @dataclass(frozen=True)
 class ScratchConfig(_Section):
-    """A tiny Llama made from scratch and warm-started on worked answers (`model.path = "scratch"`)."""
+    """A tiny Llama made from scratch and warm-started on worked answers."""
 
     hidden_size: Count = 128
     """Width of the residual stream."""
@@ -87,7 +87,7 @@ class ModelConfig(_Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU, float32 on CPU."""
+    """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU only."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 
@@ -163,7 +163,7 @@ class AlgoConfig(_Section):
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegative = 0.2
-    """The ratio is clipped above 1 + clip_high; acr widens this bound where the weight was truncated."""
+    """The ratio is clipped above 1 + clip_high; acr widens this where the weight was truncated."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages (verl's clip_ratio_c)."""
     acr_max_bound: Annotated[float, Field(gt=1)] | None = None
@@ -185,7 +185,7 @@ class AlgoConfig(_Section):
     kl_in_reward: bool = False
     """Subtract the k1 KL from the token rewards (gae only) instead of adding it to the loss."""
     kl_is_correct: bool = False
-    """Multiply the KL term by the importance weight, since samples come from the quantized actor."""
+    """Multiply the KL term by the importance weight: samples come from the quantized actor."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     dynamic_sampling: bool = False
@@ -259,7 +259,7 @@ class QuantConfig(_Section):
     format: QuantFormat = "int8"
     """Weights and activations of the engine's linear layers. int4 (W4A8) is for experiments."""
     update_scale: Annotated[float, Field(ge=1)] = 1.0
-    """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, the paper uses 1.5."""
+    """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, paper: 1.5."""
     scale_o_proj: bool = False
     """UAQ also on o_proj (against v_proj)."""
     scale_down_proj: bool = False
@@ -281,7 +281,7 @@ class RolloutConfig(_Section):
     page_size: Count = 16
     """Tokens per page of the KV cache."""
     kv_tokens: CountOrZero = 0
-    """Capacity of the KV cache in tokens; 0 = enough for max_batch full sequences, memory permitting."""
+    """Capacity of the KV cache in tokens; 0 = enough for max_batch full sequences."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ def find_mistakes(config: Config) -> list[str]:
         ),
         (
             algo.name == "ppo" and algo.advantage != "gae",
-            f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' uses 'gae'; choose another name",
+            f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means 'gae'",
         ),
         (
             algo.kl_in_reward and algo.advantage != "gae",
@@ -443,7 +443,7 @@ def find_mistakes(config: Config) -> list[str]:
         ),
         (
             correction.kind == "icepop" and algo.objective not in ("tis", "acr"),
-            f"correction.kind = 'icepop' needs algo.objective 'tis' or 'acr', not {algo.objective!r}",
+            f"correction.kind = 'icepop' needs objective 'tis' or 'acr', not {algo.objective!r}",
         ),
         (
             correction.icepop_low >= correction.icepop_high,
@@ -498,8 +498,8 @@ def find_warnings(config: Config) -> list[str]:
         ),
         (
             quant.format != "none" and algo.objective in ("ppo_prox", "ppo_behav"),
-            f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for the "
-            "mismatch; use 'acr' or 'tis' unless you compare objectives",
+            f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for "
+            "the mismatch; use 'acr' or 'tis' unless you compare objectives",
         ),
     ]
     return [text for applies, text in rules if applies]

@@ -37,7 +37,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     stop: Sequence[int | str] = ()
-    """Token ids or strings that end a completion, besides the model's own end-of-sequence tokens."""
+    """Token ids or strings that end a completion, besides the model's own end-of-sequence ones."""
     seed: int = 0
     group_size: int = 1
     """Completions per problem."""

@@ -33,7 +33,7 @@ class Format:
     act_max: float
     """Largest code of an activation."""
     block: int | None = None
-    """Scales per block of this many input channels (weights: and output channels); None = per row."""
+    """Scales per block of so many input channels (weights: and output channels); None = per row."""
     canary_bound: float = 0.5
     """Largest mean |log-prob gap| to the trainer after a sync; beyond it the copy is corrupt."""
 

@@ -25,7 +25,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b with W in codes and x coded per token; the result has the dtype of x."""
     y = matmul_codes(quantize_activation(x, weight.format), weight).to(x.dtype)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:

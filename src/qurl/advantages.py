@@ -1,0 +1,127 @@
+"""Advantages: generalised advantage estimation and the group baselines.
+
+Shapes: B sequences, T positions, G completions of one problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qurl.config import AlgoConfig
+from qurl.types import Batch
+
+WHITEN_EPS = 1e-8
+GRPO_EPS = 1e-6
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the last dimension: (advantages, returns).
+
+        delta_t = rew_t + gamma V_{t+1} - V_t        (V = 0 after the last token)
+        A_t     = delta_t + gamma lam A_{t+1}
+        ret_t   = A_t + V_t
+
+    Masked positions are stepped over: A and V of the next valid token are carried across them.
+    With gamma = lam = 1 the return is the sum of the rewards still to come.
+    """
+    mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[..., 0])
+    for t in reversed(range(values.shape[-1])):
+        keep = mask[..., t]
+        delta = rewards[..., t] + gamma * next_value - values[..., t]
+        advantage = delta + gamma * lam * next_advantage
+        next_value = keep * values[..., t] + (1 - keep) * next_value
+        next_advantage = keep * advantage + (1 - keep) * next_advantage
+        advantages[..., t] = keep * advantage
+    return advantages, (advantages + values) * mask
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the masked entries, with the unbiased variance."""
+    count = mask.sum()
+    mean = (values * mask).sum() / count
+    variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
+    return (values - mean) / (variance + WHITEN_EPS).sqrt() * mask
+
+
+def group_advantages(
+    rewards: Tensor | Sequence, kind: str = "grpo", *, group: Tensor | None = None
+) -> Tensor:
+    """Advantage of each completion against its group, in the shape of `rewards`.
+
+        grpo          (R - mean) / (std + 1e-6), unbiased std; a single completion has mean 0, std 1
+        dr_grpo       R - mean
+        rloo          R - mean of the others = n / (n - 1) (R - mean)
+        reinforce_pp  R - mean, then whitened over all groups; for groups of one, whitened only
+
+    The last dimension is the group, unless `group` names the group of each reward.
+    """
+    if not isinstance(rewards, Tensor):
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+    flat = rewards.flatten()
+    if group is None:
+        size = rewards.shape[-1]
+        group = torch.arange(flat.numel() // size, device=flat.device).repeat_interleave(size)
+    _, index = group.unique(return_inverse=True)
+    count = _group_sum(torch.ones_like(flat), index)
+    mean = _group_sum(flat, index) / count
+    is_single = count == 1
+    centered = flat - mean
+    if kind == "rloo":
+        advantages = centered * count / (count - 1).clamp(min=1)
+    elif kind == "dr_grpo":
+        advantages = torch.where(is_single, flat, centered)
+    elif kind == "grpo":
+        std = (_group_sum(centered.square(), index) / (count - 1).clamp(min=1)).sqrt()
+        advantages = torch.where(is_single, flat, centered)
+        advantages = advantages / (torch.where(is_single, torch.ones_like(std), std) + GRPO_EPS)
+    elif kind == "reinforce_pp":
+        centered = torch.where(is_single, flat, centered)
+        advantages = whiten(centered, torch.ones_like(centered))
+    else:
+        raise ValueError(f"kind = {kind!r} is not one of grpo, dr_grpo, rloo, reinforce_pp")
+    return advantages.reshape(rewards.shape)
+
+
+def estimate(batch: Batch, algo: AlgoConfig) -> Batch:
+    """The batch with its advantages, and returns where a critic is trained."""
+    if algo.advantage == "gae":
+        assert batch.values is not None
+        advantages, returns = gae(
+            token_rewards(batch, algo), batch.values, batch.mask, gamma=algo.gamma, lam=algo.lam
+        )
+        batch = batch.replace(returns=returns)
+    else:
+        sequence = group_advantages(batch.rewards, algo.advantage, group=batch.group)
+        advantages = sequence[:, None] * batch.mask  # [B, T]
+    if algo.whiten:
+        advantages = whiten(advantages, batch.mask)
+    return batch.replace(advantages=advantages)
+
+
+def token_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
+    """[B, T]: the outcome on the last trained token, less beta (logp_prox - logp_ref) on each."""
+    is_last = batch.mask.cumsum(-1) == batch.mask.sum(-1, keepdim=True)
+    rewards = batch.rewards[:, None] * (is_last & batch.mask.bool())
+    if algo.kl_in_reward and algo.kl_coef > 0:
+        assert batch.logp_prox is not None
+        assert batch.logp_ref is not None
+        rewards = rewards - algo.kl_coef * (batch.logp_prox - batch.logp_ref) * batch.mask
+    return rewards
+
+
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    """For each entry, the sum over its group."""
+    sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, index, values)[index]

@@ -1,0 +1,179 @@
+"""Rollout correction: what the sampler's mismatch does to each token's weight and mask.
+
+    mismatch  rho = pi_prox / pi_behav           full-precision over quantized old actor
+    weight    w   = min(rho, C)                  truncated importance weight
+    shrink    r   = w / rho = min(1, C / rho)    what truncation took away, in (0, 1]
+
+Samples come from pi_behav, so means over tokens are expectations under pi_behav. Everything here
+is computed once per batch and detached: rho does not depend on the weights being trained.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qurl.config import CorrectionConfig, parse_rejection
+from qurl.types import Batch
+
+LOG_CLAMP = 20.0
+"""Log-ratios are clamped to +-20 before exp, as verl does."""
+
+
+def importance_weights(log_mismatch: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """(w, r): the truncated weight and what truncation took away; cap None truncates nothing.
+
+    w     = min(rho, C)
+    log r = min(0, log C - log rho)
+    """
+    log_mismatch = log_mismatch.detach().clamp(-LOG_CLAMP, LOG_CLAMP)
+    if cap is None:
+        return log_mismatch.exp(), torch.ones_like(log_mismatch)
+    log_shrink = (math.log(cap) - log_mismatch).clamp(max=0.0)
+    return log_mismatch.exp().clamp(max=cap), log_shrink.exp()
+
+
+def icepop_weights(log_mismatch: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(w, r): rho inside the band and 0 outside; nothing is truncated, so r = 1."""
+    mismatch = log_mismatch.detach().clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    inside = (mismatch >= low) & (mismatch <= high)
+    return mismatch * inside, torch.ones_like(mismatch)
+
+
+def correct(
+    batch: Batch, config: CorrectionConfig, *, cap: float | None
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with its weights and with rejected tokens out of its mask, and the metrics."""
+    assert batch.logp_prox is not None
+    log_mismatch = (batch.logp_prox - batch.logp_behav) * batch.mask  # [B, T]
+    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=cap)
+    mask = batch.mask * acceptance(log_mismatch, batch.mask, config)
+    metrics |= _rejection_metrics(batch.mask, mask)
+
+    level = log_mismatch
+    if config.level == "sequence":
+        level = log_mismatch.sum(-1, keepdim=True).expand_as(log_mismatch)
+    if config.kind == "icepop":
+        weight, shrink = icepop_weights(level, config.icepop_low, config.icepop_high)
+    else:
+        weight, shrink = importance_weights(level, cap)
+    if config.batch_normalize:
+        factor = (weight * mask).sum() / mask.sum().clamp(min=1)
+        weight = weight / factor.clamp(min=1e-8)
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(factor)
+    metrics |= weight_metrics(weight, shrink, mask, cap=cap)
+    return batch.replace(mask=mask, weight=weight * mask, shrink=shrink), metrics
+
+
+def acceptance(log_mismatch: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
+    """[B, T] of 0 and 1: tokens that no rejection rule and no veto drops."""
+    accepted = torch.ones_like(mask)
+    for rule in config.reject:
+        accepted = accepted * _accept(rule, log_mismatch, mask)
+    if config.veto is not None:
+        catastrophic = ((log_mismatch < math.log(config.veto)) & mask.bool()).any(-1, keepdim=True)
+        accepted = accepted * ~catastrophic
+    return accepted
+
+
+def _accept(rule: str, log_mismatch: Tensor, mask: Tensor) -> Tensor:
+    """One rule: a divergence d per token, reduced over the sequence where it says so, in bounds.
+
+    k1 compares exp(d) = rho with a band (for seq_mean the geometric mean of rho, for seq_sum the
+    ratio of the sequence); k2 = d^2 / 2 and k3 = exp(d) - d - 1 are compared with an upper bound.
+    """
+    name, low, high = parse_rejection(rule)
+    d = log_mismatch.clamp(-LOG_CLAMP, LOG_CLAMP)
+    kind = name[-2:]
+    divergence = {"k1": d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[kind] * mask
+    if kind == "k1":
+        assert low is not None
+        low, high = math.log(low), math.log(high)
+    if name.startswith("seq_sum"):
+        divergence = divergence.sum(-1, keepdim=True)
+    elif name.startswith("seq_mean"):
+        divergence = divergence.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    elif name.startswith("seq_max"):
+        if kind == "k1":  # the furthest token on each side must lie in the band
+            inside = (divergence.amin(-1, keepdim=True) >= low) & (
+                divergence.amax(-1, keepdim=True) <= high
+            )
+            return inside.expand_as(mask).to(mask.dtype)
+        divergence = divergence.amax(-1, keepdim=True)
+    accepted = divergence <= high
+    if low is not None:
+        accepted = accepted & (divergence >= low)
+    return accepted.expand_as(mask).to(mask.dtype)
+
+
+def mismatch_metrics(
+    logp_prox: Tensor, logp_behav: Tensor, mask: Tensor, *, cap: float | None
+) -> dict[str, float]:
+    """How far the sampler is from the proximal policy, raw and untruncated, under verl's names."""
+    keep = mask.bool()
+    if not keep.any():
+        return {}
+    d = (logp_prox - logp_behav)[keep].double()
+    mismatch = d.clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    probs_gap = (logp_prox[keep].double().exp() - logp_behav[keep].double().exp()).abs()
+    lengths = mask.sum(-1)
+    rows = lengths > 0
+    mean_prox = ((logp_prox * mask).sum(-1) / lengths.clamp(min=1))[rows].double()
+    mean_behav = ((logp_behav * mask).sum(-1) / lengths.clamp(min=1))[rows].double()
+    log_ratio_seq = ((logp_prox - logp_behav) * mask).sum(-1)[rows].double()
+    ratio_seq = log_ratio_seq.clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    log_ppl_diff = mean_behav - mean_prox
+    metrics = {
+        "rollout_corr/kl": -d.mean(),
+        "rollout_corr/k3_kl": (mismatch - d - 1).mean(),
+        "rollout_corr/chi2_token": mismatch.square().mean() - 1,
+        "rollout_corr/chi2_seq": ratio_seq.square().mean() - 1,
+        "rollout_corr/rollout_is_mean": mismatch.mean(),
+        "rollout_corr/rollout_is_std": mismatch.std(unbiased=False),
+        "rollout_corr/rollout_is_max": mismatch.max(),
+        "rollout_corr/rollout_is_min": mismatch.min(),
+        "rollout_corr/rollout_is_seq_max": ratio_seq.max(),
+        "rollout_corr/rollout_is_seq_min": ratio_seq.min(),
+        "rollout_corr/training_ppl": (-mean_prox).exp().mean(),
+        "rollout_corr/rollout_ppl": (-mean_behav).exp().mean(),
+        "rollout_corr/log_ppl_diff": log_ppl_diff.mean(),
+        "rollout_corr/log_ppl_abs_diff": log_ppl_diff.abs().mean(),
+        "training/rollout_probs_diff_mean": probs_gap.mean(),
+        "training/rollout_probs_diff_max": probs_gap.max(),
+        "training/rollout_probs_diff_std": probs_gap.std(unbiased=False),
+    }
+    if cap is not None:
+        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = (mismatch > cap).double().mean()
+        metrics["rollout_corr/rollout_is_ratio_fraction_low"] = (mismatch < 1 / cap).double().mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def weight_metrics(
+    weight: Tensor, shrink: Tensor, mask: Tensor, *, cap: float | None
+) -> dict[str, float]:
+    """What the objective really multiplies with: truncated weights, r, effective sample size."""
+    keep = mask.bool()
+    if not keep.any():
+        return {}
+    w, r = weight[keep].double(), shrink[keep].double()
+    return {
+        "rollout_corr/weight_mean": float(w.mean()),
+        "rollout_corr/weight_max": float(w.max()),
+        "rollout_corr/truncated_frac": float((r < 1).double().mean()),
+        "rollout_corr/rollout_is_eff_sample_size": float(
+            w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)
+        ),
+        "acr/shrink_mean": float(r.mean()),
+        "acr/shrink_min": float(r.min()),
+    }
+
+
+def _rejection_metrics(before: Tensor, after: Tensor) -> dict[str, float]:
+    tokens, rows = before.sum(), before.sum(-1) > 0
+    lost_rows = rows & (after.sum(-1) == 0)
+    return {
+        "rollout_corr/rollout_rs_masked_fraction": float(1 - after.sum() / tokens.clamp(min=1)),
+        "rollout_corr/rollout_rs_seq_masked_fraction": float(lost_rows.sum() / rows.sum()),
+    }

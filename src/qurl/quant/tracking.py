@@ -1,0 +1,163 @@
+"""Is an update visible through the quantizer? Measured at sync, against the sync before.
+
+    update_norm     ||theta_t - theta_{t-1}||^2 / ||theta_{t-1}||^2           Eq. (13)
+    quant_error     ||Q(theta_t) - theta_t||^2 / ||theta_t||^2                Eq. (14)
+    code_flip_frac  share of the codes that changed
+    update_cosine   cos(dQ, dtheta)
+    update_proj     <dQ, dtheta> / ||dtheta||^2                               1 = unbiased
+
+with dtheta = theta_t - theta_{t-1} and dQ = Q(theta_t) - Q(theta_{t-1}). Sums run over a sample of
+the output channels of every projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qurl.errors import ModelError
+from qurl.quant.formats import Format, dequantize, get_format, quantize
+from qurl.quant.linear import PROJECTIONS
+
+GROUPS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_in"),
+    "o_proj": "attn_out",
+    **dict.fromkeys(("gate_proj", "up_proj"), "mlp_in"),
+    "down_proj": "mlp_out",
+}
+"""Projection -> layer group; UAQ scales the `_in` groups."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the ratios are made of; sums of several weights add."""
+
+    update: float = 0.0  # ||dtheta||^2
+    before: float = 0.0  # ||theta_{t-1}||^2
+    after: float = 0.0  # ||theta_t||^2
+    error: float = 0.0  # ||Q(theta_t) - theta_t||^2
+    visible: float = 0.0  # ||dQ||^2
+    inner: float = 0.0  # <dQ, dtheta>
+    flips: float = 0.0
+    codes: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def ratios(self) -> dict[str, float]:
+        """The metrics; a ratio without a denominator (no update, zero weights) is 0."""
+        ratios = {"update_norm": _ratio(self.update, self.before)}
+        if not self.codes:
+            return ratios
+        return ratios | {
+            "quant_error": _ratio(self.error, self.after),
+            "code_flip_frac": self.flips / self.codes,
+            "update_cosine": _ratio(self.inner, (self.visible * self.update) ** 0.5),
+            "update_proj": _ratio(self.inner, self.update),
+        }
+
+
+class UpdateTracker:
+    """Compares the weights at a sync with those of the sync before.
+
+    `format` is that of the actor ("none" measures `update_norm` alone); `rows` output channels of
+    each projection are watched, evenly spread, in whole tiles where the format has tiles.
+    """
+
+    def __init__(self, format: str, rows: int) -> None:
+        if rows < 1:
+            raise ValueError(f"rows = {rows} must be at least 1")
+        self.format = None if format == "none" else get_format(format)
+        self.rows = rows
+        self._snapshot: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """The metrics since the last call, overall and per group; nothing on the first call."""
+        before, self._snapshot = self._snapshot, self._sample(model)
+        if not before:
+            return {}
+        _check_same(before, self._snapshot)
+        sums: dict[str, Sums] = {}
+        for name, weight in self._snapshot.items():
+            measured = measure_update(before[name].to(weight.device), weight, self.format)
+            for key in ("", "/" + GROUPS[name.rsplit(".", 1)[-1]]):
+                sums[key] = sums.get(key, Sums()) + measured
+        return {
+            f"uaq/{metric}{key}": value
+            for key, total in sums.items()
+            for metric, value in total.ratios().items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: weight.cpu() for name, weight in self._snapshot.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._snapshot = dict(state)
+
+    def _sample(self, model: nn.Module) -> dict[str, Tensor]:
+        sample = {
+            name: layer.weight.detach()[
+                watched_rows(layer.weight.shape[0], self.rows, self.format).to(layer.weight.device)
+            ]
+            for name, layer in _projections(model)
+        }
+        if not sample:
+            raise ModelError(
+                f"{type(model).__name__} has no nn.Linear named like {', '.join(PROJECTIONS)} to "
+                "track; set quant.track_rows = 0"
+            )
+        return sample
+
+
+def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
+    """Indices of about `wanted` rows, evenly spread, in whole strips of tiles for block formats."""
+    unit = (format.block if format else None) or 1
+    num_units = -(-num_rows // unit)
+    taken = min(-(-wanted // unit), num_units)
+    units = torch.arange(taken) * num_units // taken
+    rows = (units[:, None] * unit + torch.arange(unit)).flatten()
+    return rows[rows < num_rows]
+
+
+def measure_update(before: Tensor, after: Tensor, format: Format | None) -> Sums:
+    """The sums of one weight [N, K], accumulated in FP64."""
+    update = after.double() - before.double()
+    norms = (_dot(update, update), _dot(before, before), _dot(after, after))
+    if format is None:
+        return Sums(*torch.stack(norms).tolist())
+    old, new = quantize(before, format), quantize(after, format)
+    visible = dequantize(new).double() - dequantize(old).double()
+    error = dequantize(new).double() - after.double()
+    # As numbers, because FP8 has two zeros.
+    flips = (old.codes.float() != new.codes.float()).sum().double()
+    quantized = (_dot(error, error), _dot(visible, visible), _dot(visible, update), flips)
+    return Sums(*torch.stack(norms + quantized).tolist(), codes=after.numel())
+
+
+def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, layer in model.named_modules():
+        if name.rsplit(".", 1)[-1] in PROJECTIONS and isinstance(layer, nn.Linear):
+            yield name, layer
+
+
+def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    for name in before.keys() | after.keys():
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None or old.shape != new.shape:
+            shapes = [None if x is None else tuple(x.shape) for x in (old, new)]
+            raise ModelError(
+                f"{name} had {shapes[0]} watched channels at the last sync and has {shapes[1]} now: "
+                "the model, quant.format or quant.track_rows changed"
+            )
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return (x.double() * y.double()).sum()
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

@@ -1,0 +1,281 @@
+"""The run directory: everything a run leaves behind.
+
+    config.json      the resolved recipe
+    metrics.jsonl    {"step": n, name: value, ...}, one line a step
+    samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
+    events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
+    checkpoints/     written by qurl.checkpoint
+    report.html      written by qurl.report
+
+Every line is complete JSON for any reader: a number that is not finite is written as the string
+"nan", "inf" or "-inf". A kill can tear the last line of a file and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Self
+
+from rich.console import Console
+
+from qurl.config import Config, to_json
+from qurl.errors import ConfigError, DataError, TrainingError
+from qurl.track import Progress, Tracker, build_trackers
+
+CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+
+CHANGEABLE = ("steps", "run_dir", "device", "threads", "save", "track", "eval.every")
+"""Keys (or sections) of the recipe that may differ when a run is resumed."""
+
+_LOUD = {"warning": "yellow", "alarm": "bold red"}
+
+
+class Run:
+    """One open run directory, with its trackers and its progress line."""
+
+    def __init__(self, path: Path, progress: Progress, trackers: Sequence[Tracker] = ()) -> None:
+        self.path = path
+        self.progress = progress
+        self.timer = Stopwatch()
+        self._trackers = list(trackers)
+
+    @classmethod
+    def open(
+        cls, config: Config, *, trackers: Sequence[Tracker] = (), console: Console | None = None
+    ) -> Run:
+        """Create `config.run_dir`, or open the run that is there, to be resumed.
+
+        `trackers` are called besides those that the recipe asks for.
+        """
+        path = Path(config.run_dir).expanduser()
+        changes = _claim(path, config)
+        progress = Progress(config.steps, console=console)
+        run = cls(path, progress)
+        run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
+        if changes is not None:
+            run.event("resume", _describe_resume(changes), changes=changes)
+        return run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
+        values = {name: float(value) for name, value in metrics.items()}
+        _append(self.path / METRICS, {"step": step} | values)
+        if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
+            named = ", ".join(f"{name} = {x}" for name, x in broken.items())
+            self.event("warning", f"step {step}: {named}", step=step, metrics=sorted(broken))
+        self.progress.log(step, values)
+        for tracker in list(self._trackers):
+            self._hand_over(tracker, step, values)
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        """Append one rollout to samples.jsonl."""
+        _append(self.path / SAMPLES, {"step": step} | dict(record))
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
+        if kind in _LOUD:
+            self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics and samples after `step`, so that a resumed run writes them again."""
+        for name in (METRICS, SAMPLES):
+            _rewrite(self.path / name, lambda record: record["step"] <= step)
+
+    def close(self) -> None:
+        self.progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hand_over(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
+        # A tracker is a convenience and metrics.jsonl has it all: its failure must not end the run.
+        try:
+            tracker.log(step, metrics)
+        except Exception as error:
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__
+            self._warn(f"{name} failed at step {step} and is off from here on: {error!r}")
+
+    def _warn(self, message: str) -> None:
+        self.event("warning", message)
+
+
+class Stopwatch:
+    """Seconds spent under each name since the last `lap`.
+
+    with timer("rollout"): ...
+    timer.lap()  # {"timing_s/rollout": 1.25}, and back to zero
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def lap(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        return {f"timing_s/{name}": x for name, x in seconds.items()}
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All records of a file; a torn last line is left out."""
+    return list(iter_jsonl(path))
+
+
+def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, one at a time; a torn last line is left out."""
+    for _, record in _parsed_lines(Path(path)):
+        yield record
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line, json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # only the last line of a file has no end
+                    return
+                raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise TrainingError(
+            f"cannot append to {path}: {error.strerror or error}; make room and resume the run"
+        ) from error
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, Mapping):
+        return {key: _strict(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the complete lines whose record passes, in one atomic step."""
+    if not path.exists():
+        return
+    with _replacing(path) as file:
+        for line, record in _parsed_lines(path):
+            if keep(record):
+                file.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file beside `path`, then put it in its place."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
+    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir = {str(path)!r} cannot be created: {error.strerror}") from error
+    changes = None
+    if (path / CONFIG).exists():
+        changes = _changes(_read_config(path / CONFIG), json.loads(to_json(config)))
+        _refuse(path, {key: pair for key, pair in changes.items() if not _may_change(key)})
+    elif (path / METRICS).exists():
+        raise ConfigError(
+            f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be resumed; "
+            "choose another run_dir or move the old run away"
+        )
+    for name in (METRICS, SAMPLES, EVENTS):
+        _mend(path / name)
+    with _replacing(path / CONFIG) as file:
+        file.write(to_json(config).encode())
+    return changes
+
+
+def _mend(path: Path) -> None:
+    """Drop a torn last line, to which the next line would be glued."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        is_torn = file.read() != b"\n"
+    if is_torn:
+        _rewrite(path, lambda _: True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}; choose another run_dir") from error
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """{"optim.lr": [old, new], ...}; a key that only one side has counts as "absent" on the other."""
+    before, after = _flatten(old), _flatten(new)
+    return {
+        key: [before.get(key, "absent"), after.get(key, "absent")]
+        for key in before | after
+        if key not in before or key not in after or before[key] != after[key]
+    }
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _may_change(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+
+
+def _refuse(path: Path, changes: Mapping[str, Sequence[Any]]) -> None:
+    if changes:
+        lines = "\n".join(f"  - {key}: {a!r} there, {b!r} here" for key, (a, b) in changes.items())
+        raise ConfigError(
+            f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
+            f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
+        )
+
+
+def _describe_resume(changes: Mapping[str, Sequence[Any]]) -> str:
+    listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
+    return f"run resumed; changed: {listed}" if listed else "run resumed"

@@ -1,0 +1,206 @@
+import io
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from rich.console import Console
+
+from qurl.errors import DataError
+from qurl.evaluate import (
+    evaluate,
+    ks_up_to,
+    mean_interval,
+    pass_at_k,
+    print_results,
+    wilson_interval,
+)
+from qurl.types import Completion, Problem, Rollout
+
+
+def test_pass_at_k_worked_by_hand():
+    # n = 4, c = 1, k = 2: of C(4,2) = 6 pairs C(3,2) = 3 miss the correct one.
+    assert pass_at_k(4, 1, 2) == 0.5
+    # n = 5, c = 2, k = 3: of C(5,3) = 10 triples only the C(3,3) = 1 of wrong ones misses.
+    assert pass_at_k(5, 2, 3) == 0.9
+    assert pass_at_k(8, 0, 8) == 0.0
+    assert pass_at_k(8, 1, 8) == 1.0
+    assert pass_at_k(10, 3, 1) == pytest.approx(0.3, abs=1e-15)
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        share = sum(any(s) for s in subsets) / len(subsets)
+        assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
+
+
+def test_pass_at_k_keeps_its_digits_for_large_n():
+    # c = 1: the correct sample is among the k drawn with chance k / n.
+    assert pass_at_k(20_000, 1, 3) == 3 / 20_000
+    assert pass_at_k(1024, 1, 512) == 0.5
+
+
+@pytest.mark.parametrize("arguments", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_pass_at_k_refuses_impossible_counts(arguments):
+    with pytest.raises(ValueError, match="must lie in"):
+        pass_at_k(*arguments)
+
+
+def test_wilson_known_values():
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=5e-5)
+    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=5e-5)
+    # p = 0: low = 0, high = z^2 / (n + z^2) = 3.8416 / 13.8416
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 3.8416 / 13.8416))
+    assert wilson_interval(10, 10) == pytest.approx((10 / 13.8416, 1.0))
+
+
+def test_wilson_refuses_no_trials():
+    with pytest.raises(ValueError, match="0 trials"):
+        wilson_interval(0, 0)
+
+
+def test_wilson_covers_the_truth_about_95_times_in_100():
+    rng = random.Random(0)
+    truth, trials, repeats = 0.3, 40, 2000
+    covered = 0
+    for _ in range(repeats):
+        low, high = wilson_interval(sum(rng.random() < truth for _ in range(trials)), trials)
+        covered += low <= truth <= high
+    assert 0.93 < covered / repeats < 0.975
+
+
+def test_mean_interval():
+    # mean 0.5, sample std of (0.25, 0.75) is 0.35355, / sqrt(2) = 0.25, times 1.96 = 0.49
+    assert mean_interval([0.25, 0.75]) == pytest.approx((0.01, 0.99))
+    assert mean_interval([0.0, 1.0]) == (0.0, 1.0)  # 0.5 -+ 0.98, clipped
+    assert mean_interval([0.4]) == (0.0, 1.0)
+
+
+def test_mean_interval_of_equal_values_is_not_a_point():
+    assert mean_interval([1.0] * 10) == wilson_interval(10, 10)
+    assert mean_interval([0.0] * 10) == wilson_interval(0, 10)
+
+
+def test_ks_up_to():
+    assert ks_up_to(1) == [1]
+    assert ks_up_to(8) == [1, 2, 4, 8]
+    assert ks_up_to(12) == [1, 2, 4, 8, 12]
+
+
+@dataclass(frozen=True)
+class FakeGrade:
+    score: float
+    details: dict
+    timed_out: bool
+
+
+class FakePool:
+    """A text that equals the answer is worth 1, "half" 0.5, and "slow" times out."""
+
+    def grade(self, items):
+        return [
+            FakeGrade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
+            for text, answer, _ in items
+        ]
+
+
+@dataclass
+class FakeEngine:
+    greedy: list[str]
+    sampled: list[list[str]] = field(default_factory=list)
+    asked: list = field(default_factory=list)
+
+    def sync(self, model, *, version):
+        raise AssertionError("evaluation must not change the weights")
+
+    def generate(self, problems, params):
+        self.asked.append(params)
+        texts = [[t] for t in self.greedy] if params.temperature == 0 else self.sampled
+        return [
+            Rollout(p, [self.complete(t) for t in group], 0, params.temperature)
+            for p, group in zip(problems, texts, strict=True)
+        ]
+
+    def complete(self, text):
+        ids = list(range(len(text)))
+        return Completion(ids, [0.0] * len(ids), text, "length" if text == "slow" else "stop")
+
+
+PROBLEMS = [Problem("a", [1], "7"), Problem("b", [2], "42")]
+
+
+def test_greedy_evaluation():
+    engine = FakeEngine(["7", "slow"])
+    result = evaluate(engine, PROBLEMS, FakePool(), precision="full", max_tokens=9, stop=("\n",))
+    assert result.accuracy == 0.5
+    assert result.accuracy_interval == wilson_interval(1, 2)
+    assert result.mean_length == 2.5
+    assert result.frac_truncated == 0.5
+    assert result.num_timeouts == 1
+    assert result.avg_at_k is None
+    assert len(engine.asked) == 1
+    assert (engine.asked[0].max_tokens, engine.asked[0].stop) == (9, ("\n",))
+    assert result.metrics()["eval/full/accuracy"] == 0.5
+    assert not any("@" in name for name in result.metrics())
+
+
+def test_sampled_evaluation():
+    sampled = [["7", "7", "x"], ["x", "slow", "42"]]  # 2 and 1 of 3 correct
+    engine = FakeEngine(["7", "42"], sampled)
+    result = evaluate(
+        engine,
+        PROBLEMS,
+        FakePool(),
+        precision="int8",
+        max_tokens=9,
+        samples=3,
+        temperature=0.6,
+        top_p=0.95,
+        seed=5,
+    )
+    assert result.accuracy == 1.0
+    assert result.avg_at_k == pytest.approx(0.5)
+    assert result.avg_at_k_interval == pytest.approx(mean_interval([2 / 3, 1 / 3]))
+    # pass@2: 1 - C(1,2)/C(3,2) = 1 and 1 - C(2,2)/C(3,2) = 2/3
+    assert result.pass_at_k == pytest.approx({1: 0.5, 2: 5 / 6, 3: 1.0})
+    assert result.num_timeouts == 1
+    params = engine.asked[1]
+    assert (params.group_size, params.temperature, params.top_p, params.seed) == (3, 0.6, 0.95, 5)
+    metrics = result.metrics()
+    assert metrics["eval/int8/avg@3"] == pytest.approx(0.5)
+    assert metrics["eval/int8/pass@2"] == pytest.approx(5 / 6)
+    assert metrics["eval/int8/pass@2_low"] <= 5 / 6 <= metrics["eval/int8/pass@2_high"]
+
+
+def test_threshold_of_correctness():
+    engine = FakeEngine(["half", "42"])
+
+    def accuracy(**options):
+        return evaluate(
+            engine, PROBLEMS, FakePool(), precision="full", max_tokens=9, **options
+        ).accuracy
+
+    assert accuracy() == 0.5
+    assert accuracy(correct_at=0.5) == 1.0
+
+
+def test_no_problems_is_an_error():
+    with pytest.raises(DataError, match="no held-out problems"):
+        evaluate(FakeEngine([]), [], FakePool(), precision="full", max_tokens=9)
+
+
+def test_printed_table_is_plain_outside_a_terminal():
+    engine = FakeEngine(["7", "x"], [["7", "x"], ["42", "42"]])
+    results = [
+        evaluate(engine, PROBLEMS, FakePool(), precision=p, max_tokens=9, samples=n)
+        for p, n in (("full", 2), ("int8", 0))
+    ]
+    file = io.StringIO()
+    print_results(results, Console(file=file, width=100))
+    text = file.getvalue()
+    assert "\x1b" not in text
+    assert "50.0% (9.5% to 90.5%)" in text  # Wilson 1/2
+    assert "pass@2" in text
+    assert "int8" in text

@@ -382,8 +382,10 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw tree of a TOML recipe."""
+    """The raw tree of a TOML recipe, or of the config.json of a run directory."""
     path = Path(path)
+    if (path / "config.json").is_file():
+        return json.loads((path / "config.json").read_text())
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples")
     try:

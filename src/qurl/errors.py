@@ -15,6 +15,8 @@ Each is also an error of the standard library, so callers need not know this mod
 A message names the thing, its value, what is allowed and what to do.
 """
 
+from typing import Any
+
 
 class QurlError(Exception):
     """Base of all errors raised on purpose."""
@@ -46,6 +48,9 @@ class RewardTimeout(RewardError, TimeoutError):
 
 class TrainingError(QurlError, RuntimeError):
     """The run went wrong and was stopped; what was computed is saved."""
+
+    batch: Any = None
+    """The batch that was being trained on, where there was one."""
 
 
 class CheckpointError(QurlError, OSError):

@@ -186,14 +186,14 @@ def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Keep the complete lines whose record passes, in one atomic step."""
     if not path.exists():
         return
-    with _replacing(path) as file:
+    with replacing(path) as file:
         for line, record in _parsed_lines(path):
             if keep(record):
                 file.write(line if line.endswith(b"\n") else line + b"\n")
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Write a file beside `path`, then put it in its place."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
@@ -220,7 +220,7 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
         )
     for name in (METRICS, SAMPLES, EVENTS):
         _mend(path / name)
-    with _replacing(path / CONFIG) as file:
+    with replacing(path / CONFIG) as file:
         file.write(to_json(config).encode())
     return changes
 
@@ -244,8 +244,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """{"optim.lr": [old, new], ...}; a key that only one side has counts as "absent" on the other."""
-    before, after = _flatten(old), _flatten(new)
+    """{"optim.lr": [old, new], ...}; a key that one side lacks is "absent" there."""
+    before, after = flatten(old), flatten(new)
     return {
         key: [before.get(key, "absent"), after.get(key, "absent")]
         for key in before | after
@@ -253,11 +253,12 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[A
     }
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

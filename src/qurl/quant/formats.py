@@ -59,7 +59,7 @@ class Quantized:
     """Codes and their scale: `dequantize` gives codes * scale."""
 
     codes: Tensor  # [..., N, K]
-    scale: Tensor  # [..., N, 1], or [N / 128, K / 128] in blocks
+    scale: Tensor  # [..., N, 1]; in blocks [N / 128, K / 128], of activations [..., M, K / 128]
     format: Format
 
     @property
@@ -108,10 +108,11 @@ def expand_scale(q: Quantized) -> Tensor:
     """The scale, broadcastable against the codes."""
     if q.format.block is None:
         return q.scale
-    rows, columns = q.codes.shape
-    block = q.format.block
-    scale = q.scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
-    return scale[:rows, :columns]
+    *rows, columns = q.codes.shape
+    scale = q.scale.repeat_interleave(q.format.block, -1)[..., :columns]
+    if list(q.scale.shape[:-1]) == rows:  # activations: a row of scales per token
+        return scale
+    return scale.repeat_interleave(q.format.block, -2)[: rows[0]]
 
 
 def _code(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

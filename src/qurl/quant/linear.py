@@ -16,6 +16,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from qurl.errors import ModelError
 from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize_activation
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -80,6 +81,16 @@ class QuantLinear(nn.Module):
 @torch.no_grad()
 def quantized_copy(model: nn.Module, format: str) -> nn.Module:
     """A copy of a transformers model whose projections are quantized: the dense reference."""
+    fused = [
+        name
+        for name, parameter in model.named_parameters()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3
+    ]
+    if fused:
+        raise ModelError(
+            f"{type(model).__name__} keeps its experts in one tensor ({fused[0]}), which has no "
+            "quantized copy; use quant.format = 'none'"
+        )
     clone = copy.deepcopy(model).requires_grad_(False).eval()
     found = [
         (parent, name, child)
@@ -88,7 +99,7 @@ def quantized_copy(model: nn.Module, format: str) -> nn.Module:
         if name in PROJECTIONS and isinstance(child, nn.Linear)
     ]
     if not found:
-        raise ValueError(
+        raise ModelError(
             f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize"
         )
     for parent, name, child in found:

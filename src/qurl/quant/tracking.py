@@ -145,13 +145,13 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    for name in before.keys() | after.keys():
+    for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if old is None or new is None or old.shape != new.shape:
             shapes = [None if x is None else tuple(x.shape) for x in (old, new)]
             raise ModelError(
-                f"{name} had {shapes[0]} watched channels at the last sync and has {shapes[1]} now: "
-                "the model, quant.format or quant.track_rows changed"
+                f"{name}: {shapes[0]} was watched at the last sync, {shapes[1]} is now: "
+                "the model, quant.format or quant.track_rows has changed"
             )
 
 

@@ -1,0 +1,48 @@
+# `make help` lists the commands. Everything happens in .venv, which the first command makes.
+#
+#   PYTHON    the interpreter that makes .venv                           (python3)
+#   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
+#   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+VENV     := .venv
+BIN      := $(VENV)/bin
+HAS_GPU  := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+TORCH    ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+RUN      ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint docs bench
+
+help:  ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(VENV)/installed  ## make .venv and install QuRL into it
+
+# A torch that the machine brings along (a GPU image, say) is used, not downloaded again.
+$(VENV)/installed: pyproject.toml
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(PIP_ARGS) '$(TORCH)'; \
+	fi
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
+	@touch $@
+
+demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
+	$(BIN)/python -m qurl train recipes/arithmetic-cpu.toml --run-dir $(RUN)
+
+test: install  ## run the tests
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+lint: install  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: install  ## write docs/recipe.md from the recipe's own docstrings
+	$(BIN)/python docs/write_recipe_reference.py
+
+bench: install  ## compare the objectives on the toy task: table and plot
+	$(BIN)/python benchmarks/toy_objectives.py

@@ -1,0 +1,5 @@
+import sys
+
+from qurl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,189 @@
+"""From a recipe to live parts: policy, learner, engines, task and grader, fresh or resumed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qurl.checkpoint import latest_checkpoint, load_checkpoint
+from qurl.config import Config, find_warnings
+from qurl.errors import ConfigError
+from qurl.learner import Learner
+from qurl.policy import Policy, load_policy
+from qurl.quant import rescale_
+from qurl.quant.tracking import UpdateTracker
+from qurl.rewards.pool import GradingPool
+from qurl.rollout import Engine, build_engine
+from qurl.run import Run
+from qurl.sampling import ProblemStream
+from qurl.scratch import make_scratch_model
+from qurl.tasks import load_task
+from qurl.tasks.task import Task
+from qurl.types import Problem
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with."""
+
+    learner: Learner
+    engine: Engine
+    """The quantized actor."""
+    full_engine: Engine | None
+    """The same weights unquantized, for evaluation; None where it is not asked for."""
+    stream: ProblemStream
+    held_out: list[Problem]
+    pool: GradingPool
+    tracker: UpdateTracker | None
+    first_step: int
+
+    @property
+    def policy(self) -> Policy:
+        return self.learner.policy
+
+    def state(self) -> dict:
+        """What a checkpoint holds beside weights and optimizers."""
+        tracker = self.tracker.state_dict() if self.tracker is not None else None
+        return {"position": self.stream.position, "tracker": tracker}
+
+
+@contextmanager
+def assemble(config: Config, run: Run) -> Iterator[Parts]:
+    """Load or make everything, and resume from the newest checkpoint where there is one."""
+    for warning in find_warnings(config):
+        run.event("warning", warning)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = pick_device(config.device)
+    initial = initial_model(config, run.path, device)
+    checkpoint = latest_checkpoint(run.path / "checkpoints")
+
+    policy = load_policy(checkpoint / "policy" if checkpoint else initial, config.model, device)
+    reference = None
+    if config.algo.kl_coef > 0:
+        reference = load_policy(initial, config.model, device).freeze_()
+    learner = Learner(policy, config, reference=reference)
+    task = training_task(config, policy.tokenizer)
+    stream = ProblemStream(task, config.seed)
+    tracker = _build_tracker(config)
+    state = {"step": 0}
+    if checkpoint:
+        state = load_checkpoint(checkpoint, learner)
+        stream.position = state["position"]
+        if tracker is not None:
+            tracker.load_state_dict(state["tracker"])
+    elif config.quant.update_scale > 1:
+        _apply_uaq(config, policy)
+    run.rewind(state["step"] - 1)
+
+    with GradingPool(
+        task.reward, workers=config.task.grade_workers, timeout=config.task.grade_timeout
+    ) as pool:
+        yield Parts(
+            learner=learner,
+            engine=_build_engine(config, policy, config.quant.format),
+            full_engine=_build_full_engine(config, policy),
+            stream=stream,
+            held_out=held_out_problems(config, policy.tokenizer) if config.eval.every else [],
+            pool=pool,
+            tracker=tracker,
+            first_step=state["step"],
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def initial_model(config: Config, run_path: Path, device: torch.device) -> str | Path:
+    """Where the untrained weights are; a scratch model is made once and kept with the run."""
+    if config.model.path != "scratch":
+        return config.model.path
+    folder = run_path / "initial"
+    if not folder.exists():
+        staging = run_path / ".initial.partial"
+        shutil.rmtree(staging, ignore_errors=True)
+        make_scratch_model(config, staging, device)
+        os.replace(staging, folder)
+    return folder
+
+
+def training_task(config: Config, tokenizer) -> Task:
+    return load_task(
+        config.task.name, path=config.task.path, split="train", **_task_options(config, tokenizer)
+    )
+
+
+def held_out_problems(config: Config, tokenizer) -> list[Problem]:
+    """The first `eval.problems` of the held-out split or file."""
+    is_file = bool(config.task.path or config.task.eval_path)
+    if is_file and not config.task.eval_path:
+        raise ConfigError(
+            "eval.every > 0 needs task.eval_path: a file task has no held-out problems of its own"
+        )
+    task = load_task(
+        config.task.name,
+        path=config.task.eval_path,
+        split="eval",
+        **_task_options(config, tokenizer),
+    )
+    return [task[i] for i in range(min(config.eval.problems, len(task)))]
+
+
+def _task_options(config: Config, tokenizer) -> dict:
+    task = config.task
+    return {
+        "tokenizer": tokenizer,
+        "seed": config.seed,
+        "difficulty": task.difficulty,
+        "instruction": task.instruction,
+        "max_prompt_tokens": task.max_prompt_tokens,
+        "skip_long_prompts": task.skip_long_prompts,
+        "reward": task.reward,
+    }
+
+
+def _build_engine(config: Config, policy: Policy, quant: str) -> Engine:
+    options = {}
+    if config.rollout.engine == "local":
+        options = {
+            "max_batch": config.rollout.max_batch,
+            "page_size": config.rollout.page_size,
+            "kv_tokens": config.rollout.kv_tokens,
+        }
+    return build_engine(
+        config.rollout.engine, policy.model, policy.tokenizer, quant=quant, **options
+    )
+
+
+def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
+    is_wanted = config.eval.every and config.eval.precision in ("both", "full")
+    if not is_wanted or config.quant.format == "none":
+        return None
+    return _build_engine(config, policy, "none")
+
+
+def _build_tracker(config: Config) -> UpdateTracker | None:
+    if config.quant.track_rows == 0:
+        return None
+    return UpdateTracker(config.quant.format, config.quant.track_rows)
+
+
+def _apply_uaq(config: Config, policy: Policy) -> None:
+    rescale_(
+        policy.model,
+        config.quant.update_scale,
+        o_proj=config.quant.scale_o_proj,
+        down_proj=config.quant.scale_down_proj,
+    )

@@ -1,0 +1,95 @@
+"""Checkpoints: written beside and renamed, so that a kill or a full disk leaves the last one whole.
+
+checkpoints/step-000123/
+    policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config)
+    critic.pt          where there is one
+    optimizer.pt       AdamW state of policy and critic
+    state.pt           step, data position, update tracker, random state
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qurl.errors import CheckpointError
+from qurl.learner import Learner
+
+
+def save_checkpoint(
+    folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
+) -> Path:
+    """Write step-NNNNNN atomically and drop all but the newest `keep`."""
+    target = folder / f"step-{step:06d}"
+    staging = folder / f".step-{step:06d}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        write_state(staging, learner, {"step": step, **state})
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(staging, target)
+    except (OSError, RuntimeError) as error:  # safetensors and torch.save raise both on a full disk
+        shutil.rmtree(staging, ignore_errors=True)
+        previous = latest_checkpoint(folder)
+        raise CheckpointError(
+            f"checkpoint {target} could not be written: {error}. The previous one is intact "
+            f"({previous or 'there is none yet'}). Make room on the disk, then run the same "
+            "command again to resume"
+        ) from error
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
+    """The files of a checkpoint, flushed to the disk."""
+    learner.policy.save(folder / "policy")
+    optimizers = {"policy": learner.optimizer.state_dict()}
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        torch.save(learner.critic.state_dict(), folder / "critic.pt")
+        optimizers["critic"] = learner.critic_optimizer.state_dict()
+    torch.save(optimizers, folder / "optimizer.pt")
+    torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Restore all but the policy, which was loaded from `folder` already; returns the rest."""
+    try:
+        device = learner.policy.device
+        optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        learner.optimizer.load_state_dict(optimizers["policy"])
+        if learner.critic is not None and learner.critic_optimizer is not None:
+            weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
+            learner.critic.load_state_dict(weights)
+            learner.critic_optimizer.load_state_dict(optimizers["critic"])
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {error}. Remove that folder to resume from the "
+            "one before it"
+        ) from error
+    torch.set_rng_state(state.pop("torch_rng"))
+    return state
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"), key=checkpoint_step)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    return next(reversed(list_checkpoints(folder)), None)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

@@ -1,0 +1,136 @@
+"""The command line. Nothing heavy is imported before a command is chosen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from qurl.errors import ConfigError, DataError, QurlError
+
+HELP = """\
+usage: qurl COMMAND ...
+
+Reinforcement learning for reasoning LLMs with quantized rollouts.
+
+  qurl train RECIPE.toml [--section.key value ...] [--dry-run]
+        train, or resume the run in run_dir; --dry-run prints the resolved recipe,
+        the memory and the token budget instead
+  qurl eval RECIPE.toml|RUN [--section.key value ...]
+        held-out accuracy of model.path, or of a run's newest checkpoint
+  qurl validate RECIPE.toml [--section.key value ...]
+        check keys, files, tokenizer and grader before a long run
+  qurl report RUN
+        write RUN/report.html again
+  qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
+        a plain Hugging Face folder, UAQ folded back
+
+  qurl train --help     every key of a recipe
+  qurl --version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if args[0] == "--version":
+        from qurl import __version__
+
+        print(__version__)
+        return 0
+    try:
+        return _command(args[0])(args[1:])
+    except QurlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, DataError)) else 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+
+
+def train_command(args: list[str]) -> int:
+    from qurl.config import load_config, to_json
+
+    is_dry_run = "--dry-run" in args
+    recipe, flags = _recipe_and_flags([a for a in args if a != "--dry-run"])
+    config = load_config(recipe, flags)
+    if is_dry_run:
+        from qurl.budget import describe_budget
+
+        print(to_json(config))
+        print(describe_budget(config))
+        return 0
+    from qurl.train import train
+
+    train(config)
+    return 0
+
+
+def eval_command(args: list[str]) -> int:
+    from qurl.commands import evaluate_model
+
+    recipe, flags = _recipe_and_flags(args)
+    evaluate_model(recipe, flags)
+    return 0
+
+
+def validate_command(args: list[str]) -> int:
+    from qurl.commands import validate
+
+    recipe, flags = _recipe_and_flags(args)
+    return 0 if validate(recipe, flags) else 2
+
+
+def report_command(args: list[str]) -> int:
+    from qurl.report import write_report
+
+    (run,) = _exactly(args, "RUN")
+    print(write_report(Path(run)))
+    return 0
+
+
+def export_command(args: list[str]) -> int:
+    from qurl.quant.export import export
+
+    dtype = "bfloat16"
+    if "--dtype" in args:
+        i = args.index("--dtype")
+        dtype = args[i + 1] if i + 1 < len(args) else ""
+        del args[i : i + 2]
+    source, target = _exactly(args, "RUN|CHECKPOINT", "OUT")
+    print(export(Path(source), Path(target), dtype))
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "train": train_command,
+    "eval": eval_command,
+    "validate": validate_command,
+    "report": report_command,
+    "export": export_command,
+}
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name not in COMMANDS:
+        raise ConfigError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}")
+    return COMMANDS[name]
+
+
+def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe comes first; without one, everything is a flag over the defaults."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    return None, args
+
+
+def _exactly(args: list[str], *names: str) -> list[str]:
+    if len(args) != len(names) or any(a.startswith("-") for a in args):
+        raise ConfigError(f"expected {' '.join(names)}, got {' '.join(args) or 'nothing'}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The work behind `qurl eval` and `qurl validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qurl.assembly import build_actor, held_out_problems, initial_model, pick_device, training_task
+from qurl.config import Config, find_warnings, load_config
+from qurl.errors import ConfigError, QurlError
+from qurl.evaluate import EvalResult, evaluate, print_results
+from qurl.policy import load_policy
+from qurl.quant.export import find_policy
+from qurl.rewards.pool import GradingPool
+from qurl.seeds import derive_seed
+from qurl.tasks.tokenizer import build_tokenizer
+
+
+def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]:
+    """Held-out accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
+    config = load_config(source, flags)
+    device = pick_device(config.device)
+    if source and Path(source).is_dir():
+        path: str | Path = find_policy(Path(source))
+    elif config.model.path == "scratch":
+        path = initial_model(config, Path(config.run_dir), device)
+    else:
+        path = config.model.path
+    policy = load_policy(path, config.model, device)
+    problems = held_out_problems(config, policy.tokenizer)
+    reward = training_task(config, policy.tokenizer).reward
+    results = []
+    with GradingPool(
+        reward, workers=config.task.grade_workers, timeout=config.task.grade_timeout
+    ) as pool:
+        for precision in eval_precisions(config):
+            engine = build_actor(config, policy, "none" if precision == "full" else precision)
+            results.append(evaluate_engine(config, engine, problems, pool, precision))
+    print_results(results)
+    return results
+
+
+def validate(source: str | None, flags: Sequence[str]) -> bool:
+    """Check a recipe as far as possible without training; prints a line per check."""
+    config = load_config(source, flags)
+    print("ok    keys and values")
+    for warning in find_warnings(config):
+        print(f"note  {warning}")
+    checks: list[tuple[str, Callable[[Config], str]]] = [
+        ("tokenizer", _check_tokenizer),
+        ("training problems", _check_training_task),
+        ("held-out problems", _check_held_out),
+        ("grader", _check_grader),
+    ]
+    is_sound = True
+    for name, check in checks:
+        try:
+            print(f"ok    {name}: {check(config)}")
+        except (QurlError, OSError, ValueError) as error:
+            is_sound = False
+            print(f"FAIL  {name}: {error}")
+    return is_sound
+
+
+def _load_tokenizer(config: Config):
+    from transformers import AutoTokenizer
+
+    if config.model.path == "scratch":
+        return build_tokenizer()
+    return AutoTokenizer.from_pretrained(config.model.path)
+
+
+def _check_tokenizer(config: Config) -> str:
+    tokenizer = _load_tokenizer(config)
+    return f"{len(tokenizer)} tokens, end of sequence {tokenizer.eos_token!r}"
+
+
+def _check_training_task(config: Config) -> str:
+    task = training_task(config, _load_tokenizer(config))
+    problem = task[0]
+    skipped = f", {task.num_skipped} too long and left out" if task.num_skipped else ""
+    return f"{len(task)} of {task.name}{skipped}; the first has {len(problem.prompt_ids)} tokens"
+
+
+def _check_held_out(config: Config) -> str:
+    if not config.eval.every:
+        return "not used (eval.every = 0)"
+    return f"{len(held_out_problems(config, _load_tokenizer(config)))}"
+
+
+def _check_grader(config: Config) -> str:
+    """Grade one right and one wrong answer for real."""
+    task = training_task(config, None)
+    problem = task[0]
+    worked = getattr(task, "worked_answer", None)
+    right = worked(problem) if worked else f"The answer is \\boxed{{{problem.answer}}}."
+    with GradingPool(task.reward, workers=1, timeout=config.task.grade_timeout) as pool:
+        grades = pool.grade([(right, problem.answer, problem.extra), ("", "", problem.extra)][:1])
+        wrong = pool.grade([("no idea", problem.answer, problem.extra)])
+    scores = f"{task.reward!r} scores the truth {grades[0].score:g} and a non-answer "
+    scores += f"{wrong[0].score:g}"
+    if grades[0].score <= wrong[0].score:
+        raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")
+    return scores

@@ -1,0 +1,39 @@
+"""What is kept when a run goes wrong: enough to look at the failure without running again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from qurl.checkpoint import write_state
+from qurl.errors import QurlError, RewardError, TrainingError
+from qurl.learner import Learner
+from qurl.run import Run
+
+
+@contextmanager
+def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
+    """Save the evidence of a failed step under crash/, then let the error go on."""
+    try:
+        yield
+    except (TrainingError, RewardError) as error:
+        folder = run.path / "crash" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_evidence(folder, step, learner, error)
+        run.event("alarm", f"step {step} stopped the run; evidence in {folder}", error=str(error))
+        raise
+
+
+def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError) -> None:
+    (folder / "error.txt").write_text(f"{type(error).__name__}: {error}\n")
+    if isinstance(error, RewardError):
+        evidence = {k: v for k, v in vars(error).items() if not k.startswith("_")}
+        (folder / "grading.json").write_text(json.dumps(evidence, indent=2, default=str))
+        return
+    write_state(folder, learner, {"step": step})
+    if isinstance(error, TrainingError) and error.batch is not None:
+        torch.save(vars(error.batch.to("cpu")), folder / "batch.pt")

@@ -1,0 +1,61 @@
+"""AdamW on FP32 masters, learning-rate schedules and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from qurl.config import OptimConfig
+from qurl.errors import TrainingError
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, *, lr: float) -> AdamW:
+    """AdamW; matrices decay, norms and biases do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        groups,
+        lr=lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=parameters[0].device.type == "cuda",
+    )
+
+
+def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:
+    """The rate of `step` (from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    if config.schedule == "linear":
+        return peak * (1 - progress)
+    if config.schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak
+
+
+def apply_gradients(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, lr: float, grad_clip: float
+) -> float:
+    """Clip, step and clear; returns the gradient norm before clipping.
+
+    A non-finite gradient stops the run before it can touch the weights.
+    """
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
+    if not math.isfinite(norm):
+        raise TrainingError(
+            f"the gradient norm is {norm}: the weights were left as they are. Look at the loss "
+            "terms and the rollouts in the crash folder; a lower optim.lr or algo.cap may help"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,45 @@
+"""Export: a trained policy as a plain Hugging Face folder, UAQ folded back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from qurl.checkpoint import latest_checkpoint
+from qurl.errors import CheckpointError, ConfigError
+from qurl.quant.scaling import uaq_scale, unscale_
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
+    """Write the policy of a run (its newest checkpoint) or of one checkpoint to `target`."""
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not empty; choose another folder")
+    policy = find_policy(source)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    if uaq_scale(model) != 1.0:
+        unscale_(model)
+    model.to(DTYPES[dtype]).save_pretrained(target)
+    for path in policy.iterdir():  # the tokenizer, as it was saved
+        if not (target / path.name).exists() and not path.name.endswith(".safetensors"):
+            shutil.copy2(path, target / path.name)
+    return target
+
+
+def find_policy(source: Path) -> Path:
+    """The policy folder of a run directory, of a checkpoint, or of a policy folder itself."""
+    checkpoint = latest_checkpoint(source / "checkpoints")
+    for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
+        if (folder / "config.json").is_file() and list(folder.glob("*.safetensors*")):
+            return folder
+    raise CheckpointError(
+        f"{source} is neither a run with a checkpoint nor a checkpoint; expected "
+        f"{source}/checkpoints/step-NNNNNN/policy or {source}/policy"
+    )

@@ -1,0 +1,8 @@
+"""What an answer is worth. Nothing here imports torch: the grading processes start fast."""
+
+from qurl.rewards.grading import grade_math, grade_rollouts
+from qurl.rewards.pool import Grade, GradingPool
+from qurl.rewards.reward import Reward
+from qurl.rewards.shaping import overlong_penalty
+
+__all__ = ["Grade", "GradingPool", "Reward", "grade_math", "grade_rollouts", "overlong_penalty"]

@@ -1,0 +1,85 @@
+"""From answers to rewards: one by one, or a step's rollouts at once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from qurl.errors import RewardTimeout
+from qurl.rewards.pool import Grade, GradingPool
+from qurl.rewards.shaping import overlong_penalty
+
+if TYPE_CHECKING:
+    from qurl.types import Completion, Graded, Rollout
+
+
+def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
+    """1.0 if the answer in a text equals the truth, else 0.0; RewardTimeout at the deadline.
+
+    A grading process is started by the first call and kept for the next ones.
+    """
+    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
+    if grade.timed_out:
+        raise RewardTimeout(
+            f"grading took more than {timeout} s and was killed; it was comparing "
+            f"{answer_text[-300:]!r} with {truth!r}"
+        )
+    return grade.score
+
+
+@functools.cache
+def _math_pool(timeout: float) -> GradingPool:
+    pool = GradingPool("math", workers=1, timeout=timeout)
+    atexit.register(pool.close)
+    return pool
+
+
+def grade_rollouts(
+    rollouts: Sequence[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
+) -> tuple[list[Graded], dict[str, float]]:
+    """Grade every completion; reward = score + overlong penalty.
+
+    `accuracy` of the details is the score before any shaping.
+    """
+    from qurl.types import Graded  # here, because it imports torch and the workers must not
+
+    grades = iter(
+        pool.grade(
+            [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
+        )
+    )
+    graded, num_timeouts = [], 0
+    for rollout in rollouts:
+        group = [next(grades) for _ in rollout.completions]
+        rewards = [
+            grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
+            for grade, c in zip(group, rollout.completions, strict=True)
+        ]
+        graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
+        num_timeouts += sum(grade.timed_out for grade in group)
+    return graded, {"reward/timeouts": float(num_timeouts), **_metrics(graded)}
+
+
+def _details(grade: Grade) -> dict[str, float]:
+    return {"accuracy": grade.score, **grade.details}
+
+
+def _metrics(graded: Sequence[Graded]) -> dict[str, float]:
+    if not graded:
+        return {}
+    rewards = [reward for g in graded for reward in g.rewards]
+    completions: list[Completion] = [c for g in graded for c in g.rollout.completions]
+    lengths = [len(c.token_ids) for c in completions]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
+        "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
+        "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
+        "resp_len/mean": fmean(lengths),
+        "resp_len/max": float(max(lengths)),
+        "resp_len/frac_truncated": fmean(c.finish == "length" for c in completions),
+    }

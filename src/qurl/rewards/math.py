@@ -1,0 +1,55 @@
+"""Is a mathematical answer right? Equality of expressions is decided by math-verify.
+
+Run it in the main thread of a process that can be killed (`GradingPool`, `grade_math`): sympy may
+never come back, and math-verify's own time limits (signals) are off here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import math_verify
+
+from qurl.rewards.answers import find_answer, is_words, normalise
+
+# It warns that time limits are off. They are, on purpose.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
+    """1.0 where the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
+
+    The answer is the last \\boxed{...}, else what follows ####, else what math-verify finds in the
+    text. An answer that does not parse is wrong; a truth that does not parse is compared as text.
+    """
+    truths = [find_answer(t) or t.strip() for t in (answer, *extra.get("accepted_answers", ()))]
+    if not all(truths):
+        raise ValueError(f"the truth is empty: {answer!r}")
+    found = find_answer(text)
+    if found == "":
+        return 0.0
+    candidate = text.strip() if found is None else found
+    if any(_same_text(candidate, truth) for truth in truths):
+        return 1.0
+    parsed = _parse(text) if found is None else _parse_expression(found)
+    return float(any(_same_value(parsed, truth) for truth in truths))
+
+
+def _same_text(candidate: str, truth: str) -> bool:
+    a, b = normalise(candidate), normalise(truth)
+    return a == b or (is_words(b) and a.casefold() == b.casefold())
+
+
+def _same_value(parsed: list[Any], truth: str) -> bool:
+    return math_verify.verify(_parse_expression(truth), parsed, timeout_seconds=None)
+
+
+def _parse_expression(expression: str) -> list[Any]:
+    """All of `expression` as LaTeX, which plain numbers and formulas are too."""
+    return _parse(f"\\boxed{{{expression}}}")
+
+
+def _parse(text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=0)

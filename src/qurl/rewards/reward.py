@@ -1,0 +1,79 @@
+"""What a reward is, and the names by which one is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Protocol
+
+from qurl.errors import ConfigError, RewardError
+
+
+class Reward(Protocol):
+    """A plain function from an answer and the truth to what the answer is worth.
+
+    It returns a number, or a mapping with `score` and other numbers to log. A mapping may name the
+    `accuracy` that filters look at; otherwise that is the score.
+    """
+
+    def __call__(
+        self, text: str, answer: str, extra: Mapping[str, Any], /
+    ) -> float | Mapping[str, float]: ...
+
+
+def score_exact(text: str, answer: str, extra: Mapping[str, Any]) -> float:
+    """1.0 where the text is the answer, or another accepted one, up to white space at the ends."""
+    accepted = (answer, *extra.get("accepted_answers", ()))
+    return float(text.strip() in [a.strip() for a in accepted])
+
+
+def is_inline(spec: str) -> bool:
+    """Is the reward so cheap and safe that it needs no process of its own?"""
+    return spec in ("exact", "countdown")
+
+
+def load_reward(spec: str) -> Reward:
+    """The function behind math, exact, countdown, gym:<name> or module:function."""
+    if spec == "exact":
+        return score_exact
+    if spec == "countdown":
+        from qurl.rewards.countdown import score_countdown
+
+        return score_countdown
+    if spec == "math":
+        from qurl.rewards.math import score_math
+
+        return score_math
+    module, colon, function = spec.partition(":")
+    if module == "gym":
+        from qurl.rewards.gym import load_gym_reward
+
+        return load_gym_reward(function)
+    if not (module and colon and function):
+        raise ConfigError(
+            f"task.reward = {spec!r} is not one of math, exact, countdown, gym:<name>, "
+            "module:function"
+        )
+    return _load_function(module, function)
+
+
+def _load_function(module: str, function: str) -> Reward:
+    reward = getattr(importlib.import_module(module), function, None)
+    if not callable(reward):
+        raise ConfigError(f"task.reward = '{module}:{function}': {module} has no such function")
+    return reward  # type: ignore[return-value]
+
+
+def check_value(value: Any) -> dict[str, float]:
+    """What a reward returned as a mapping of finite floats with `score`, or RewardError."""
+    named = value if isinstance(value, Mapping) else {"score": value}
+    if "score" not in named:
+        raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")
+    for name, number in named.items():
+        if not isinstance(number, Real) or not math.isfinite(number):
+            raise RewardError(
+                f"the reward returned {name} = {number!r}; it must be a finite number"
+            )
+    return {str(name): float(number) for name, number in named.items()}

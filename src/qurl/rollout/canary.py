@@ -1,0 +1,68 @@
+"""After each sync trainer and engine score a fixed prompt: a bad copy cannot go unnoticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qurl.errors import EngineError
+from qurl.quant import get_format
+
+_LENGTH = 32
+
+
+def canary_ids(model: Any) -> list[int]:
+    """A fixed prompt, spread over the vocabulary."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LENGTH
+    return [(i * 2654435761 + 1) % vocabulary for i in range(min(_LENGTH, longest))]
+
+
+def canary_bound(quant: str, dtype: torch.dtype) -> float:
+    """Largest mean |log-prob gap| that rounding explains."""
+    if quant != "none":
+        return get_format(quant).canary_bound
+    return 0.01 if dtype == torch.float32 else 0.1
+
+
+@torch.no_grad()
+def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward."""
+    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
+    with evaluating(model):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+
+
+def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int) -> float:
+    """The mean |log-prob gap| of the canary prompt; raises when it is not below the bound."""
+    gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
+    if math.isfinite(gap) and gap <= bound:
+        return gap
+    broken = "the trainer's" if not trainer.isfinite().all() else "the engine's"
+    cause = (
+        f"{broken} log-probs are not finite"
+        if not math.isfinite(gap)
+        else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
+    )
+    raise EngineError(
+        f"sync of version {version} failed on the canary prompt: {cause}; the engine's copy does "
+        "not compute what the trainer's model does, and sampling from it would train on garbage"
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

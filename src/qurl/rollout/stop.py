@@ -1,0 +1,78 @@
+"""When a completion ends, and what its text is: the same rules in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from qurl.errors import EngineError
+from qurl.types import Completion, SamplingParams
+
+_TOKENS_PER_CHARACTER = 4
+"""A byte-level tokenizer may spell one character with this many tokens."""
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """Ends a completion at a token, at a string, or at its longest length."""
+
+    token_ids: frozenset[int]
+    strings: tuple[str, ...]
+    max_tokens: int
+    tokenizer: Any
+
+    @staticmethod
+    def of(model: nn.Module, tokenizer: Any, params: SamplingParams) -> StopRule:
+        """The model's and tokenizer's end-of-sequence tokens and the stops of `params`."""
+        if params.ignore_eos:
+            return StopRule(frozenset(), (), params.max_tokens, tokenizer)
+        strings = tuple(s for s in params.stop if isinstance(s, str))
+        if strings and tokenizer is None:
+            raise EngineError(
+                f"stop strings {list(strings)} need a tokenizer, and this engine has none; "
+                "build the engine with one, or stop on token ids"
+            )
+        if "" in strings:
+            raise EngineError("stop holds an empty string, which every completion contains")
+        ids = frozenset(s for s in params.stop if not isinstance(s, str))
+        return StopRule(ids | eos_ids(model, tokenizer), strings, params.max_tokens, tokenizer)
+
+    def finish(self, token_ids: Sequence[int]) -> Literal["stop", "length"] | None:
+        """Why the completion ends with its last token, or None if it goes on."""
+        if token_ids[-1] in self.token_ids or self._ends_in_string(token_ids):
+            return "stop"
+        return "length" if len(token_ids) >= self.max_tokens else None
+
+    def complete(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Literal["stop", "length"]
+    ) -> Completion:
+        """The finished record; its text is cut before the first stop string, its tokens are not."""
+        return Completion(tuple(token_ids), tuple(logprobs), self._text(token_ids), finish)
+
+    def _ends_in_string(self, token_ids: Sequence[int]) -> bool:
+        if not self.strings:
+            return False
+        longest = max(len(s) for s in self.strings)
+        # Only the tail: decoding everything for each new token is quadratic.
+        text = self._decode(token_ids[-_TOKENS_PER_CHARACTER * (longest + 1) :])
+        return any(s in text for s in self.strings)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        text = self._decode(token_ids)
+        return text[: min((i for s in self.strings if (i := text.find(s)) >= 0), default=None)]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence tokens of the generation config, else of the config; and the tokenizer's."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = model.config.eos_token_id if found is None else found
+    ids = found if isinstance(found, (list, tuple)) else [found]
+    return frozenset(i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)

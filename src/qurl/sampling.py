@@ -1,0 +1,143 @@
+"""Which problems are asked, and which groups are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qurl.config import AlgoConfig, Config
+from qurl.errors import DataError, TrainingError
+from qurl.rewards import grade_rollouts, reward_metrics
+from qurl.rewards.pool import GradingPool
+from qurl.rollout import Engine
+from qurl.run import Stopwatch
+from qurl.seeds import derive_seed, generator
+from qurl.tasks.task import Task
+from qurl.types import Graded, Problem, SamplingParams
+
+
+class ProblemStream:
+    """The task's problems in a new random order each epoch; `position` is all of its state."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        if len(task) == 0:
+            raise DataError(f"task {task.name!r} has no problems")
+        self.task = task
+        self.seed = seed
+        self.position = 0
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def take(self, count: int) -> list[Problem]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Problem:
+        epoch, offset = divmod(self.position, len(self.task))
+        if epoch != self._epoch:
+            order = torch.randperm(len(self.task), generator=generator(self.seed, "epoch", epoch))
+            self._epoch, self._order = epoch, order
+        self.position += 1
+        return self.task[int(self._order[offset])]
+
+
+class Sampler:
+    """Takes problems, generates and grades, as often as `collect` asks within one step."""
+
+    def __init__(
+        self,
+        config: Config,
+        stream: ProblemStream,
+        engine: Engine,
+        pool: GradingPool,
+        timer: Stopwatch,
+        step: int,
+    ) -> None:
+        self.config, self.stream, self.engine, self.pool = config, stream, engine, pool
+        self.timer, self.step = timer, step
+        self.graded: list[Graded] = []
+        self.seconds = 0.0
+
+    def __call__(self, round: int, count: int) -> list[Graded]:
+        sampling, max_tokens = self.config.sampling, self.config.sampling.max_tokens
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            stop=sampling.stop,
+            group_size=sampling.group_size,
+            seed=derive_seed(self.config.seed, "rollout", self.step, round),
+        )
+        problems = self.stream.take(count)
+        start = time.perf_counter()
+        with self.timer("rollout"):
+            rollouts = self.engine.generate(problems, params)
+        self.seconds += time.perf_counter() - start
+        cache = int(self.config.algo.overlong_frac * max_tokens)
+        with self.timer("grade"):
+            graded = grade_rollouts(
+                rollouts, self.pool, overlong_cache=cache, max_tokens=max_tokens
+            )
+        self.graded += graded
+        return graded
+
+    def metrics(self) -> dict[str, float]:
+        """Of all that was sampled, before any group was dropped."""
+        tokens = sum(len(c.token_ids) for g in self.graded for c in g.rollout.completions)
+        speed = {
+            "perf/rollout_tokens": float(tokens),
+            "perf/rollout_tokens_per_s": tokens / self.seconds,
+        }
+        return reward_metrics(self.graded) | speed
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of a step and how they were come by."""
+
+    graded: list[Graded]
+    rounds: int
+    num_groups_sampled: int
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "sampling/rounds": float(self.rounds),
+            "sampling/groups_kept_frac": len(self.graded) / max(1, self.num_groups_sampled),
+        }
+
+
+def has_signal(group: Graded) -> bool:
+    """Not all completions are equally right: only then is there anything to compare.
+
+    This looks at accuracy, not at the shaped reward: length penalties would make a group of wrong
+    answers look informative.
+    """
+    return len(set(group.accuracies)) > 1
+
+
+def collect(
+    sample: Callable[[int, int], Sequence[Graded]], num_groups: int, algo: AlgoConfig
+) -> Collected:
+    """`num_groups` groups from `sample(round, count)`.
+
+    With dynamic sampling (DAPO), groups without signal are dropped and more are sampled from the
+    same weights until there are enough; the surplus is cut off.
+    """
+    if not algo.dynamic_sampling:
+        graded = list(sample(0, num_groups))
+        return Collected(graded, rounds=1, num_groups_sampled=len(graded))
+    kept: list[Graded] = []
+    num_sampled = 0
+    for round in range(algo.max_gen_rounds):
+        groups = sample(round, num_groups * algo.gen_multiple)
+        num_sampled += len(groups)
+        kept += [group for group in groups if has_signal(group)]
+        if len(kept) >= num_groups:
+            return Collected(kept[:num_groups], round + 1, num_sampled)
+    raise TrainingError(
+        f"dynamic sampling found {len(kept)} groups with mixed outcomes among {num_sampled} in "
+        f"algo.max_gen_rounds = {algo.max_gen_rounds} rounds, and {num_groups} are needed: the "
+        "problems are too easy or too hard for this policy. Raise algo.max_gen_rounds or "
+        "sampling.group_size, change the task, or turn algo.dynamic_sampling off"
+    )

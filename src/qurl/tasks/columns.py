@@ -1,0 +1,120 @@
+"""One row of a data file, whichever of the usual column names it has.
+
+question   prompt (text or chat messages: verl, TRL) | question (GSM8K) | problem (MATH)
+truth      reward_model.ground_truth (verl) | answer | ground_truth | target | solution
+id         id | unique_id | extra_info.index (verl), else the row number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qurl.errors import DataError
+from qurl.rewards.answers import last_boxed
+from qurl.tasks.task import Content
+
+QUESTION_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a row asks, before it is rendered for a model."""
+
+    content: Content
+    is_prompt: bool
+    """From a `prompt` column: it says already how to answer."""
+    answers: tuple[str, ...]
+    """The truth first, then other answers that are accepted."""
+    own_id: str
+    """Empty where the row has none."""
+
+
+def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool = True) -> Question:
+    """The question of a row; `where` names the file and the row in errors."""
+    column = next((c for c in QUESTION_COLUMNS if row.get(c) is not None), None)
+    if column is None:
+        raise DataError(_missing("question", QUESTION_COLUMNS, row, where))
+    answers = _read_answers(row, where)
+    if needs_answer and not answers:
+        raise DataError(
+            _missing("answer", (*ANSWER_COLUMNS, "reward_model.ground_truth"), row, where)
+        )
+    return Question(
+        content=_read_content(row[column], column, where),
+        is_prompt=column == "prompt",
+        answers=answers,
+        own_id=_read_id(row),
+    )
+
+
+def _read_content(value: Any, column: str, where: str) -> Content:
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where}: {column!r} is empty; give it a question or remove the row")
+        return value
+    if not isinstance(value, list):
+        raise DataError(
+            f"{where}: {column!r} is a {type(value).__name__}; it must be text or a list of chat "
+            "messages"
+        )
+    if not any(isinstance(m, Mapping) and str(m.get("content") or "").strip() for m in value):
+        raise DataError(f"{where}: {column!r} is empty; give it a message or remove the row")
+    for message in value:
+        fields = [message.get(k) if isinstance(message, Mapping) else None for k in _MESSAGE_KEYS]
+        if not all(isinstance(f, str) for f in fields):
+            raise DataError(
+                f"{where}: {column!r} holds the message {message!r}; a message is an object with "
+                "the texts 'role' and 'content'"
+            )
+    return [{k: m[k] for k in _MESSAGE_KEYS} for m in value]
+
+
+_MESSAGE_KEYS = ("role", "content")
+
+
+def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
+        column, value = "reward_model.ground_truth", reward_model["ground_truth"]
+    else:
+        column = next((c for c in ANSWER_COLUMNS if row.get(c) is not None), "")
+        value = row.get(column)
+    values = value if isinstance(value, list) else [value]
+    texts = [_read_truth(v, column, where) for v in values if v is not None]
+    return tuple(dict.fromkeys(t for t in texts if t))
+
+
+def _read_truth(value: Any, column: str, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: {column!r} holds a {type(value).__name__}; it must be text, a number, or a "
+            "list of accepted answers"
+        )
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    text = str(value).strip()
+    if "####" in text:  # GSM8K: the working, then "#### 1,234"
+        return text.rpartition("####")[2].strip().replace(",", "")
+    boxed = last_boxed(text) if column == "solution" else None
+    return text if boxed is None else boxed.strip()
+
+
+def _read_id(row: Mapping[str, Any]) -> str:
+    for column in ("id", "unique_id"):
+        if row.get(column) is not None:
+            return str(row[column])
+    info = row.get("extra_info")
+    if isinstance(info, Mapping) and info.get("index") is not None:
+        source = row.get("data_source")
+        return f"{source}/{info['index']}" if source else str(info["index"])
+    return ""
+
+
+def _missing(what: str, columns: tuple[str, ...], row: Mapping[str, Any], where: str) -> str:
+    return (
+        f"{where}: no {what}; one of {', '.join(columns)} must be there and not empty "
+        f"(found: {', '.join(map(str, row)) or 'nothing'})"
+    )

@@ -1,0 +1,50 @@
+"""Reach a target from given numbers, each used at most once: `3,7,25:46=` is `25+7*3`."""
+
+from __future__ import annotations
+
+from random import Random
+
+from qurl.errors import ConfigError
+from qurl.tasks.generated import Draft
+
+INSTRUCTION = (
+    "The numbers before the colon are yours, the number after it is the target. Write one "
+    "expression that equals the target, using each of your numbers at most once, with + - * / and "
+    "parentheses. Answer with the expression only."
+)
+
+_MAX_NUMBERS = 8
+_LARGEST_NUMBER = 25
+_LARGEST_TARGET = 999
+
+
+def check_difficulty(difficulty: int) -> None:
+    if not 2 <= difficulty <= _MAX_NUMBERS:
+        raise ConfigError(
+            f"task.difficulty = {difficulty}: countdown takes 2 to {_MAX_NUMBERS} numbers"
+        )
+
+
+def draw(rng: Random, difficulty: int) -> Draft:
+    """A problem of `difficulty` numbers, made backwards from an expression that uses them all."""
+    numbers = [rng.randint(1, _LARGEST_NUMBER) for _ in range(difficulty)]
+    expression, target = str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        expression, target = _extend(rng, expression, target, number)
+    given = sorted(numbers)
+    question = f"{','.join(map(str, given))}:{target}="
+    return Draft(question, expression, key=question, extra={"numbers": given, "target": target})
+
+
+def _extend(rng: Random, expression: str, value: int, number: int) -> tuple[str, int]:
+    """Join one more number by an operation that leaves a whole number from 1 to the largest."""
+    inner = f"({expression})" if any(c in expression for c in "+-") else expression
+    choices = {
+        f"{expression}+{number}": value + number,
+        f"{expression}-{number}": value - number,
+        f"{inner}*{number}": value * number,
+        f"{inner}/{number}": value // number if value % number == 0 else 0,
+    }
+    fitting = [(e, v) for e, v in choices.items() if 1 <= v <= _LARGEST_TARGET]
+    # Never empty: a value too large to add to is large enough to subtract from.
+    return rng.choice(fitting)

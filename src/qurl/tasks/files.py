@@ -1,0 +1,178 @@
+"""Tasks from files: JSON lines (also gzipped), a JSON list, or parquet."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurl.errors import DataError, MissingExtra
+from qurl.tasks.columns import Question, read_question
+from qurl.tasks.task import add_instruction, encode_prompt
+from qurl.types import Problem
+
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+
+INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
+
+_TEMPLATE_ROOM = 512
+"""More tokens than any chat template adds to a question."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that was read and checked."""
+
+    id: str
+    where: str
+    """File and row, for errors."""
+    question: Question
+    columns: Mapping[str, Any]
+
+
+class FileTask:
+    """The problems of one file. All rows are checked at once, and tokenised when asked for.
+
+    Prompts that could be longer than `max_prompt_tokens` are tokenised at once too, so that a long
+    one is found now and not in the middle of a run.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        name: str,
+        reward: str,
+        tokenizer: Any = None,
+        instruction: str = "auto",
+        max_prompt_tokens: int = 1024,
+        skip_long_prompts: bool = False,
+    ) -> None:
+        self.name = name
+        self.reward = reward
+        self._tokenizer = tokenizer
+        self._instruction = instruction
+        self._max_prompt_tokens = max_prompt_tokens
+        rows = read_rows(Path(path), needs_answer=":" not in reward)
+        self._rows = self._drop_long(rows) if skip_long_prompts else rows
+        self.num_skipped = len(rows) - len(self._rows)
+        if not self._rows:
+            raise DataError(
+                f"{path}: all {len(rows)} prompts are longer than task.max_prompt_tokens = "
+                f"{max_prompt_tokens}"
+            )
+        if not skip_long_prompts:
+            for row in filter(self._may_be_long, rows):
+                self._problem(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self._problem(self._rows[index])
+
+    def _problem(self, row: Row) -> Problem:
+        text, ids = encode_prompt(self._content(row), self._tokenizer)
+        if len(ids) > self._max_prompt_tokens:
+            raise DataError(
+                f"{row.where}: the prompt has {len(ids)} tokens, more than task.max_prompt_tokens "
+                f"= {self._max_prompt_tokens}; raise it, or set task.skip_long_prompts"
+            )
+        answer, *others = row.question.answers or ("",)
+        extra = {**row.columns, "prompt": text}
+        if others:
+            extra["accepted_answers"] = others
+        return Problem(id=row.id, prompt_ids=ids, answer=answer, extra=extra)
+
+    def _content(self, row: Row) -> Any:
+        question = row.question
+        if self._instruction != "auto":
+            return add_instruction(question.content, self._instruction)
+        return add_instruction(question.content, "" if question.is_prompt else INSTRUCTION)
+
+    def _drop_long(self, rows: list[Row]) -> list[Row]:
+        def fits(row: Row) -> bool:
+            _, ids = encode_prompt(self._content(row), self._tokenizer)
+            return len(ids) <= self._max_prompt_tokens
+
+        return [row for row in rows if not self._may_be_long(row) or fits(row)]
+
+    def _may_be_long(self, row: Row) -> bool:
+        """A token stands for at least one byte, so most prompts are short without tokenising."""
+        content = self._content(row)
+        text = content if isinstance(content, str) else "".join(m["content"] for m in content)
+        return len(text.encode()) + _TEMPLATE_ROOM > self._max_prompt_tokens
+
+
+def read_rows(path: Path, *, needs_answer: bool = True) -> list[Row]:
+    """Every row of a file, checked. An id that repeats gets its row number too."""
+    if not path.is_file():
+        raise DataError(
+            f"data file {path} does not exist (seen from {Path.cwd()}); nothing is downloaded: set "
+            "task.path to a file that is there"
+        )
+    stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for number, columns in _read_columns(path):
+        where = f"{path} {unit} {number}"
+        if not isinstance(columns, Mapping):
+            raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
+        question = read_question(columns, where, needs_answer=needs_answer)
+        own_id = question.own_id or f"{stem}-{number}"
+        id = f"{own_id}#{number}" if own_id in seen else own_id
+        seen.add(id)
+        rows.append(Row(id, where, question, columns))
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, columns) of each row."""
+    if path.suffix == ".parquet":
+        return enumerate(_read_parquet(path), start=1)
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return _read_json_lines(path)
+    if path.suffix == ".json":
+        return enumerate(_read_json_list(path), start=1)
+    raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    number, opener = 0, gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} line {number}: is not valid JSON: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read after line {number}: {error}") from error
+
+
+def _read_json_list(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: must hold a list of objects, not a {type(rows).__name__}")
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingExtra("pyarrow", "data", f"reading {path}") from error
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error

@@ -1,0 +1,95 @@
+"""Tasks whose problems are drawn from a seed: no file, no end, and a known answer.
+
+A problem depends on (seed, index) alone. The hash of its content says whether it belongs to the
+training or to the evaluation split, so that the two are disjoint whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qurl.errors import DataError
+from qurl.tasks.task import add_instruction, encode_prompt
+from qurl.types import Problem
+
+SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}
+"""Problems per split."""
+
+_EVAL_ONE_IN = 8
+_MAX_ATTEMPTS = 500
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A problem before it is tokenised."""
+
+    question: str
+    answer: str
+    key: str
+    """Equal for problems that are the same question, such as a sum with its terms swapped."""
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GeneratedTask:
+    """The drafts of one split, tokenised."""
+
+    name: str
+    reward: str
+    draw: Callable[[int, int], Draft]
+    """The draft of (index, attempt); attempts go on until one falls into the split."""
+    split: str
+    tokenizer: Any = None
+    instruction: str = ""
+    max_prompt_tokens: int = 1024
+    skip_long_prompts: bool = False
+    """Draw another problem in place of one that is too long."""
+    num_skipped: int = 0
+    """Always 0: a long prompt is drawn again, not left out."""
+
+    def __len__(self) -> int:
+        return SIZES[self.split]
+
+    def __getitem__(self, index: int) -> Problem:
+        index = range(len(self))[index]
+        for attempt in range(_MAX_ATTEMPTS):
+            draft = self.draw(index, attempt)
+            if split_of(draft.key) != self.split:
+                continue
+            problem = self._problem(index, draft)
+            if len(problem.prompt_ids) <= self.max_prompt_tokens:
+                return problem
+            if not self.skip_long_prompts:
+                raise DataError(
+                    f"problem {problem.id} has a prompt of {len(problem.prompt_ids)} tokens, more "
+                    f"than task.max_prompt_tokens = {self.max_prompt_tokens}; raise it, lower "
+                    "task.difficulty, or set task.skip_long_prompts"
+                )
+        raise DataError(
+            f"task {self.name} gave no fitting {self.split} problem in {_MAX_ATTEMPTS} attempts: "
+            "it has too few different problems, or its prompts are longer than "
+            f"task.max_prompt_tokens = {self.max_prompt_tokens}"
+        )
+
+    def worked_answer(self, problem: Problem) -> str:
+        """What a model is warm-started on; the trainer appends the end-of-sequence token."""
+        return problem.answer
+
+    def _problem(self, index: int, draft: Draft) -> Problem:
+        content = add_instruction(draft.question, self.instruction)
+        text, ids = encode_prompt(content, self.tokenizer)
+        return Problem(
+            id=f"{self.name}-{self.split}-{index}",
+            prompt_ids=ids,
+            answer=draft.answer,
+            extra={**draft.extra, "prompt": text},
+        )
+
+
+def split_of(key: str) -> str:
+    """ "eval" for one key in eight, "train" for the others."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return "eval" if int.from_bytes(digest[:8]) % _EVAL_ONE_IN == 0 else "train"

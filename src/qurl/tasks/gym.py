@@ -1,0 +1,52 @@
+"""Problems of reasoning-gym: over a hundred generators, each with its own scorer."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from qurl.errors import ConfigError, DataError
+from qurl.rewards.gym import import_reasoning_gym
+from qurl.tasks.generated import SIZES, Draft
+
+INSTRUCTION = "Give the final answer between <answer> and </answer>."
+
+_SEED_STRIDE = 1_000_003
+_MAX_SEED = 2**30
+
+
+def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft]:
+    """Draws from the named data set; each attempt reads from a data set of another seed."""
+    size = SIZES[split]
+
+    @functools.cache
+    def source(attempt: int) -> Any:
+        # Items are seeded by seed + index, so seeds closer than `size` would repeat items.
+        return _create(dataset, seed * _SEED_STRIDE % _MAX_SEED + attempt * size, size)
+
+    def draw(index: int, attempt: int) -> Draft:
+        entry = source(attempt)[index]
+        try:
+            entry = json.loads(json.dumps(entry))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"gym:{dataset} problem {index} holds data that JSON cannot carry to the grading "
+                f"process: {error}"
+            ) from error
+        question = entry["question"].strip()
+        return Draft(question, entry["answer"] or "", key=question, extra={"entry": entry})
+
+    source(0)  # An unknown name is an error now, not at the first problem.
+    return draw
+
+
+def _create(dataset: str, seed: int, size: int) -> Any:
+    reasoning_gym = import_reasoning_gym(dataset)
+    try:
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+    except ValueError as error:
+        raise ConfigError(
+            f"task.name = 'gym:{dataset}': reasoning-gym cannot make this data set: {error}"
+        ) from error

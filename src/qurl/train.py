@@ -1,0 +1,126 @@
+"""The loop, nothing else: QuRL's Figure 1 from top to bottom.
+
+     tasks ─Problem─▶ engine ─Rollout─▶ rewards ─Graded─▶ batch ─▶ advantages ─▶ losses ─▶ optimizer
+                        ▲  theta_hat (quantized)                                    theta │
+                        └───────────────── sync: quantize in place, verify ◀──────────────┘
+
+Row `step` of metrics.jsonl speaks of the weights after `step` updates: they are synchronised,
+evaluated where due, sampled from, and then trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qurl.advantages import estimate
+from qurl.assembly import Parts, assemble
+from qurl.batch import pack, sample_records
+from qurl.checkpoint import save_checkpoint
+from qurl.config import Config
+from qurl.correction import correct
+from qurl.crash import keep_evidence
+from qurl.errors import MissingExtra
+from qurl.evaluate import evaluate
+from qurl.losses import OBJECTIVES
+from qurl.report import write_report
+from qurl.run import Run
+from qurl.sampling import Sampler, collect
+from qurl.seeds import derive_seed
+
+
+def train(config: Config) -> Path:
+    """Train to `config.steps`, resuming where the run directory allows; returns that directory."""
+    algo = config.algo
+    cap = algo.cap if OBJECTIVES[algo.objective].is_truncated else None
+    with Run.open(config) as run, assemble(config, run) as parts:
+        learner, timer = parts.learner, run.timer
+        for step in range(parts.first_step, config.steps):
+            with keep_evidence(run, learner, step):
+                metrics = sync(parts, run, step)
+                if is_due(step, config.eval.every):
+                    metrics |= evaluate_policy(config, parts, run)
+
+                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
+                collected = collect(sampler, config.batch.problems, algo)
+                metrics |= sampler.metrics() | collected.metrics
+
+                batch = pack(collected.graded).to(learner.policy.device)
+                with timer("prox"):
+                    batch, scores = learner.recompute(batch)
+                batch, mismatch = correct(batch, config.correction, cap=cap)
+                batch = estimate(batch, algo)
+                with timer("update"):
+                    metrics |= scores | mismatch | learner.update(batch, step)
+
+            for record in sample_records(collected.graded, batch, config.track.samples):
+                run.sample(step, record)
+            # Logged before it is saved: a kill in between repeats the step and loses no row.
+            run.log(step, metrics | timer.lap())
+            if is_due(step + 1, config.save.every) or step + 1 == config.steps:
+                with timer("save"):
+                    save(config, parts, run, step + 1)
+
+        metrics = sync(parts, run, config.steps)
+        if config.eval.every:
+            metrics |= evaluate_policy(config, parts, run)
+        run.log(config.steps, metrics | timer.lap())
+        report(run)
+        return run.path
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
+    """Quantize the weights into the engine, and see how much of the last update arrived."""
+    model = parts.learner.policy.model
+    with run.timer("sync"):
+        report = parts.engine.sync(model, version=step)
+    metrics = {"sync/canary_gap": report.canary_gap, "sync/bytes": float(report.bytes)}
+    if parts.tracker is not None:
+        with run.timer("track"):
+            metrics |= parts.tracker.measure(model)
+    return metrics | {"sync/seconds": report.seconds}
+
+
+def evaluate_policy(config: Config, parts: Parts, run: Run) -> dict[str, float]:
+    """Held-out accuracy in each precision that the recipe asks for."""
+    engines = {}
+    if config.eval.precision != "quantized" or config.quant.format == "none":
+        engines["full"] = parts.full_engine or parts.engine
+    if config.eval.precision != "full" and config.quant.format != "none":
+        engines[config.quant.format] = parts.engine
+    metrics: dict[str, float] = {}
+    with run.timer("eval"):
+        if parts.full_engine is not None:
+            parts.full_engine.sync(parts.learner.policy.model, version=0)
+        for precision, engine in engines.items():
+            result = evaluate(
+                engine,
+                parts.held_out,
+                parts.pool,
+                precision=precision,
+                max_tokens=config.eval_max_tokens,
+                samples=config.eval.samples,
+                temperature=config.eval.temperature,
+                top_p=config.eval.top_p,
+                stop=config.sampling.stop,
+                seed=derive_seed(config.seed, "eval"),
+            )
+            metrics |= result.metrics()
+    return metrics
+
+
+def save(config: Config, parts: Parts, run: Run, step: int) -> None:
+    folder = run.path / "checkpoints"
+    path = save_checkpoint(folder, step, parts.learner, parts.state(), keep=config.save.keep)
+    run.event("checkpoint", f"saved {path.name}", step=step)
+
+
+def report(run: Run) -> None:
+    try:
+        path = write_report(run.path)
+        run.progress.print(f"report: {path}")
+    except MissingExtra as error:
+        run.event("warning", f"no report.html: {error}")

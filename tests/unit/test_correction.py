@@ -1,0 +1,140 @@
+"""Importance weights, rejection and mismatch metrics, on numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from qurl.config import CorrectionConfig, parse_rejection
+from qurl.correction import correct, icepop_weights, importance_weights, mismatch_metrics
+from qurl.types import Batch
+
+
+def make_batch(mismatch, mask=None):
+    """A batch whose tokens have the given pi_prox / pi_behav."""
+    log_mismatch = torch.tensor(mismatch, dtype=torch.float64).log()
+    mask = torch.ones_like(log_mismatch) if mask is None else torch.tensor(mask).double()
+    behav = torch.full_like(log_mismatch, -1.0)
+    rows = len(log_mismatch)
+    return Batch(
+        token_ids=torch.zeros(log_mismatch.shape, dtype=torch.int64),
+        lengths=torch.full((rows,), log_mismatch.shape[1]),
+        mask=mask,
+        logp_behav=behav,
+        logp_prox=behav + log_mismatch,
+        rewards=torch.zeros(rows),
+        group=torch.zeros(rows, dtype=torch.int64),
+        temperature=1.0,
+    )
+
+
+def test_weights_by_hand():
+    """rho = 4, 1, 1/4 with C = 2: w = 2, 1, 1/4 and r = 1/2, 1, 1."""
+    weight, shrink = importance_weights(torch.tensor([4.0, 1.0, 0.25]).double().log(), 2.0)
+    assert weight.tolist() == pytest.approx([2.0, 1.0, 0.25])
+    assert shrink.tolist() == pytest.approx([0.5, 1.0, 1.0])
+
+
+def test_no_cap_truncates_nothing():
+    weight, shrink = importance_weights(torch.tensor([1e5]).double().log(), None)
+    assert weight.item() == pytest.approx(1e5)
+    assert shrink.item() == 1.0
+
+
+def test_icepop_keeps_the_band_only():
+    weight, shrink = icepop_weights(torch.tensor([0.4, 0.5, 2.0, 6.0]).double().log(), 0.49, 5.0)
+    assert weight.tolist() == pytest.approx([0.0, 0.5, 2.0, 0.0])
+    assert shrink.tolist() == [1.0] * 4
+
+
+def test_sequence_level_is_the_product():
+    """rho = 2, 3 -> 6 on both tokens; C = 4: w = 4, r = 2/3."""
+    batch, _ = correct(make_batch([[2.0, 3.0]]), CorrectionConfig(level="sequence"), cap=4.0)
+    assert batch.weight[0].tolist() == pytest.approx([4.0, 4.0])
+    assert batch.shrink[0].tolist() == pytest.approx([2 / 3, 2 / 3])
+
+
+def test_masked_tokens_have_no_weight_and_no_say():
+    batch, metrics = correct(
+        make_batch([[2.0, 100.0]], [[1.0, 0.0]]), CorrectionConfig(level="sequence"), cap=4.0
+    )
+    assert batch.weight[0].tolist() == pytest.approx([2.0, 0.0])
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+
+
+def test_batch_normalisation_divides_by_the_mean_and_leaves_r():
+    batch, metrics = correct(
+        make_batch([[4.0, 1.0]]), CorrectionConfig(batch_normalize=True), cap=2.0
+    )
+    assert batch.weight[0].tolist() == pytest.approx([2 / 1.5, 1 / 1.5])
+    assert batch.shrink[0].tolist() == pytest.approx([0.5, 1.0])
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        # rho per row: [1, 1], [2, 1/2] (geometric mean 1), [3, 3]
+        ("token_k1:0.9_2.5", [[1, 1], [1, 0], [0, 0]]),
+        ("token_k2:0.25", [[1, 1], [1, 1], [0, 0]]),  # ln(2)^2/2 = 0.24, ln(3)^2/2 = 0.60
+        ("token_k3:0.25", [[1, 1], [0, 1], [0, 0]]),  # 2-ln2-1=0.31, 0.5+ln2-1=0.19
+        ("seq_mean_k1:0.9_1.1", [[1, 1], [1, 1], [0, 0]]),
+        ("seq_sum_k1:0.5_8", [[1, 1], [1, 1], [0, 0]]),
+        ("seq_max_k1:0.9_2.5", [[1, 1], [0, 0], [0, 0]]),
+        ("seq_max_k2:0.25", [[1, 1], [1, 1], [0, 0]]),
+        ("seq_mean_k3:0.2", [[1, 1], [0, 0], [0, 0]]),  # (0.31 + 0.19) / 2 = 0.25
+    ],
+)
+def test_rejection_rules(rule, expected):
+    batch, metrics = correct(
+        make_batch([[1.0, 1.0], [2.0, 0.5], [3.0, 3.0]]), CorrectionConfig(reject=(rule,)), cap=2.0
+    )
+    assert batch.mask.tolist() == expected
+    lost = 1 - sum(map(sum, expected)) / 6
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost)
+
+
+def test_veto_drops_the_whole_sequence():
+    batch, metrics = correct(
+        make_batch([[1.0, 1e-5], [1.0, 1e-3]]), CorrectionConfig(veto=1e-4), cap=2.0
+    )
+    assert batch.mask.tolist() == [[0, 0], [1, 1]]
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("geo:1", "does not start with one of token_k1"),
+        ("token_k1:0.5", "needs a band"),
+        ("token_k3:0.5_2", "needs one upper bound"),
+        ("seq_mean_k1:2_0.5", "needs 0 < low < high"),
+    ],
+)
+def test_bad_rules(rule, message):
+    with pytest.raises(ValueError, match=message):
+        parse_rejection(rule)
+
+
+def test_mismatch_metrics_by_hand():
+    """rho = 2, 1/2, 1: kl = -mean(log rho) = 0; k3 = mean(rho - log rho - 1) = 0.5/3;
+    chi2 = mean(rho^2) - 1 = 5.25/3 - 1; ESS of w with C = 2."""
+    batch = make_batch([[2.0, 0.5, 1.0]])
+    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=1.5)
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.5 / 3)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(5.25 / 3 - 1)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(0.5)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(math.exp(-1))
+    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.e)
+
+
+def test_raw_and_truncated_are_both_reported():
+    _, metrics = correct(make_batch([[1e4, 1.0]]), CorrectionConfig(), cap=2.0)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1e4)
+    assert metrics["rollout_corr/weight_max"] == pytest.approx(2.0)
+    assert metrics["rollout_corr/truncated_frac"] == 0.5
+    assert metrics["acr/shrink_min"] == pytest.approx(2e-4)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(9 / (2 * 5))

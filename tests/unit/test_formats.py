@@ -1,0 +1,198 @@
+"""The quantizers against codes worked by hand and their stated error bounds."""
+
+import pytest
+import torch
+
+from qurl.quant.formats import (
+    FORMATS,
+    dequantize,
+    expand_scale,
+    get_format,
+    quantize,
+    quantize_activation,
+)
+
+INT8 = get_format("int8")
+FP8 = get_format("fp8")
+BLOCK = get_format("fp8-block")
+
+
+def _normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_int8_rounds_ties_to_even():
+    # max|x| = 127, so a = 1 and the codes are the rounded values.
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49, 126.5, -126.5]])
+    q = quantize(x, "int8")
+    assert q.scale.item() == 1.0
+    assert q.codes.tolist() == [[127, 0, 2, 2, 0, -2, -2, 0, 126, -126]]
+
+
+def test_int8_has_one_scale_per_output_channel():
+    # Row 0: a = 2/127, codes x * 63.5; 1 -> 63.5 is a tie and goes to 64.
+    # Row 1: a = 0.5/127, codes x * 254.
+    x = torch.tensor([[1.0, -2.0, 0.25], [0.5, -0.125, 0.0]], dtype=torch.float64)
+    q = quantize(x, "int8")
+    assert q.scale.shape == (2, 1)
+    assert q.scale.flatten().tolist() == [2 / 127, 0.5 / 127]
+    assert q.codes.tolist() == [[64, -127, 16], [127, -32, 0]]
+    assert q.codes.dtype == torch.int8
+    assert dequantize(q)[0].tolist() == pytest.approx([64 * 2 / 127, -2.0, 16 * 2 / 127])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_most_negative_code_is_never_used(name):
+    largest = int(FORMATS[name].weight_max)
+    x = torch.cat([-_normal(64, 33).abs(), _normal(64, 33, seed=1)])
+    codes = quantize(x, name).codes
+    assert codes.min() == -largest
+    assert codes.max() == largest
+
+
+def test_int4_codes_weights_in_fifteen_levels_and_activations_in_int8():
+    q = quantize(torch.tensor([[7.0, -3.5, 2.5, 0.4]]), "int4")
+    assert q.codes.tolist() == [[7, -4, 2, 0]]
+    assert quantize_activation(torch.tensor([[127.0, 3.0]]), q.format).codes.tolist() == [[127, 3]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zero_rows_have_scale_one_and_codes_zero(name):
+    x = torch.zeros(4, 16)
+    for q in (quantize(x, name), quantize_activation(x, get_format(name))):
+        assert (q.scale == 1).all()
+        assert (q.codes.float() == 0).all()
+        assert torch.equal(dequantize(q), x)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_row_too_small_for_a_normal_scale_counts_as_zero(name):
+    x = torch.tensor([[1e-40, -1e-40], [1.0, -0.5]])
+    q = quantize(x, name)
+    assert q.scale[0].item() == 1.0
+    assert (q.codes[0].float() == 0).all()
+    assert q.codes[1].float().abs().max() == q.format.weight_max
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-5, 1e5, 1e30])
+def test_tiny_and_huge_rows_code_like_ordinary_ones(name, magnitude):
+    x = _normal(8, 64) * magnitude
+    q = quantize(x, name)
+    error = (dequantize(q).double() - x.double()).norm() / x.double().norm()
+    assert torch.isfinite(q.scale).all()
+    assert error < {"int8": 0.01, "fp8": 0.04, "fp8-block": 0.04, "int4": 0.15}[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_are_fp32_except_of_float64(name):
+    x = _normal(4, 32)
+    assert quantize(x, name).scale.dtype == torch.float32
+    assert quantize(x.bfloat16(), name).scale.dtype == torch.float32
+    assert quantize(x.half(), name).scale.dtype == torch.float32
+    assert quantize(x.double(), name).scale.dtype == torch.float64
+    assert dequantize(quantize(x.double(), name)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bf16_weights_are_coded_as_their_fp32_values(name):
+    x = _normal(40, 200, dtype=torch.bfloat16)
+    low, full = quantize(x, name), quantize(x.float(), name)
+    assert torch.equal(low.codes.float(), full.codes.float())
+    assert torch.equal(low.scale, full.scale)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 300)])
+def test_int8_error_is_at_most_half_a_step(shape):
+    x = _normal(*shape, dtype=torch.float64)
+    q = quantize(x, "int8")
+    assert ((dequantize(q) - x).abs() <= q.scale / 2 * (1 + 1e-12)).all()
+
+
+def test_fp8_codes_by_hand():
+    # max|x| = 448, so a = 1. Between 256 and 448 codes are 32 apart, between 16 and 32 they are
+    # 2 apart, below 2^-6 they are 2^-9 apart: 272 and 17 are ties.
+    x = torch.tensor([[448.0, -448.0, 272.0, 304.0, 17.0, 19.0, 18.5, 2**-9, 2**-10, 3 * 2**-10]])
+    codes = quantize(x, "fp8").codes.float()
+    assert codes.tolist() == [[448, -448, 256, 320, 16, 20, 18, 2**-9, 0, 2**-8]]
+
+
+def test_fp8_saturates_and_never_codes_nan():
+    # a = max|x| / 448 rounds, so that x / a may land just above 448, where E4M3 only has NaN.
+    x = _normal(4096, 3, seed=3) * 10
+    codes = quantize(x, "fp8").codes.float()
+    assert torch.isfinite(codes).all()
+    assert (codes.abs().amax(-1) == 448).all()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-block"])
+def test_fp8_relative_error_in_the_normal_range(name):
+    x = _normal(256, 256, dtype=torch.float64)
+    q = quantize(x, name)
+    step = expand_scale(q).expand_as(x)
+    error, size = (dequantize(q) - x).abs(), x.abs()
+    is_normal = size >= 2**-6 * step
+    assert is_normal.double().mean() > 0.99
+    assert (error[is_normal] <= 2**-4 * size[is_normal] * (1 + 1e-9)).all()
+    assert (error[~is_normal] <= 2**-10 * step[~is_normal] * (1 + 1e-9)).all()
+    # The bound is that of the format, not a loose one.
+    assert (error / size).max() > 0.9 * 2**-4
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (130, 257), (300, 128), (127, 129)])
+def test_block_scales_are_those_of_the_tiles(shape):
+    rows, columns = shape
+    x = _normal(*shape, seed=rows) * torch.arange(1, columns + 1)
+    q = quantize(x, "fp8-block")
+    assert q.codes.shape == shape
+    assert q.scale.shape == (-(-rows // 128), -(-columns // 128))
+    for i in range(q.scale.shape[0]):
+        for k in range(q.scale.shape[1]):
+            window = (slice(128 * i, 128 * (i + 1)), slice(128 * k, 128 * (k + 1)))
+            scale = x[window].abs().max() / 448
+            assert q.scale[i, k] == scale
+            expected = (x[window] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal(q.codes[window].float(), expected.float())
+
+
+def test_constant_tiles_are_exact():
+    x = torch.zeros(256, 256)
+    x[:128, 128:] = 3.0
+    x[128:, :128] = -0.7
+    q = quantize(x, "fp8-block")
+    assert q.scale.flatten().tolist() == pytest.approx([1.0, 3.0 / 448, 0.7 / 448, 1.0])
+    assert q.codes.float()[:128, 128:].unique().tolist() == [448]
+    assert q.codes.float()[128:, :128].unique().tolist() == [-448]
+    assert torch.allclose(dequantize(q), x, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("columns", [128, 200, 5])
+def test_block_activations_have_a_scale_per_token_and_group(columns):
+    x = _normal(2, 3, columns)
+    q = quantize_activation(x, BLOCK)
+    groups = -(-columns // 128)
+    assert q.codes.shape == x.shape
+    assert q.scale.shape == (2, 3, groups)
+    for k in range(groups):
+        part = x[..., 128 * k : 128 * (k + 1)]
+        assert torch.equal(q.scale[..., k], part.abs().amax(-1) / 448)
+    assert ((dequantize(q) - x).abs() <= 2**-4 * x.abs() + 2**-10 * expand_scale(q)).all()
+
+
+@pytest.mark.parametrize("format", [INT8, FP8])
+def test_activations_have_a_scale_per_token(format):
+    x = _normal(2, 3, 40)
+    q = quantize_activation(x, format)
+    assert torch.equal(q.scale, x.abs().amax(-1, keepdim=True) / format.act_max)
+    alone = quantize_activation(x[1, 2:], format)
+    assert torch.equal(alone.codes.float(), q.codes[1, 2:].float())
+
+
+def test_num_bytes_counts_codes_and_scales():
+    assert quantize(_normal(6, 10), "int8").num_bytes == 6 * 10 + 4 * 6
+    assert quantize(_normal(130, 10), "fp8-block").num_bytes == 130 * 10 + 4 * 2
+
+
+def test_an_unknown_format_is_named():
+    with pytest.raises(ValueError, match=r"'int5' is not one of int8, fp8, fp8-block, int4"):
+        quantize(torch.zeros(2, 2), "int5")

@@ -1,0 +1,261 @@
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qurl.config import Config, OptimConfig, SaveConfig, TrackConfig, build_config
+from qurl.errors import ConfigError, DataError, TrainingError
+from qurl.run import Run, Stopwatch, flatten, read_jsonl
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(steps=10, run_dir=str(tmp_path / "run"))
+
+
+def open_run(config, trackers=()):
+    return Run.open(config, trackers=trackers, console=Console(file=io.StringIO()))
+
+
+def printed(run):
+    return run.progress._console.file.getvalue()
+
+
+def strict_lines(path: Path) -> list[dict]:
+    """Parse as another reader would: NaN and Infinity are no JSON."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} in {path}")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class RecordingTracker:
+    def __init__(self):
+        self.logged, self.is_closed = [], False
+
+    def log(self, step, metrics):
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        self.is_closed = True
+
+
+class BrokenTracker(RecordingTracker):
+    def log(self, step, metrics):
+        super().log(step, metrics)
+        raise ConnectionError("no route to host")
+
+
+def test_a_new_run_saves_the_config_it_was_given(config):
+    run = open_run(config)
+    assert run.path == Path(config.run_dir)
+    assert build_config(json.loads((run.path / "config.json").read_text())) == config
+    assert not (run.path / "events.jsonl").exists()
+
+
+def test_lines_are_readable_while_the_run_is_open(config):
+    run = open_run(config)
+    run.log(1, {"reward/mean": 0.25})
+    run.sample(1, {"prompt": "2 + 2 =", "completion": "4", "reward": 1.0, "logp_prox": (-0.5,)})
+    run.log(2, {"reward/mean": 0.5})
+    assert read_jsonl(run.path / "metrics.jsonl") == [
+        {"step": 1, "reward/mean": 0.25},
+        {"step": 2, "reward/mean": 0.5},
+    ]
+    (sample,) = read_jsonl(run.path / "samples.jsonl")
+    assert sample == {
+        "step": 1,
+        "prompt": "2 + 2 =",
+        "completion": "4",
+        "reward": 1.0,
+        "logp_prox": [-0.5],
+    }
+
+
+def test_trackers_see_every_line_and_are_closed(config):
+    tracker = RecordingTracker()
+    with open_run(config, [tracker]) as run:
+        run.log(1, {"reward/mean": 0.25})
+    assert tracker.logged == [(1, {"reward/mean": 0.25})]
+    assert tracker.is_closed
+
+
+def test_a_tracker_that_fails_is_switched_off_loudly(config):
+    broken, healthy = BrokenTracker(), RecordingTracker()
+    run = open_run(config, [broken, healthy])
+    run.log(1, {"a": 1.0})
+    run.log(2, {"a": 2.0})
+    assert len(broken.logged) == 1
+    assert len(healthy.logged) == 2
+    assert "BrokenTracker failed at step 1" in printed(run)
+    assert "no route to host" in printed(run)
+
+
+def test_non_finite_numbers_are_strings_and_an_event(config):
+    run = open_run(config)
+    run.log(3, {"actor/loss": float("nan"), "grad": float("-inf"), "reward/mean": 1.0})
+    run.sample(3, {"reward": float("inf"), "logp_behav": [0.0, float("-inf")]})
+    (line,) = strict_lines(run.path / "metrics.jsonl")
+    assert line == {"step": 3, "actor/loss": "nan", "grad": "-inf", "reward/mean": 1.0}
+    (sample,) = strict_lines(run.path / "samples.jsonl")
+    assert sample == {"step": 3, "reward": "inf", "logp_behav": [0.0, "-inf"]}
+    (event,) = strict_lines(run.path / "events.jsonl")
+    assert event["kind"] == "warning"
+    assert event["metrics"] == ["actor/loss", "grad"]
+    assert "actor/loss = nan" in event["message"]
+    assert "WARNING: step 3: actor/loss = nan, grad = -inf" in printed(run)
+
+
+def test_only_warnings_and_alarms_are_printed(config):
+    run = open_run(config)
+    run.event("skip", "group dropped", group=7)
+    run.event("alarm", "mismatch KL is 0.9")
+    assert printed(run) == "ALARM: mismatch KL is 0.9\n"
+    events = read_jsonl(run.path / "events.jsonl")
+    assert [(e["kind"], e["message"]) for e in events] == [
+        ("skip", "group dropped"),
+        ("alarm", "mismatch KL is 0.9"),
+    ]
+    assert events[0]["group"] == 7
+
+
+def test_rewind_forgets_later_steps_and_keeps_events(config):
+    run = open_run(config)
+    for step in range(5):
+        run.log(step, {"x": step / 3})
+        run.sample(step, {"reward": step})
+        run.event("note", "hello", step=step)
+    before = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    run.rewind(2)
+    assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
+    assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
+    assert len(read_jsonl(run.path / "events.jsonl")) == 5
+    run.log(3, {"x": 1.0})
+    assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_rewind_of_an_empty_run_is_nothing(config):
+    run = open_run(config)
+    run.rewind(0)
+    assert [p.name for p in run.path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "x": 0.', '{"step": 3, "s": "\u00e9'])
+def test_a_torn_last_line_is_dropped_and_not_glued_to(config, torn):
+    run = open_run(config)
+    for step in (1, 2):
+        run.log(step, {"x": 1.0})
+    path = run.path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(torn.encode()[:-1])
+    assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+    resumed = open_run(config)
+    resumed.log(3, {"x": 2.0})
+    assert strict_lines(path) == [{"step": s, "x": x} for s, x in ((1, 1.0), (2, 1.0), (3, 2.0))]
+
+
+def test_a_last_line_that_lost_only_its_newline_is_kept(config):
+    run = open_run(config)
+    run.log(1, {"x": 1.0})
+    path = run.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [r["step"] for r in read_jsonl(path)] == [1]
+    open_run(config).log(2, {"x": 1.0})
+    assert [r["step"] for r in read_jsonl(path)] == [1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        read_jsonl(path)
+
+
+def test_resume_with_the_same_recipe(config):
+    open_run(config).log(1, {"x": 1.0})
+    run = open_run(config)
+    assert read_jsonl(run.path / "metrics.jsonl") == [{"step": 1, "x": 1.0}]
+    (event,) = read_jsonl(run.path / "events.jsonl")
+    assert (event["kind"], event["message"], event["changes"]) == ("resume", "run resumed", {})
+
+
+def test_resume_may_change_what_does_not_matter(config):
+    open_run(config)
+    changed = dataclasses.replace(
+        config, steps=20, threads=1, device="cpu", save=SaveConfig(5, 1), track=TrackConfig(0)
+    )
+    changed = dataclasses.replace(changed, eval=dataclasses.replace(config.eval, every=5))
+    run = open_run(changed)
+    assert json.loads((run.path / "config.json").read_text())["steps"] == 20
+    (event,) = read_jsonl(run.path / "events.jsonl")
+    assert event["changes"]["steps"] == [10, 20]
+    assert "steps 10 -> 20" in event["message"]
+
+
+def test_resume_refuses_another_recipe_and_lists_all_of_it(config):
+    open_run(config)
+    changed = dataclasses.replace(config, steps=20, seed=3, optim=OptimConfig(lr=1e-3))
+    with pytest.raises(ConfigError) as error:
+        open_run(changed)
+    message = str(error.value)
+    assert "seed: 0 there, 3 here" in message
+    assert "optim.lr: 1e-06 there, 0.001 here" in message
+    assert "- steps" not in message
+    saved = json.loads((Path(config.run_dir) / "config.json").read_text())
+    assert saved["optim"]["lr"] == 1e-6
+
+
+def test_resume_names_keys_that_one_side_lacks(config):
+    run = open_run(config)
+    path = run.path / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["quant"]["scale_o_proj"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"quant\.scale_o_proj: 'absent' there, False here"):
+        open_run(config)
+
+
+def test_metrics_without_a_config_are_not_overwritten(config):
+    run = open_run(config)
+    run.log(1, {"x": 1.0})
+    (run.path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        open_run(config)
+    assert len(read_jsonl(run.path / "metrics.jsonl")) == 1
+
+
+def test_run_dir_that_is_a_file(config):
+    Path(config.run_dir).write_text("")
+    with pytest.raises(ConfigError, match="cannot be created"):
+        open_run(config)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the full device of Linux")
+def test_a_full_disk_names_the_file(config):
+    run = open_run(config)
+    (run.path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl: No space left"):
+        run.log(1, {"x": 1.0})
+
+
+def test_stopwatch_adds_up_and_resets():
+    ticks = iter([0.0, 1.5, 10.0, 10.25, 20.0, 23.0])
+    timer = Stopwatch(clock=lambda: next(ticks))
+    with timer("rollout"):
+        pass
+    with timer("rollout"):
+        pass
+    with pytest.raises(KeyError), timer("grade"):
+        raise KeyError
+    assert timer.lap() == {"timing_s/rollout": 1.75, "timing_s/grade": 3.0}
+    assert timer.lap() == {}
+
+
+def test_flatten():
+    assert flatten({"a": 1, "b": {"c": {"d": 2}}}) == {"a": 1, "b.c.d": 2}

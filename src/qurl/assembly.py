@@ -17,6 +17,7 @@ from qurl.errors import ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
 from qurl.quant import rescale_
+from qurl.quant.linear import PROJECTIONS
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
@@ -72,7 +73,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     learner = Learner(policy, config, reference=reference)
     task = training_task(config, policy.tokenizer)
     stream = ProblemStream(task, config.seed)
-    tracker = _build_tracker(config)
+    tracker = _build_tracker(config, policy, run)
     state = {"step": 0}
     if checkpoint:
         state = load_checkpoint(checkpoint, learner)
@@ -88,7 +89,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     ) as pool:
         yield Parts(
             learner=learner,
-            engine=_build_engine(config, policy, config.quant.format),
+            engine=build_actor(config, policy, config.quant.format),
             full_engine=_build_full_engine(config, policy),
             stream=stream,
             held_out=held_out_problems(config, policy.tokenizer) if config.eval.every else [],
@@ -154,7 +155,8 @@ def _task_options(config: Config, tokenizer) -> dict:
     }
 
 
-def _build_engine(config: Config, policy: Policy, quant: str) -> Engine:
+def build_actor(config: Config, policy: Policy, quant: str) -> Engine:
+    """The engine of the recipe, holding a copy of the policy in the given format."""
     options = {}
     if config.rollout.engine == "local":
         options = {
@@ -171,11 +173,15 @@ def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
     is_wanted = config.eval.every and config.eval.precision in ("both", "full")
     if not is_wanted or config.quant.format == "none":
         return None
-    return _build_engine(config, policy, "none")
+    return build_actor(config, policy, "none")
 
 
-def _build_tracker(config: Config) -> UpdateTracker | None:
+def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
     if config.quant.track_rows == 0:
+        return None
+    if not any(name.endswith(PROJECTIONS) for name, _ in policy.model.named_modules()):
+        kind = type(policy.model).__name__
+        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None
     return UpdateTracker(config.quant.format, config.quant.track_rows)
 

@@ -56,6 +56,7 @@ def microbatches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
 
 def sample_records(graded: Sequence[Graded], batch: Batch, count: int) -> Iterator[dict]:
     """Readable records of `count` rows, evenly spread over the batch that `pack` made."""
+    assert batch.logp_prox is not None
     completions = [
         (group, index) for group in graded for index in range(len(group.rollout.completions))
     ]

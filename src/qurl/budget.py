@@ -37,15 +37,16 @@ def describe_budget(config: Config) -> str:
         f" x {config.sampling.group_size})",
         f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
         f"  updates per step        {config.updates_per_step}",
-        f"  whole run               at most {config.steps * sequences * config.sampling.max_tokens:,}"
-        f" sampled tokens, {config.steps * config.updates_per_step:,} updates",
+        f"  updates in the run      {config.steps * config.updates_per_step:,}",
         "memory (GiB)",
     ]
     try:
         size = measure_model(config)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        return "\n".join([*lines, f"  unknown: {config.model.path} is not reachable here ({reason})"])
+        return "\n".join(
+            [*lines, f"  unknown: {config.model.path} is not reachable here ({reason})"]
+        )
     rows = memory_rows(config, size, longest)
     lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
     lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}")
@@ -62,7 +63,9 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
         rows["reference"] = 4.0 * parameters
     if config.algo.advantage == "gae":
         rows["critic and its AdamW"] = 16.0 * parameters
-    narrow = wide if config.quant.format == "none" else get_format(config.quant.format).dtype.itemsize
+    narrow = (
+        wide if config.quant.format == "none" else get_format(config.quant.format).dtype.itemsize
+    )
     rows["engine weights"] = float(
         narrow * size.num_quantized + wide * (parameters - size.num_quantized)
     )

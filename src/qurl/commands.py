@@ -8,11 +8,10 @@ from pathlib import Path
 from qurl.assembly import build_actor, held_out_problems, initial_model, pick_device, training_task
 from qurl.config import Config, find_warnings, load_config
 from qurl.errors import ConfigError, QurlError
-from qurl.evaluate import EvalResult, evaluate, print_results
+from qurl.evaluate import EvalResult, eval_precisions, evaluate_recipe, print_results
 from qurl.policy import load_policy
 from qurl.quant.export import find_policy
 from qurl.rewards.pool import GradingPool
-from qurl.seeds import derive_seed
 from qurl.tasks.tokenizer import build_tokenizer
 
 
@@ -35,7 +34,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     ) as pool:
         for precision in eval_precisions(config):
             engine = build_actor(config, policy, "none" if precision == "full" else precision)
-            results.append(evaluate_engine(config, engine, problems, pool, precision))
+            results.append(evaluate_recipe(config, engine, problems, pool, precision))
     print_results(results)
     return results
 
@@ -95,10 +94,10 @@ def _check_grader(config: Config) -> str:
     worked = getattr(task, "worked_answer", None)
     right = worked(problem) if worked else f"The answer is \\boxed{{{problem.answer}}}."
     with GradingPool(task.reward, workers=1, timeout=config.task.grade_timeout) as pool:
-        grades = pool.grade([(right, problem.answer, problem.extra), ("", "", problem.extra)][:1])
-        wrong = pool.grade([("no idea", problem.answer, problem.extra)])
-    scores = f"{task.reward!r} scores the truth {grades[0].score:g} and a non-answer "
-    scores += f"{wrong[0].score:g}"
-    if grades[0].score <= wrong[0].score:
+        good, bad = pool.grade(
+            [(text, problem.answer, problem.extra) for text in (right, "no idea")]
+        )
+    scores = f"{task.reward!r} gives the truth {good.score:g} and a non-answer {bad.score:g}"
+    if good.score <= bad.score:
         raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")
     return scores

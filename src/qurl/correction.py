@@ -95,16 +95,11 @@ def _accept(rule: str, log_mismatch: Tensor, mask: Tensor) -> Tensor:
         divergence = divergence.sum(-1, keepdim=True)
     elif name.startswith("seq_mean"):
         divergence = divergence.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    elif name.startswith("seq_max"):
-        if kind == "k1":  # the furthest token on each side must lie in the band
-            inside = (divergence.amin(-1, keepdim=True) >= low) & (
-                divergence.amax(-1, keepdim=True) <= high
-            )
-            return inside.expand_as(mask).to(mask.dtype)
-        divergence = divergence.amax(-1, keepdim=True)
     accepted = divergence <= high
     if low is not None:
         accepted = accepted & (divergence >= low)
+    if name.startswith("seq_max"):  # every token must lie within
+        accepted = accepted.all(-1, keepdim=True)
     return accepted.expand_as(mask).to(mask.dtype)
 
 

@@ -26,7 +26,7 @@ class Critic(nn.Module):
         _disable_dropout_(self)
 
     def forward(self, batch: Batch) -> Tensor:
-        """[B, T], aligned with the tokens: the value at t is read at t - 1, where t is predicted."""
+        """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""
         with _autocast(batch.token_ids.device, self.compute_dtype):
             states = self.backbone(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         values = self.head(states[:, :-1].float()).squeeze(-1)  # [B, T - 1]

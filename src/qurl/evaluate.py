@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from qurl.config import Config
 from qurl.errors import DataError
 from qurl.rollout.engine import Engine
+from qurl.seeds import derive_seed
 from qurl.types import Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -110,6 +112,32 @@ def evaluate(
     )
     counts, timeouts = _count_correct(engine.generate(problems, params), pool, correct_at)
     return _with_samples(result, counts, samples, timeouts)
+
+
+def eval_precisions(config: Config) -> list[str]:
+    """The precisions that a recipe evaluates in: "full", the actor's format, or both."""
+    format = config.quant.format
+    if format == "none" or config.eval.precision == "full":
+        return ["full"]
+    return ["full", format] if config.eval.precision == "both" else [format]
+
+
+def evaluate_recipe(
+    config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
+) -> EvalResult:
+    """`evaluate` as a recipe's [eval] section asks for it."""
+    return evaluate(
+        engine,
+        problems,
+        pool,
+        precision=precision,
+        max_tokens=config.eval_max_tokens,
+        samples=config.eval.samples,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        stop=config.sampling.stop,
+        seed=derive_seed(config.seed, "eval"),
+    )
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -92,7 +92,9 @@ class Policy:
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
     """A causal LM of transformers, in FP32, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would garble the run's own progress line
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path)

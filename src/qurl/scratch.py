@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from qurl.config import Config, ScratchConfig
 from qurl.errors import ConfigError
 from qurl.seeds import derive_seed, generator
 from qurl.tasks import load_task
-from qurl.tasks.task import GeneratedTask
+from qurl.tasks.generated import GeneratedTask
 from qurl.tasks.tokenizer import build_tokenizer
 
 IGNORED = -100  # of cross_entropy: prompt and padding are not learned
@@ -40,7 +41,7 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
     tokenizer.save_pretrained(folder)
 
 
-def build_tiny_llama(config: ScratchConfig, tokenizer):
+def build_tiny_llama(config: ScratchConfig, tokenizer: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -59,11 +60,10 @@ def build_tiny_llama(config: ScratchConfig, tokenizer):
     )
 
 
-def warm_start_(model, task: GeneratedTask, tokenizer, config: Config) -> float:
-    """A short supervised pass over worked answers; returns the last loss."""
+def warm_start_(model: Any, task: GeneratedTask, tokenizer: Any, config: Config) -> None:
+    """A short supervised pass over worked answers."""
     scratch = config.model.scratch
     optimizer = torch.optim.AdamW(model.parameters(), lr=scratch.warm_start_lr, weight_decay=0.0)
-    loss = torch.tensor(float("nan"))
     for step in range(scratch.warm_start_steps):
         draw = generator(config.seed, "warm start", step)
         rows = torch.randint(len(task), (scratch.warm_start_batch,), generator=draw)
@@ -77,10 +77,9 @@ def warm_start_(model, task: GeneratedTask, tokenizer, config: Config) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return float(loss)
 
 
-def _examples(task: GeneratedTask, rows: list[int], tokenizer) -> tuple[Tensor, Tensor]:
+def _examples(task: GeneratedTask, rows: list[int], tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Prompt, worked answer and end token, right-padded; labels on the answer only."""
     examples = []
     for row in rows:

@@ -20,12 +20,11 @@ from qurl.config import Config
 from qurl.correction import correct
 from qurl.crash import keep_evidence
 from qurl.errors import MissingExtra
-from qurl.evaluate import evaluate
+from qurl.evaluate import eval_precisions, evaluate_recipe
 from qurl.losses import OBJECTIVES
 from qurl.report import write_report
 from qurl.run import Run
 from qurl.sampling import Sampler, collect
-from qurl.seeds import derive_seed
 
 
 def train(config: Config) -> Path:
@@ -38,7 +37,7 @@ def train(config: Config) -> Path:
             with keep_evidence(run, learner, step):
                 metrics = sync(parts, run, step)
                 if is_due(step, config.eval.every):
-                    metrics |= evaluate_policy(config, parts, run)
+                    metrics |= evaluate_policy(config, parts, run, step)
 
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
                 collected = collect(sampler, config.batch.problems, algo)
@@ -62,7 +61,7 @@ def train(config: Config) -> Path:
 
         metrics = sync(parts, run, config.steps)
         if config.eval.every:
-            metrics |= evaluate_policy(config, parts, run)
+            metrics |= evaluate_policy(config, parts, run, config.steps)
         run.log(config.steps, metrics | timer.lap())
         report(run)
         return run.path
@@ -84,30 +83,16 @@ def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
     return metrics | {"sync/seconds": report.seconds}
 
 
-def evaluate_policy(config: Config, parts: Parts, run: Run) -> dict[str, float]:
+def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     """Held-out accuracy in each precision that the recipe asks for."""
-    engines = {}
-    if config.eval.precision != "quantized" or config.quant.format == "none":
-        engines["full"] = parts.full_engine or parts.engine
-    if config.eval.precision != "full" and config.quant.format != "none":
-        engines[config.quant.format] = parts.engine
     metrics: dict[str, float] = {}
     with run.timer("eval"):
-        if parts.full_engine is not None:
-            parts.full_engine.sync(parts.learner.policy.model, version=0)
-        for precision, engine in engines.items():
-            result = evaluate(
-                engine,
-                parts.held_out,
-                parts.pool,
-                precision=precision,
-                max_tokens=config.eval_max_tokens,
-                samples=config.eval.samples,
-                temperature=config.eval.temperature,
-                top_p=config.eval.top_p,
-                stop=config.sampling.stop,
-                seed=derive_seed(config.seed, "eval"),
-            )
+        for precision in eval_precisions(config):
+            engine = parts.engine
+            if precision == "full" and parts.full_engine is not None:
+                engine = parts.full_engine
+                engine.sync(parts.learner.policy.model, version=step)
+            result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
             metrics |= result.metrics()
     return metrics
 

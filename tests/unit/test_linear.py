@@ -118,6 +118,16 @@ def test_the_layer_approximates_the_dense_one(name, bound):
     assert 0 < (quantized - dense).norm() / dense.norm() < bound
 
 
+def test_the_layer_is_a_copy():
+    source = nn.Linear(8, 4)
+    layer, x = QuantLinear(source, get_format("int8")), _normal(2, 8)
+    before = layer(x)
+    with torch.no_grad():
+        source.weight.zero_()
+        source.bias.zero_()
+    assert torch.equal(layer(x), before)
+
+
 def test_tokens_do_not_depend_on_their_batch():
     weight = quantize(_normal(64, 1100, seed=1), "int8")
     x = _normal(7, 1100)

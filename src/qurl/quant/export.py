@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} exists and is not empty; choose another folder")
     policy = find_policy(source)
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     if uaq_scale(model) != 1.0:
         unscale_(model)
     model.to(DTYPES[dtype]).save_pretrained(target)

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool
+from qurl.rewards.pool import Grade, GradingPool, failure
 from qurl.rewards.shaping import overlong_penalty
 
 if TYPE_CHECKING:
@@ -21,12 +21,10 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
     A grading process is started by the first call and kept for the next ones.
     """
-    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
+    item = (answer_text, truth, {})
+    [grade] = _math_pool(timeout).grade([item])
     if grade.timed_out:
-        raise RewardTimeout(
-            f"grading took more than {timeout} s and was killed; it was comparing "
-            f"{answer_text[-300:]!r} with {truth!r}"
-        )
+        raise failure(f"killed after {timeout} s", item, kind=RewardTimeout)
     return grade.score
 
 

@@ -49,7 +49,8 @@ class GradingPool:
         with GradingPool("math") as pool:
             grades = pool.grade([(text, answer, extra), ...])
 
-    After an error the pool can be used again.
+    A `module:function` is looked for in the working directory first. After an error the pool can be
+    used again.
     """
 
     def __init__(self, reward: str, *, workers: int = 2, timeout: float = 10.0) -> None:
@@ -59,7 +60,8 @@ class GradingPool:
         self.timeout = timeout
         self._lock = threading.Lock()
         self._inline = load_reward(reward) if is_inline(reward) else None
-        self._workers = [] if self._inline else [_Worker(reward) for _ in range(workers)]
+        self._folder = Path.cwd()
+        self._workers = [] if self._inline else [self._start() for _ in range(workers)]
         try:
             while any(w.is_starting for w in self._workers):
                 self._collect(())
@@ -96,8 +98,7 @@ class GradingPool:
         try:
             return _grade(check_value(self._inline(*item)))
         except Exception as error:
-            message = {"error": repr(error), "traceback": traceback.format_exc()}
-            raise _failure(self.reward, message, item) from error
+            raise self._failure(repr(error), item, traceback.format_exc()) from error
 
     def _grade_in_processes(self, items: Sequence[Item]) -> list[Grade]:
         waiting = deque(range(len(items)))
@@ -119,7 +120,8 @@ class GradingPool:
             if message is None:
                 continue
             if "error" in message:
-                raise _failure(self.reward, message, None if job is None else items[job])
+                item = None if job is None else items[job]
+                raise self._failure(message["error"], item, message.get("traceback", ""))
             worker.job, worker.is_starting = None, False
             if job is not None:
                 grades[job] = _grade(message["values"])
@@ -127,25 +129,32 @@ class GradingPool:
             if worker.is_idle or time.monotonic() < worker.deadline:
                 continue
             if worker.job is None:
-                raise _failure(self.reward, {"error": f"no start in {_START_SECONDS} s"}, None)
+                raise self._failure(f"no start in {_START_SECONDS} s", None)
             grades[worker.job] = Grade(0.0, timed_out=True)
             self._replace([worker])
         return grades
 
+    def _failure(self, what: str, item: Item | None, evidence: str = "") -> RewardError:
+        return failure(f"reward {self.reward!r} failed: {what}", item, evidence=evidence)
+
     def _replace(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
             worker.kill()
-            self._workers[self._workers.index(worker)] = _Worker(self.reward)
+            self._workers[self._workers.index(worker)] = self._start()
+
+    def _start(self) -> _Worker:
+        return _Worker(self.reward, self._folder)
 
 
 class _Worker:
     """The pool's end of one grading process."""
 
-    def __init__(self, reward: str) -> None:
+    def __init__(self, reward: str, folder: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "qurl.rewards.worker", reward],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": _python_path()},
             start_new_session=True,  # so that what a grader started is killed with it
         )
@@ -216,12 +225,14 @@ def _grade(values: Mapping[str, float]) -> Grade:
     return Grade(values["score"], {k: v for k, v in values.items() if k != "score"})
 
 
-def _failure(reward: str, message: Mapping[str, str], item: Item | None) -> RewardError:
-    """A RewardError that carries `text`, `answer` and the grader's `traceback`."""
+def failure(
+    what: str, item: Item | None, *, evidence: str = "", kind: type[RewardError] = RewardError
+) -> RewardError:
+    """An error that carries `text`, `answer` and the grader's `traceback`."""
     text, answer = ("", "") if item is None else item[:2]
     where = f"; it was grading {text[-300:]!r} against {answer!r}" if item else ""
-    error = RewardError(f"reward {reward!r} failed: {message['error']}{where}")
-    vars(error).update(text=text, answer=answer, traceback=message.get("traceback", ""))
-    if "traceback" in message:
-        error.add_note(message["traceback"])
+    error = kind(f"{what}{where}")
+    vars(error).update(text=text, answer=answer, traceback=evidence)
+    if evidence:
+        error.add_note(evidence)
     return error

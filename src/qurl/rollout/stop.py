@@ -73,6 +73,6 @@ class StopRule:
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence tokens of the generation config, else of the config; and the tokenizer's."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = model.config.eos_token_id if found is None else found
+    found = getattr(model.config, "eos_token_id", None) if found is None else found
     ids = found if isinstance(found, (list, tuple)) else [found]
     return frozenset(i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)

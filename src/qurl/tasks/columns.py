@@ -27,7 +27,7 @@ class Question:
     is_prompt: bool
     """From a `prompt` column: it says already how to answer."""
     answers: tuple[str, ...]
-    """The truth first, then other answers that are accepted."""
+    """The truth first, then others that are accepted; none where the row leaves it blank."""
     own_id: str
     """Empty where the row has none."""
 
@@ -37,15 +37,14 @@ def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool = Tr
     column = next((c for c in QUESTION_COLUMNS if row.get(c) is not None), None)
     if column is None:
         raise DataError(_missing("question", QUESTION_COLUMNS, row, where))
-    answers = _read_answers(row, where)
-    if needs_answer and not answers:
+    if needs_answer and not _truths(row):
         raise DataError(
             _missing("answer", (*ANSWER_COLUMNS, "reward_model.ground_truth"), row, where)
         )
     return Question(
         content=_read_content(row[column], column, where),
         is_prompt=column == "prompt",
-        answers=answers,
+        answers=_read_answers(row, where),
         own_id=_read_id(row),
     )
 
@@ -76,15 +75,20 @@ _MESSAGE_KEYS = ("role", "content")
 
 
 def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Of the first column that is not empty."""
+    for column, value in _truths(row).items():
+        values = value if isinstance(value, list) else [value]
+        texts = [_read_truth(v, column, where) for v in values if v is not None]
+        if answers := tuple(dict.fromkeys(t for t in texts if t)):
+            return answers
+    return ()
+
+
+def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
     reward_model = row.get("reward_model")
-    if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
-        column, value = "reward_model.ground_truth", reward_model["ground_truth"]
-    else:
-        column = next((c for c in ANSWER_COLUMNS if row.get(c) is not None), "")
-        value = row.get(column)
-    values = value if isinstance(value, list) else [value]
-    texts = [_read_truth(v, column, where) for v in values if v is not None]
-    return tuple(dict.fromkeys(t for t in texts if t))
+    nested = reward_model if isinstance(reward_model, Mapping) else {}
+    truths = {f"reward_model.{k}": nested[k] for k in ("ground_truth",) if k in nested}
+    return truths | {column: row[column] for column in ANSWER_COLUMNS if column in row}
 
 
 def _read_truth(value: Any, column: str, where: str) -> str:
@@ -115,6 +119,6 @@ def _read_id(row: Mapping[str, Any]) -> str:
 
 def _missing(what: str, columns: tuple[str, ...], row: Mapping[str, Any], where: str) -> str:
     return (
-        f"{where}: no {what}; one of {', '.join(columns)} must be there and not empty "
+        f"{where}: no {what}; one of {', '.join(columns)} must be there "
         f"(found: {', '.join(map(str, row)) or 'nothing'})"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,17 +58,19 @@ class FileTask:
         self._tokenizer = tokenizer
         self._instruction = instruction
         self._max_prompt_tokens = max_prompt_tokens
-        rows = read_rows(Path(path), needs_answer=":" not in reward)
-        self._rows = self._drop_long(rows) if skip_long_prompts else rows
+        # The reward of a user may need no truth.
+        needs_answer = ":" not in reward
+        rows = read_rows(Path(path), needs_answer=needs_answer)
+        kept = _answerable(rows, path) if needs_answer else rows
+        self._rows = self._without_long(kept) if skip_long_prompts else kept
         self.num_skipped = len(rows) - len(self._rows)
         if not self._rows:
             raise DataError(
-                f"{path}: all {len(rows)} prompts are longer than task.max_prompt_tokens = "
-                f"{max_prompt_tokens}"
+                f"{path}: no row of {len(rows)} is left: {len(rows) - len(kept)} lack an answer, "
+                f"the others are longer than task.max_prompt_tokens = {max_prompt_tokens}"
             )
-        if not skip_long_prompts:
-            for row in filter(self._may_be_long, rows):
-                self._problem(row)
+        for row in filter(self._may_be_long, self._rows):
+            self._problem(row)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,7 +97,7 @@ class FileTask:
             return add_instruction(question.content, self._instruction)
         return add_instruction(question.content, "" if question.is_prompt else INSTRUCTION)
 
-    def _drop_long(self, rows: list[Row]) -> list[Row]:
+    def _without_long(self, rows: list[Row]) -> list[Row]:
         def fits(row: Row) -> bool:
             _, ids = encode_prompt(self._content(row), self._tokenizer)
             return len(ids) <= self._max_prompt_tokens
@@ -106,6 +109,18 @@ class FileTask:
         content = self._content(row)
         text = content if isinstance(content, str) else "".join(m["content"] for m in content)
         return len(text.encode()) + _TEMPLATE_ROOM > self._max_prompt_tokens
+
+
+def _answerable(rows: list[Row], path: str | Path) -> list[Row]:
+    """Leave out rows whose answer is blank: no completion could be right."""
+    kept = [row for row in rows if row.question.answers]
+    if blank := [row for row in rows if not row.question.answers]:
+        warnings.warn(
+            f"{path}: {len(blank)} of {len(rows)} rows are left out because their answer is empty; "
+            f"the first is {blank[0].where}",
+            stacklevel=2,
+        )
+    return kept
 
 
 def read_rows(path: Path, *, needs_answer: bool = True) -> list[Row]:

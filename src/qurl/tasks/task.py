@@ -24,7 +24,7 @@ class Task(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """Problems left out because their prompt is too long."""
+        """Problems left out: the prompt is too long, or the answer is blank."""
         ...
 
     def __len__(self) -> int: ...

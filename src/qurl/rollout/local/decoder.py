@@ -148,7 +148,10 @@ def attend_pages(
     q: Tensor, kv: Tensor, table: Tensor, positions: Tensor, window: int | None
 ) -> Tensor:
     """One query per sequence, q [B, H, D], over its pages of kv [2, pages, size, H_kv, D]."""
-    keys, values = (x[table].flatten(1, 2).transpose(1, 2) for x in kv)  # [B, H_kv, keys, D]
+    pages = (x.index_select(0, table.flatten()) for x in kv)
+    keys, values = (
+        x.unflatten(0, table.shape).flatten(1, 2).transpose(1, 2) for x in pages
+    )  # [B, H_kv, keys, D]
     at = torch.arange(keys.shape[2], device=q.device)
     visible = at <= positions[:, None]
     if window is not None:

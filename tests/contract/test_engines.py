@@ -1,0 +1,603 @@
+"""One suite for every engine, format and model type: what an engine promises.
+
+The reference is transformers itself: `generate` for greedy decoding, and a dense forward of the
+(quantized) model for log-probs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qurl.errors import DataError, EngineError, ModelError
+from qurl.quant import get_format, quantize, quantized_copy
+from qurl.rollout import build_engine
+from qurl.types import Problem, SamplingParams
+
+V = 97
+ENGINES = ["local", "hf"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SHAPE = {
+    "vocab_size": V,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "yarn": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "qwen3-window": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+}
+
+
+@cache
+def shared_model(name: str, device: str = "cpu"):
+    kind, config, extra = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config(**(SHAPE | extra)))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias") or "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.1)
+    return model.to(device).eval()
+
+
+def own_model(name: str = "llama"):
+    """A copy that a test may change."""
+    return copy.deepcopy(shared_model(name))
+
+
+def make_problems(count: int, shortest: int = 3, step: int = 5) -> list[Problem]:
+    return [
+        Problem(f"p{i}", tuple((7 * j + 11 * i + 2) % V for j in range(shortest + step * i)))
+        for i in range(count)
+    ]
+
+
+def build(kind: str, model, quant: str = "none", tokenizer=None, **options):
+    if kind == "local":
+        options.setdefault("dtype", torch.float32)
+    return build_engine(kind, model, tokenizer, quant=quant, **options)
+
+
+def dense_logprobs(model, problem: Problem, token_ids, temperature: float = 1.0):
+    """Log-probs of a completion by one dense forward."""
+    ids = torch.tensor([[*problem.prompt_ids, *token_ids]], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float() / temperature
+    start = len(problem.prompt_ids)
+    chosen = logits[start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])
+    return chosen.squeeze(-1).cpu()
+
+
+def completions(rollouts):
+    return [c for r in rollouts for c in r.completions]
+
+
+def tokens_of(rollouts):
+    return [c.token_ids for c in completions(rollouts)]
+
+
+def largest_gap(a, b) -> float:
+    pairs = zip(completions(a), completions(b), strict=True)
+    return max(abs(x - y) for c, d in pairs for x, y in zip(c.logprobs, d.logprobs, strict=True))
+
+
+class Letters:
+    """A tokenizer of single characters; the first ten tokens are special."""
+
+    eos_token_id = 2
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(i + 33) for i in ids if i >= 10 or not skip_special_tokens)
+
+
+# --- against transformers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_greedy_equals_transformers(kind, name, device):
+    model = shared_model(name, device)
+    problems = make_problems(3, shortest=1, step=8)
+    params = SamplingParams(max_tokens=16, temperature=0)
+    rollouts = build(kind, model).generate(problems, params)
+    for problem, rollout in zip(problems, rollouts, strict=True):
+        expected = model.generate(
+            torch.tensor([problem.prompt_ids], device=device),
+            attention_mask=torch.ones(1, len(problem.prompt_ids), device=device),
+            max_new_tokens=16,
+            do_sample=False,
+        )[0, len(problem.prompt_ids) :].tolist()
+        (completion,) = rollout.completions
+        assert list(completion.token_ids) == expected
+        reference = dense_logprobs(model, problem, expected)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), reference, atol=1e-4, rtol=0)
+        assert rollout.problem is problem
+        assert (rollout.version, rollout.temperature) == (0, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_logprobs_equal_the_dense_reference(kind, quant, name, device):
+    """Sampled with the cache, scored without: the same numbers.
+
+    Float noise of 1e-7 can carry an activation over a rounding boundary, after which that sequence
+    differs by a code: the typical gap must vanish, the largest must stay at the size of a code.
+    """
+    model = shared_model(name, device)
+    reference = model if quant == "none" else quantized_copy(model, quant)
+    problems = make_problems(3)
+    params = SamplingParams(max_tokens=12, temperature=0.7, group_size=2, seed=3)
+    gaps = [
+        (torch.tensor(c.logprobs) - dense_logprobs(reference, r.problem, c.token_ids, 0.7)).abs()
+        for r in build(kind, model, quant).generate(problems, params)
+        for c in r.completions
+    ]
+    assert torch.cat(gaps).median() < 1e-5
+    assert torch.cat(gaps).max() < (1e-4 if quant == "none" else 0.2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_score_equals_the_dense_reference(kind, quant, device):
+    model = shared_model("qwen3", device)
+    reference = model if quant == "none" else quantized_copy(model, quant)
+    problem = make_problems(1, shortest=30)[0]
+    expected = dense_logprobs(
+        reference, Problem("", problem.prompt_ids[:1]), problem.prompt_ids[1:]
+    )
+    scores = build(kind, model, quant).score(problem.prompt_ids)
+    torch.testing.assert_close(scores.cpu(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_engines_sample_the_same_tokens(quant):
+    problems = make_problems(4)
+    params = SamplingParams(max_tokens=10, group_size=3, seed=1, top_p=0.9, top_k=40)
+    model = shared_model("llama")
+    local, reference = (build(k, model, quant).generate(problems, params) for k in ENGINES)
+    assert tokens_of(local) == tokens_of(reference)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("quant", FORMATS)
+def test_gpu_in_bfloat16_stays_near_the_dense_reference(quant):
+    model = shared_model("llama", "cuda")
+    reference = model if quant == "none" else quantized_copy(model, quant)
+    engine = build("local", model, quant, dtype=torch.bfloat16)
+    for rollout in engine.generate(make_problems(3), SamplingParams(max_tokens=12, group_size=2)):
+        for c in rollout.completions:
+            expected = dense_logprobs(reference, rollout.problem, c.token_ids)
+            assert (torch.tensor(c.logprobs) - expected).abs().mean() < 0.15
+
+
+# --- randomness -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_groups_differ_and_are_reproducible(kind):
+    engine = build(kind, shared_model("llama"))
+    problems = make_problems(2)
+    params = SamplingParams(max_tokens=8, group_size=4, seed=5)
+    first = engine.generate(problems, params)
+    assert [len(r.completions) for r in first] == [4, 4]
+    assert len(set(tokens_of(first))) == 8
+    again = engine.generate(problems, params)
+    assert tokens_of(first) == tokens_of(again)
+    assert largest_gap(first, again) == 0
+    other = engine.generate(problems, dataclasses.replace(params, seed=6))
+    assert tokens_of(first) != tokens_of(other)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_results_do_not_depend_on_the_batch(kind, quant):
+    """Alone, in a batch, in another order: the same tokens, and on the CPU the same bits."""
+    engine = build(kind, shared_model("llama"), quant)
+    problems = make_problems(7)
+    params = SamplingParams(max_tokens=12, group_size=3, seed=2)
+    together = engine.generate(problems, params)
+    backwards = engine.generate(problems[::-1], params)[::-1]
+    alone = [engine.generate([p], params)[0] for p in problems]
+    for other in (backwards, alone):
+        assert tokens_of(together) == tokens_of(other)
+        assert largest_gap(together, other) == 0
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_results_do_not_depend_on_batch_or_page_size(quant):
+    problems = make_problems(5)
+    params = SamplingParams(max_tokens=12, group_size=3, seed=2)
+    model = shared_model("qwen3")
+    reference = build("local", model, quant).generate(problems, params)
+    for options in ({"max_batch": 1}, {"max_batch": 4}, {"page_size": 5}, {"page_size": 64}):
+        other = build("local", model, quant, **options).generate(problems, params)
+        assert tokens_of(reference) == tokens_of(other)
+        assert largest_gap(reference, other) == 0
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_preempted_requests_resume_with_the_same_tokens(quant):
+    problems = make_problems(5, shortest=4, step=1)
+    params = SamplingParams(max_tokens=24, group_size=3, seed=2, ignore_eos=True)
+    model = shared_model("llama")
+    reference = build("local", model, quant).generate(problems, params)
+    for kv_tokens in (32, 40, 64):
+        engine = build("local", model, quant, kv_tokens=kv_tokens, page_size=4)
+        small = engine.generate(problems, params)
+        assert engine.num_preemptions > 0
+        assert tokens_of(reference) == tokens_of(small)
+        # Prefill instead of decode: other sums, and with int8 now and then another activation code.
+        gaps = [
+            abs(x - y)
+            for c, d in zip(completions(reference), completions(small), strict=True)
+            for x, y in zip(c.logprobs, d.logprobs, strict=True)
+        ]
+        assert sorted(gaps)[len(gaps) // 2] < 1e-5
+        assert max(gaps) < (1e-5 if quant == "none" else 0.1)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_frequencies_follow_the_softmax(kind):
+    """Chi-square of 2000 first tokens: with 96 degrees of freedom, 160 has p < 1e-4."""
+    model = shared_model("llama")
+    problem = make_problems(1)[0]
+    params = SamplingParams(max_tokens=1, group_size=2000, temperature=1.5, seed=4)
+    rollout = build(kind, model).generate([problem], params)[0]
+    counts = torch.zeros(V)
+    for c in rollout.completions:
+        counts[c.token_ids[0]] += 1
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([problem.prompt_ids])).logits[0, -1]
+    expected = (logits / 1.5).softmax(-1) * 2000
+    assert ((counts - expected) ** 2 / expected).sum() < 160
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 5), (0.6, 0), (0.8, 4)])
+def test_filters_are_kept_and_logprobs_are_renormalised(kind, top_p, top_k):
+    model = shared_model("llama")
+    problem = make_problems(1)[0]
+    params = SamplingParams(max_tokens=1, group_size=200, top_p=top_p, top_k=top_k, seed=8)
+    rollout = build(kind, model).generate([problem], params)[0]
+    with torch.no_grad():
+        probs = model(input_ids=torch.tensor([problem.prompt_ids])).logits[0, -1].softmax(-1)
+    ordered, order = probs.sort(descending=True)
+    ordered = ordered[: top_k or V] / ordered[: top_k or V].sum()
+    size = int((ordered.cumsum(0) - ordered < top_p).sum())
+    kept = dict(
+        zip(order[:size].tolist(), (ordered[:size] / ordered[:size].sum()).tolist(), strict=True)
+    )
+    seen = {c.token_ids[0]: math.exp(c.logprobs[0]) for c in rollout.completions}
+    assert seen.keys() <= kept.keys()
+    assert all(prob == pytest.approx(kept[token], rel=1e-4) for token, prob in seen.items())
+    if top_k:
+        assert sum(seen.values()) == pytest.approx(1, rel=1e-4)  # few tokens: all were drawn
+
+
+# --- ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_ends(kind):
+    model = shared_model("llama")
+    problem = make_problems(1)[0]
+    free = SamplingParams(max_tokens=20, group_size=1, seed=3, ignore_eos=True)
+    engine = build(kind, model, tokenizer=Letters())
+    full = engine.generate([problem], free)[0].completions[0]
+    assert len(full.token_ids) == 20
+    assert full.finish == "length"
+    assert full.text == Letters().decode(full.token_ids, skip_special_tokens=True)
+
+    params = dataclasses.replace(free, ignore_eos=False)
+    token = full.token_ids[6]
+    end = full.token_ids.index(token) + 1
+    stopped = engine.generate([problem], dataclasses.replace(params, stop=[token]))[0].completions[
+        0
+    ]
+    assert stopped.token_ids == full.token_ids[:end]
+    assert stopped.logprobs == full.logprobs[:end]
+    assert stopped.finish == "stop"
+
+    word = Letters().decode([t for t in full.token_ids if t >= 10][3:5])
+    cut = engine.generate([problem], dataclasses.replace(params, stop=[word]))[0].completions[0]
+    assert cut.finish == "stop"
+    assert cut.text == full.text[: full.text.index(word)]
+    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    assert Letters().decode(cut.token_ids, skip_special_tokens=True).endswith(word)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("where", ["generation_config", "config", "tokenizer"])
+def test_every_source_of_eos_ends_a_completion(kind, where):
+    model, tokenizer = own_model(), Letters()
+    problem = make_problems(1)[0]
+    params = SamplingParams(max_tokens=20, seed=3)
+    ignoring = dataclasses.replace(params, ignore_eos=True)
+    full = build(kind, model).generate([problem], ignoring)[0].completions[0]
+    token = full.token_ids[8]
+    if where == "generation_config":
+        model.generation_config.eos_token_id = [0, token]
+    elif where == "config":
+        model.generation_config.eos_token_id = None
+        model.config.eos_token_id = token
+    else:
+        tokenizer.eos_token_id = token
+    engine = build(kind, model, tokenizer=tokenizer)
+    stopped = engine.generate([problem], params)[0].completions[0]
+    assert stopped.token_ids[-1] == token
+    assert stopped.finish == "stop"
+    assert len(engine.generate([problem], ignoring)[0].completions[0].token_ids) == 20
+
+
+# --- sync -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_sync_follows_the_trainer(kind, quant):
+    model = own_model("qwen2-tied")
+    engine = build(kind, model, quant)
+    problems = make_problems(2)
+    params = SamplingParams(max_tokens=6, seed=1)
+    before = engine.generate(problems, params)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
+    report = engine.sync(model, version=7)
+    assert report.version == 7
+    assert report.verified
+    after = engine.generate(problems, params)
+    assert [r.version for r in after] == [7, 7]
+    assert largest_gap(before, build(kind, model, quant).generate(problems, params)) > 1e-3
+    assert tokens_of(after) == tokens_of(build(kind, model, quant).generate(problems, params))
+    assert largest_gap(after, build(kind, model, quant).generate(problems, params)) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_code_flips_are_counted(kind, quant, device):
+    model = own_model().to(device)
+    engine = build(kind, model, quant)
+    assert engine.sync(model, version=1).code_flip_frac == 0
+    weights = [m.weight for n, m in model.named_modules() if n.rpartition(".")[2] in PROJECTIONS]
+    old = [w.detach().clone() for w in weights]
+    with torch.no_grad():
+        for w in weights:
+            noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(2))
+            w += 2e-3 * noise.to(device)
+    report = engine.sync(model, version=2)
+    if quant == "none":
+        assert report.code_flip_frac == 0
+        return
+    pairs = [
+        (quantize(a, quant).codes.float(), quantize(b, quant).codes.float())
+        for a, b in zip(old, weights, strict=True)
+    ]
+    flips = sum(int((a != b).sum()) for a, b in pairs)
+    assert 0 < flips < sum(w.numel() for w in weights)
+    assert report.code_flip_frac == flips / sum(w.numel() for w in weights)
+    assert report.bytes >= sum(w.numel() for w in weights)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_sync_keeps_addresses(quant):
+    model = own_model()
+    engine = build("local", model, quant)
+
+    def addresses():
+        buffers = [p.weight for layer in engine.weights.layers for p in layer.projections()]
+        if quant != "none":
+            buffers = [t for q in buffers for t in (q.codes, q.scale)]
+        return [b.data_ptr() for b in buffers]
+
+    before = addresses()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.05
+    engine.sync(model, version=1)
+    assert addresses() == before
+
+
+def test_full_precision_weights_share_the_trainers_storage():
+    model = own_model()
+    engine = build("local", model, "int8")
+    assert engine.weights.embedding.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert engine.weights.lm_head.data_ptr() == model.lm_head.weight.data_ptr()
+    other = own_model()
+    engine.sync(other, version=1)
+    assert engine.weights.embedding.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_bfloat16_trainer_is_copied_not_overwritten():
+    master = own_model()
+    engine = build("local", master, "int8")
+    kept = master.model.embed_tokens.weight.detach().clone()
+    engine.sync(own_model().bfloat16(), version=1)
+    assert engine.weights.embedding.dtype == torch.float32
+    assert torch.equal(master.model.embed_tokens.weight, kept)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_canary_refuses_weights_that_are_not_finite(kind):
+    model = own_model()
+    engine = build(kind, model, "int8")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = math.nan
+    with pytest.raises(EngineError, match=r"version 2.*not finite"):
+        engine.sync(model, version=2)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
+def test_canary_refuses_a_copy_that_computes_something_else(quant, monkeypatch):
+    model = own_model()
+    engine = build("local", model, quant)
+    load = engine.weights.load_
+
+    def load_and_corrupt(source):
+        flips = load(source)
+        weight = engine.weights.layers[0].down.weight
+        (weight if quant == "none" else weight.scale).mul_(-3)
+        return flips
+
+    monkeypatch.setattr(engine.weights, "load_", load_and_corrupt)
+    with pytest.raises(EngineError, match=r"mean \|log-prob gap\| = .* exceeds"):
+        engine.sync(model, version=3)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_modes_of_the_trainers_modules_are_left_alone(kind):
+    model = own_model().train()
+    model.model.norm.eval()
+    modes = [m.training for m in model.modules()]
+    engine = build(kind, model)
+    engine.generate(make_problems(1), SamplingParams(max_tokens=2))
+    assert [m.training for m in model.modules()] == modes
+
+
+def test_bounds_of_the_canary():
+    from qurl.rollout.canary import canary_bound
+
+    assert canary_bound("none", torch.float32) == 0.01
+    assert canary_bound("none", torch.bfloat16) == 0.1
+    assert canary_bound("int4", torch.float32) == get_format("int4").canary_bound
+
+
+# --- progress and refusals --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_progress_counts_completions_and_tokens(kind):
+    seen = []
+    engine = build(kind, shared_model("llama"), on_progress=lambda *counts: seen.append(counts))
+    rollouts = engine.generate(make_problems(3), SamplingParams(max_tokens=5, group_size=2))
+    assert seen == sorted(seen)
+    assert seen[-1] == (6, sum(len(c.token_ids) for c in completions(rollouts)))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_no_problems_no_rollouts(kind):
+    assert build(kind, shared_model("llama")).generate([], SamplingParams()) == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_refusals_name_the_problem(kind):
+    engine = build(kind, shared_model("llama"))
+    with pytest.raises(DataError, match="'hollow' has an empty prompt"):
+        engine.generate([Problem("hollow", ())], SamplingParams())
+    for token in (-1, V):
+        with pytest.raises(DataError, match=rf"'odd'.*prompt_ids\[1\] = {token}.*\[0, {V}\)"):
+            engine.generate([Problem("odd", (5, token))], SamplingParams())
+    with pytest.raises(EngineError, match=r"'long'.*100.*max_tokens = 29 make 129.*= 128"):
+        engine.generate([Problem("long", (5,) * 100)], SamplingParams(max_tokens=29))
+    with pytest.raises(EngineError, match=r"stop strings.*need a tokenizer"):
+        engine.generate(make_problems(1), SamplingParams(max_tokens=4, stop=["###"]))
+    with pytest.raises(EngineError, match="empty string"):
+        build(kind, shared_model("llama"), tokenizer=Letters()).generate(
+            make_problems(1), SamplingParams(max_tokens=4, stop=[""])
+        )
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_distribution_that_is_none_stops_the_rollout(kind):
+    model = own_model()
+    engine = build(kind, model)
+    problem = make_problems(1)[0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[problem.prompt_ids[0]] = math.nan
+    with pytest.raises(EngineError, match=r"'p0'.*token 0 is nan"):
+        engine.generate([problem], SamplingParams(max_tokens=4))
+
+
+def test_a_request_that_never_fits_is_refused():
+    engine = build("local", shared_model("llama"), kv_tokens=20, page_size=4)
+    problem = Problem("p", (5,) * 10)
+    fits = engine.generate([problem], SamplingParams(max_tokens=11, group_size=2, ignore_eos=True))
+    assert [len(c.token_ids) for c in fits[0].completions] == [11, 11]
+    with pytest.raises(EngineError, match=r"'p' needs 21 tokens.*kv_tokens = 20"):
+        engine.generate([problem], SamplingParams(max_tokens=12))
+
+
+def test_models_that_the_local_engine_cannot_run():
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+    with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3.*engine = \"hf\""):
+        build("local", gpt2)
+    rollout = build("hf", gpt2.eval()).generate(make_problems(1), SamplingParams(max_tokens=4))[0]
+    assert rollout.completions
+
+    config = LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    with pytest.raises(ModelError, match="rope_type = 'dynamic'"):
+        build("local", LlamaForCausalLM(config))
+    with pytest.raises(ModelError, match="hidden_act = 'gelu'"):
+        build("local", LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")))
+    sinks = own_model()
+    sinks.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ModelError, match=r"weights in model.layers.0.self_attn"):
+        build("local", sinks)

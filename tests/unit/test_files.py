@@ -1,0 +1,218 @@
+"""Reading data files: the usual columns, and errors that name the row."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from qurl.errors import DataError, MissingExtra
+from qurl.tasks import load_task
+from qurl.tasks.files import INSTRUCTION
+from qurl.tasks.tokenizer import build_tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2+3?"},
+]
+
+
+def write(path, rows):
+    text = "\n".join(json.dumps(r) for r in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
+def test_every_format_gives_the_same_problems(tmp_path, suffix):
+    rows = [{"question": f"What is {i}+1?", "answer": str(i + 1)} for i in range(3)]
+    task = load_task(write(tmp_path / f"sums{suffix}", rows))
+    assert (task.name, task.reward, len(task)) == ("sums", "math", 3)
+    assert [p.id for p in task] == ["sums-1", "sums-2", "sums-3"]
+    assert [p.answer for p in task] == ["1", "2", "3"]
+    assert task[0].extra["prompt"] == f"What is 0+1?\n{INSTRUCTION}"
+    assert task[0].prompt_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "q", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}, "1200"),
+        ({"problem": "q", "answer": " \\frac{3}{4} ", "solution": "long"}, "\\frac{3}{4}"),
+        ({"problem": "q", "answer": "", "solution": "so \\boxed{\\mbox{four}}."}, "\\mbox{four}"),
+        ({"problem": "q", "solution": "first \\boxed{1}, then \\boxed{2}"}, "2"),
+        ({"problem": "q", "answer": 142.0}, "142"),
+        ({"problem": "q", "answer": 2.5}, "2.5"),
+        ({"prompt": "q", "ground_truth": 7}, "7"),
+        ({"prompt": "q", "target": "8"}, "8"),
+        ({"prompt": MESSAGES, "reward_model": {"style": "rule", "ground_truth": "5"}}, "5"),
+    ],
+)
+def test_the_truth_of_the_usual_columns(tmp_path, row, answer):
+    [problem] = load_task(write(tmp_path / "one.jsonl", [row]))
+    assert problem.answer == answer
+    assert {k: v for k, v in problem.extra.items() if k != "prompt"} == {
+        k: v for k, v in row.items() if k != "prompt"
+    }
+
+
+def test_a_list_of_answers_is_a_choice(tmp_path):
+    [problem] = load_task(
+        write(tmp_path / "one.jsonl", [{"problem": "q", "answer": ["6630.65\n", "6630"]}])
+    )
+    assert problem.answer == "6630.65"
+    assert problem.extra["accepted_answers"] == ["6630"]
+
+
+def test_verl_parquet_is_read_as_it_is(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": MESSAGES,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"split": "train", "index": 17},
+    }
+    [problem] = load_task(write(tmp_path / "train.parquet", [row]))
+    assert problem.id == "openai/gsm8k/17"
+    assert problem.answer == "5"
+    assert problem.extra["prompt"] == "Be brief.\n\nWhat is 2+3?"
+    assert problem.extra["extra_info"] == {"split": "train", "index": 17}
+
+
+def test_ids_of_rows_are_kept_and_repeated_ones_are_told_apart(tmp_path):
+    rows = [{"id": i, "question": "q", "answer": "1"} for i in (4, 4, None)]
+    task = load_task(write(tmp_path / "x.jsonl", rows))
+    assert [p.id for p in task] == ["4", "4#2", "x-3"]
+
+
+def test_instructions(tmp_path):
+    path = write(
+        tmp_path / "x.jsonl",
+        [
+            {"question": "a?", "answer": "1"},
+            {"prompt": "b?", "answer": "1"},
+            {"prompt": MESSAGES, "answer": "5"},
+        ],
+    )
+    assert [p.extra["prompt"] for p in load_task(path)] == [
+        f"a?\n{INSTRUCTION}",
+        "b?",
+        "Be brief.\n\nWhat is 2+3?",
+    ]
+    assert [p.extra["prompt"] for p in load_task(path, instruction="Now.")] == [
+        "a?\nNow.",
+        "b?\nNow.",
+        "Be brief.\n\nWhat is 2+3?\nNow.",
+    ]
+    assert load_task(path, instruction="")[0].extra["prompt"] == "a?"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "q", "label": 3}', r"bad\.jsonl line 3: no answer.*found: question, label"),
+        ('{"text": "q", "answer": "3"}', r"line 3: no question; one of prompt, question, problem"),
+        ('{"question": " ", "answer": "3"}', r"line 3: 'question' is empty"),
+        ('{"prompt": [], "answer": "3"}', r"line 3: 'prompt' is empty"),
+        ('{"prompt": [{"role": "user"}, {"content": "x"}], "answer": "3"}', r"the message"),
+        ('{"question": 5, "answer": "3"}', r"line 3: 'question' is a int"),
+        ('{"question": "q", "answer": {"a": 1}}', r"line 3: 'answer' holds a dict"),
+        ('{"question": "q"', r"line 3: is not valid JSON"),
+        ("[1, 2]", r"line 3: is a list, not an object"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_task(path)
+
+
+def test_blank_answers_are_left_out_loudly(tmp_path):
+    rows = [{"question": "q", "answer": a} for a in ("1", "", None, "2")]
+    with pytest.warns(UserWarning, match=r"2 of 4 rows .*x\.jsonl line 2"):
+        task = load_task(write(tmp_path / "x.jsonl", rows))
+    assert [p.answer for p in task] == ["1", "2"]
+    assert task.num_skipped == 2
+
+
+def test_a_reward_of_the_user_needs_no_answer(tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"prompt": "write a poem"}])
+    [problem] = load_task(path, reward="poems:judge")
+    assert problem.answer == ""
+    with pytest.raises(DataError, match="no answer"):
+        load_task(path)
+
+
+def test_long_prompts_are_an_error_or_skipped(tmp_path):
+    questions = ["a" * 30, "b" * 50, "c" * 31, "d"]
+    path = write(tmp_path / "x.jsonl", [{"question": q, "answer": "1"} for q in questions])
+    options = {"tokenizer": build_tokenizer(), "max_prompt_tokens": 30, "instruction": ""}
+    with pytest.raises(
+        DataError, match=r"line 2: the prompt has 50 tokens.*max_prompt_tokens = 30"
+    ):
+        load_task(path, **options)
+    task = load_task(path, **options, skip_long_prompts=True)
+    assert [p.extra["prompt"][0] for p in task] == ["a", "d"]
+    assert task.num_skipped == 2
+    with pytest.raises(DataError, match="no row of 4 is left"):
+        load_task(path, **{**options, "max_prompt_tokens": 0}, skip_long_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("no/such.jsonl", "", r"no/such\.jsonl does not exist"),
+        ("file", "no/such.csv", r"no/such\.csv does not exist"),
+        ("gsm8k", "", r"'question' and 'answer' .*#### 72"),
+        ("math", "", r"'problem' and 'answer'"),
+        ("file", "", r"needs task\.path"),
+    ],
+)
+def test_a_missing_file_says_what_to_do(name, path, message):
+    with pytest.raises(DataError, match=message):
+        load_task(name, path=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"a,b\n", "not one of .jsonl, .jsonl.gz, .json, .parquet"),
+        ("x.jsonl", b"\n", "holds no rows"),
+        ("x.jsonl", b'{"question": "\xff"}', "cannot be read"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read"),
+        ("x.json", b'{"question": "q"}', "must hold a list"),
+        ("x.json", b"{", "not valid JSON"),
+    ],
+)
+def test_a_broken_file(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_task("file", path=path)
+
+
+def test_a_broken_parquet_file(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        load_task(path)
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"")
+    with pytest.raises(MissingExtra, match=r"qurl-rl\[data\]"):
+        load_task(path)

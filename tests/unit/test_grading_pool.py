@@ -1,0 +1,194 @@
+"""Graders that hang, crash, print or lie: none of it is silent, and nothing hangs."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qurl.errors import ConfigError, RewardError
+from qurl.rewards import Grade, GradingPool, grade_rollouts
+from qurl.types import Completion, Problem, Rollout
+
+GRADERS = '''
+import os, subprocess, sys, time
+
+def length(text, answer, extra):
+    return {"score": len(text) - extra.get("minus", 0), "is_short": len(text) < 3}
+
+def odd(text, answer, extra):
+    """Does what the text says."""
+    if text == "hang":
+        while True:
+            pass
+    if text == "spawn":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open("child", "w").write(str(child.pid))
+        time.sleep(60)
+    if text == "raise":
+        raise KeyError("the grader is broken")
+    if text == "die":
+        os._exit(3)
+    if text == "exit":
+        sys.exit("bye")
+    if text == "print":
+        print("noise on stdout")
+        os.write(1, b"more noise\\n")
+        subprocess.run(["echo", "even more"])
+        try:
+            input()
+        except EOFError:
+            pass
+    if text == "nan":
+        return float("nan")
+    if text == "none":
+        return None
+    if text == "torch":
+        return float("torch" in sys.modules)
+    return 1.0 if text == answer else -2.5
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graders")
+    (folder / "my_graders.py").write_text(GRADERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+    """A pool of two, whose graders stand in the working directory."""
+    with contextlib.chdir(folder):
+        pool = GradingPool("my_graders:odd", workers=2, timeout=1.0)
+    with pool:
+        yield pool
+
+
+def items(*texts):
+    return [(text, "right", {}) for text in texts]
+
+
+def test_grades_come_in_order(pool):
+    grades = pool.grade(items(*["right", "wrong"] * 20))
+    assert grades == [Grade(1.0), Grade(-2.5)] * 20
+    assert pool.grade([]) == []
+
+
+def test_a_hanging_grader_is_killed_at_the_deadline(pool):
+    start = time.monotonic()
+    grades = pool.grade(items("right", "hang", "right", "right"))
+    assert 1.0 <= time.monotonic() - start < 5.0
+    assert grades == [Grade(1.0), Grade(0.0, timed_out=True), Grade(1.0), Grade(1.0)]
+
+
+def test_what_a_killed_grader_started_dies_with_it(pool, folder):
+    assert pool.grade(items("spawn"))[0].timed_out
+    child = int((folder / "child").read_text())
+    for _ in range(50):
+        status = Path(f"/proc/{child}/stat")
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail("the child of the grader is alive")
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "evidence"),
+    [
+        ("raise", "KeyError: 'the grader is broken'", "in odd"),
+        ("exit", "SystemExit: bye", "in odd"),
+        ("die", "died, exit status 3", ""),
+        ("nan", "score = nan; it must be a finite number", "check_value"),
+        ("none", "score = None; it must be a finite number", "check_value"),
+    ],
+)
+def test_a_broken_grader_is_an_error_with_the_evidence(pool, text, message, evidence):
+    with pytest.raises(RewardError, match=message) as caught:
+        pool.grade(items("right", text, "hang"))
+    error = vars(caught.value)
+    assert (error["text"], error["answer"]) == (text, "right")
+    assert evidence in error["traceback"]
+    assert repr(text) in str(caught.value)
+    assert pool.grade(items("right", "wrong")) == [Grade(1.0), Grade(-2.5)]
+
+
+def test_printing_does_not_disturb(pool):
+    assert pool.grade(items("print", "right")) == [Grade(-2.5), Grade(1.0)]
+
+
+def test_texts_of_any_size_and_script_cross_the_pipe(pool):
+    texts = ["x" * 1_000_000, "日本\n\u2028 \ud800 \x00", ""]
+    grades = pool.grade([(t, t, {"big": t, "path": Path("x")}) for t in texts])
+    assert grades == [Grade(1.0)] * 3
+
+
+def test_the_worker_does_not_import_torch(pool):
+    assert pool.grade(items("torch")) == [Grade(0.0)]
+
+
+def test_the_built_in_graders_are_light():
+    code = (
+        "import sys, qurl.rewards.worker, qurl.rewards.math\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_timeouts_are_counted(pool):
+    completions = [Completion([1], [0.0], text, "stop") for text in ("right", "hang")]
+    rollout = Rollout(Problem("p", (), "right"), completions, version=0, temperature=1.0)
+    [graded], metrics = grade_rollouts([rollout], pool, overlong_cache=0, max_tokens=5)
+    assert list(graded.rewards) == [1.0, 0.0]
+    assert metrics["reward/timeouts"] == 1.0
+
+
+def test_a_mapping_gives_details(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:length", workers=1) as pool:
+        grades = pool.grade([("ab", "", {}), ("abcd", "", {"minus": 1})])
+        rollout = Rollout(
+            Problem("p", (), extra={"minus": 5}), [Completion([1], [0.0], "ab", "stop")], 0, 1.0
+        )
+        [graded], _ = grade_rollouts([rollout], pool, overlong_cache=2, max_tokens=2)
+    assert grades == [Grade(2.0, {"is_short": 1.0}), Grade(3.0, {"is_short": 0.0})]
+    assert graded.details == [{"accuracy": -3.0, "is_short": 1.0}]
+    assert list(graded.rewards) == [-3.5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_such_module:score", "No module named 'no_such_module'"),
+        ("my_graders:no_such", "my_graders has no such function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_an_error_at_once(folder, monkeypatch, spec, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(RewardError, match=message):
+        GradingPool(spec, workers=1)
+
+
+def test_cheap_graders_need_no_process(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with GradingPool("exact") as pool:
+        assert pool.grade([("a", "a", {}), ("b", "a", {})]) == [Grade(1.0), Grade(0.0)]
+    with GradingPool("countdown") as pool, pytest.raises(RewardError, match="numbers") as caught:
+        pool.grade([("1+1", "", {})])
+    assert vars(caught.value)["text"] == "1+1"
+
+
+def test_closing_ends_the_processes_and_the_pool(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:odd", workers=1) as pool:
+        pass
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.grade(items("right"))
+
+
+def test_wrong_settings():
+    with pytest.raises(ConfigError, match="workers = 0"):
+        GradingPool("exact", workers=0)

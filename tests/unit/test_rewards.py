@@ -1,0 +1,221 @@
+"""What answers are worth: mathematics, countdown, length, and a step's rollouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurl.errors import ConfigError, RewardError, RewardTimeout
+from qurl.rewards import GradingPool, grade_math, grade_rollouts, overlong_penalty
+from qurl.rewards.answers import find_answer, last_boxed, normalise
+from qurl.rewards.countdown import score_countdown
+from qurl.rewards.reward import check_value, load_reward, score_exact
+from qurl.types import Completion, Problem, Rollout
+
+VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("It is \\boxed{18}.", "18"),
+        ("First \\boxed{17}, no: \\boxed{18}", "18"),
+        ("It is \\boxed{18.0}", "18"),
+        ("It is \\boxed{\\$18}", "18"),
+        ("It is \\boxed{18\\text{ dollars}}", "18"),
+        ("2 + 2 = 4\n#### 1,234", "1234"),
+        ("It is \\boxed{1234}", "1,234"),
+        ("It is \\boxed{1{,}234}", "1234"),
+        ("The answer is 7.", "7"),
+        ("so $x = \\frac{6}{8}$", "\\frac{3}{4}"),
+        ("\\boxed{0.75}", "\\frac{3}{4}"),
+        ("\\boxed{\\dfrac34}", "3/4"),
+        ("\\boxed{1+x^2}", "x^2+1"),
+        ("\\boxed{(x+1)(x-1)}", "x^2-1"),
+        ("\\boxed{\\left(1, 2\\right)}", "(1,2)"),
+        ("\\boxed{25}", "025"),
+        ("\\boxed{evelyn}", "\\text{Evelyn}"),
+        ("\\boxed{3}", "so \\boxed{3}"),
+        ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}"),
+        ("\\boxed{{not} closed, but \\boxed{5}", "5"),
+    ],
+)
+def test_right_answers(text, truth):
+    assert grade_math(text, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("It is \\boxed{19}.", "18"),
+        ("18, or rather \\boxed{19}", "18"),
+        ("\\boxed{}", "18"),
+        ("", "18"),
+        ("I do not know", "18"),
+        ("\\boxed{(2,1)}", "(1,2)"),
+        ("\\boxed{x^2}", "x^2+1"),
+        ("\\boxed{Eve}", "\\text{Evelyn}"),
+        ("\\boxed{\\frac{}{\\sqrt{}", "\\frac{3}{4}"),
+        ("#### 12 apples\n18", "18"),
+    ],
+)
+def test_wrong_answers(text, truth):
+    assert grade_math(text, truth) == 0.0
+
+
+def test_an_endless_comparison_is_killed_and_the_next_one_works():
+    text = "\\boxed{9^{9^{9^{9}}}}"
+    with pytest.raises(RewardTimeout, match="killed after 1.0 s") as caught:
+        grade_math(text, "7", timeout=1.0)
+    assert vars(caught.value)["text"] == text
+    assert isinstance(caught.value, TimeoutError)
+    assert grade_math("\\boxed{7}", "7", timeout=1.0) == 1.0
+
+
+def test_an_empty_truth_is_an_error_not_a_zero():
+    with pytest.raises(RewardError, match="the truth is empty"):
+        grade_math("\\boxed{7}", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("a \\boxed{\\frac{1}{2}} b", "\\frac{1}{2}"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("\\boxed {3}", "3"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("#### 5\nmore", "5"),
+        ("#### 4\n#### \\boxed{6}", "6"),
+        ("nothing", None),
+    ],
+)
+def test_where_the_answer_stands(text, answer):
+    assert find_answer(text) == answer
+
+
+braces = st.recursive(
+    st.text("ab ", max_size=3),
+    lambda inner: st.lists(inner.map("{{{}}}".format), max_size=3).map("".join),
+)
+
+
+@given(before=st.text("ab{ }", max_size=5), inside=braces, after=st.text("ab }", max_size=5))
+def test_boxed_braces_balance(before, inside, after):
+    assert last_boxed(f"{before}\\boxed{{{inside}}}{after}") == inside
+
+
+def test_normalising_changes_only_the_look():
+    assert normalise("\\left( \\dfrac{1}{2},\\, \\text{odd} \\right).") == "(\\frac{1}{2},odd)"
+    assert normalise("\\leftarrow") == "\\leftarrow"
+
+
+@pytest.mark.parametrize("text", ["25+7*3", " (25 + 7*3) ", "3*7+25"])
+def test_countdown_accepts_any_expression(text):
+    assert score_countdown(text, "", {"numbers": [3, 7, 25], "target": 46}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("46", "not one of the numbers"),
+        ("25+7+7+7", "7 is used three times"),
+        ("25+7*3=46", "no equations"),
+        ("25+7", "another value"),
+        ("25+7**3", "no powers"),
+        ("25//7*3", "no whole division"),
+        ("--25+7*3", "no signs"),
+        ("25/(7-7)", "division by zero"),
+        ("(25", "syntax"),
+        ("", "nothing"),
+        ("__import__('os')", "code"),
+        ("(" * 199 + "1", "deep"),
+        ("1+" * 10_000 + "1", "long"),
+    ],
+)
+def test_countdown_refuses(text, why):
+    assert score_countdown(text, "", {"numbers": [3, 7, 25], "target": 46}) == 0.0, why
+
+
+def test_countdown_is_exact():
+    # 1/3*3 is 1 in fractions; 49*(1/49) is not 1 in floats.
+    assert score_countdown("49*(1/49)", "", {"numbers": [1, 49, 49], "target": 1}) == 1.0
+    assert score_countdown("7/2", "", {"numbers": [2, 7], "target": 3}) == 0.0
+
+
+def test_exact():
+    assert score_exact(" 122\n", "122", {}) == 1.0
+    assert score_exact("122.", "122", {}) == 0.0
+    assert score_exact("b", "a", {"accepted_answers": ["b"]}) == 1.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", {"accuracy": 1.0}, [1]])
+def test_what_is_no_reward(value):
+    with pytest.raises(RewardError, match="the reward returned"):
+        check_value(value)
+
+
+def test_what_is_a_reward():
+    assert check_value(True) == {"score": 1.0}
+    assert check_value(-3) == {"score": -3.0}
+    assert check_value({"score": 0.5, "format": 1}) == {"score": 0.5, "format": 1.0}
+    with pytest.raises(RewardError, match="format = nan"):
+        check_value({"score": 0.5, "format": float("nan")})
+
+
+@pytest.mark.parametrize("spec", ["maths", "json:no_such_function", "json:"])
+def test_unknown_rewards(spec):
+    with pytest.raises(ConfigError, match=f"task.reward = '{spec}'"):
+        load_reward(spec)
+
+
+@pytest.mark.skipif(not VECTORS.is_file(), reason="the test vectors are not beside the repository")
+def test_overlong_penalty_vectors():
+    for case in json.loads(VECTORS.read_text())["dapo_overlong"]:
+        penalty = overlong_penalty(case["length"], case["l_max"], case["l_cache"])
+        assert penalty == case["penalty"]
+
+
+def test_overlong_penalty():
+    # Lmax = 100, Lcache = 20: 0 up to 80, then -(L - 80) / 20.
+    lengths = [1, 80, 81, 90, 100, 101]
+    assert [overlong_penalty(n, 100, 20) for n in lengths] == [0, 0, -0.05, -0.5, -1, -1]
+    assert overlong_penalty(100, 100, 0) == 0.0
+    with pytest.raises(ValueError, match="cache = 101"):
+        overlong_penalty(1, 100, 101)
+
+
+def completion(text, length, finish="stop"):
+    return Completion([1] * length, [0.0] * length, text, finish)
+
+
+def test_rollouts_are_graded_and_summed_up():
+    def rollout(answer, *completions):
+        return Rollout(Problem("p", (), answer), completions, version=0, temperature=1.0)
+
+    rollouts = [
+        rollout("5", completion("5", 4), completion("5", 8)),
+        rollout("6", completion("7", 2), completion("8", 10, "length")),
+        rollout("7", completion("7", 1), completion("8", 1)),
+    ]
+    with GradingPool("exact") as pool:
+        graded, metrics = grade_rollouts(rollouts, pool, overlong_cache=4, max_tokens=10)
+    # The penalty starts beyond 6 tokens: (6 - 8) / 4 = -0.5 and (6 - 10) / 4 = -1.
+    assert [list(g.rewards) for g in graded] == [[1.0, 0.5], [0.0, -1.0], [1.0, 0.0]]
+    assert [g.accuracies for g in graded] == [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+    assert [g.rollout for g in graded] == rollouts
+    # mean = 1.5 / 6 = 0.25; E[r^2] = (1 + .25 + 0 + 1 + 1 + 0) / 6; var = 3.25/6 - 1/16
+    assert metrics == pytest.approx(
+        {
+            "reward/timeouts": 0.0,
+            "reward/mean": 0.25,
+            "reward/std": (3.25 / 6 - 0.0625) ** 0.5,
+            "reward/accuracy": 0.5,
+            "reward/frac_all_correct": 1 / 3,
+            "reward/frac_all_wrong": 1 / 3,
+            "resp_len/mean": 26 / 6,
+            "resp_len/max": 10.0,
+            "resp_len/frac_truncated": 1 / 6,
+        }
+    )

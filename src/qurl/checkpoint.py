@@ -13,9 +13,11 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from qurl.errors import CheckpointError
 from qurl.learner import Learner
@@ -34,7 +36,7 @@ def save_checkpoint(
         write_state(staging, learner, {"step": step, **state})
         shutil.rmtree(target, ignore_errors=True)
         os.replace(staging, target)
-    except (OSError, RuntimeError) as error:  # safetensors and torch.save raise both on a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # each of them on a full disk
         shutil.rmtree(staging, ignore_errors=True)
         previous = latest_checkpoint(folder)
         raise CheckpointError(
@@ -73,7 +75,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
             weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
             learner.critic.load_state_dict(weights)
             learner.critic_optimizer.load_state_dict(optimizers["critic"])
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {error}. Remove that folder to resume from the "
             "one before it"
@@ -84,7 +86,8 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"), key=checkpoint_step)
+    found = (path for path in folder.glob("step-*") if path.name[len("step-") :].isdigit())
+    return sorted(found, key=checkpoint_step)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

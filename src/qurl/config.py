@@ -55,7 +55,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 class _Section:
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class OptimConfig(_Section):
     warmup_steps: CountOrZero = 0
     """Linear warm-up, in steps."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; linear and cosine end at 0 at the last step."""
+    """After the warm-up; linear and cosine reach 0 where a step after the last one would be."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
 
@@ -373,7 +373,10 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
         import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
 
         config = tyro.cli(
-            Config, default=config, args=list(flags), config=(tyro.conf.FlagConversionOff,)
+            Config,
+            default=config,
+            args=[_python_word(flags, i) for i in range(len(flags))],
+            config=(tyro.conf.FlagConversionOff,),
         )
         config = build_config(to_dict(config), source)
     if mistakes := find_mistakes(config):
@@ -551,6 +554,23 @@ def _flag_value(flags: Sequence[str], name: str) -> str | None:
         if flag.startswith(name + "="):
             return flag.split("=", 1)[1]
     return None
+
+
+def _python_word(flags: Sequence[str], index: int) -> str:
+    """Flags say none, true and false as recipes do; tyro wants them capitalised."""
+    name, equals, value = flags[index].partition("=")
+    if not equals:
+        name, value = flags[max(index - 1, 0)], flags[index]
+    keys = name.removeprefix("--").replace("-", "_").split(".")
+    default: Any = Config()
+    for key in keys:
+        default = getattr(default, key, None)
+    is_word = (value == "none" and keys[-1] in _OPTIONAL_KEYS) or (
+        value in ("true", "false") and isinstance(default, bool)
+    )
+    if not is_word:
+        return flags[index]
+    return f"{name}={value.capitalize()}" if equals else value.capitalize()
 
 
 _OPTIONAL_KEYS = ("cap", "dual_clip", "acr_max_bound", "clip", "veto")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from qurl.checkpoint import write_state
 from qurl.errors import QurlError, RewardError, TrainingError
@@ -22,9 +23,13 @@ def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
         yield
     except (TrainingError, RewardError) as error:
         folder = run.path / "crash" / f"step-{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_evidence(folder, step, learner, error)
-        run.event("alarm", f"step {step} stopped the run; evidence in {folder}", error=str(error))
+        message = f"step {step} stopped the run; evidence in {folder}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_evidence(folder, step, learner, error)
+        except (OSError, SafetensorError) as failure:
+            message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
+        run.event("alarm", message, error=str(error))
         raise
 
 

@@ -78,17 +78,18 @@ class Learner:
     def _update(self, batch: Batch, step: int) -> dict[str, float]:
         config, meter = self.config, Meter()
         is_pretraining = self.critic is not None and step < config.critic.pretrain_steps
+        num_skipped = 0
         for epoch in range(config.batch.epochs):
             shuffled = batch.shuffle(generator(config.seed, "shuffle", step, epoch))
             for minibatch in shuffled.split(config.batch.minibatches):
                 if minibatch.num_tokens == 0:  # every token was rejected
-                    meter.add({"actor/skipped_updates_sum": 1.0})
+                    num_skipped += 1
                     continue
                 if not is_pretraining:
                     self._update_policy(minibatch, step, meter)
                 if self.critic is not None:
                     self._update_critic(minibatch, step, meter)
-        metrics = meter.summary()
+        metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if batch.values is not None and batch.returns is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
             metrics["critic/vf_explained_var"] = variance
@@ -111,7 +112,7 @@ class Learner:
             lr=lr,
             grad_clip=config.optim.grad_clip,
         )
-        meter.add({"actor/grad_norm": norm, "actor/lr": lr})
+        meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
 
     def _policy_terms(self, piece: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""
@@ -183,21 +184,21 @@ class Learner:
             lr=lr,
             grad_clip=config.optim.grad_clip,
         )
-        meter.add({"critic/grad_norm": norm, "critic/lr": lr})
+        meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
 
 class Meter:
-    """Statistics of many pieces as one: weighted means, maxima of `max`, and sums of `_sum` names.
+    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
 
-    A `_sum` is reported per update and without its suffix: the parts of a mini-batch already share
-    one denominator.
+    The pieces of an update share one denominator: their `_sum` names add up to that update's value,
+    and the mean over updates is reported without the suffix.
     """
 
     def __init__(self) -> None:
         self._total: dict[str, float] = defaultdict(float)
         self._weight: dict[str, float] = defaultdict(float)
         self._max: dict[str, float] = {}
-        self._updates = 0
+        self._sum: dict[str, float] = defaultdict(float)
 
     def add(self, stats: Mapping[str, Tensor | float], weight: float = 1.0) -> None:
         for name, value in stats.items():
@@ -205,21 +206,24 @@ class Meter:
             if "max" in name:
                 self._max[name] = max(self._max.get(name, value), value)
             elif name.endswith("_sum"):
-                self._total[name] += value
+                self._sum[name.removesuffix("_sum")] += value
             else:
                 self._total[name] += value * weight
                 self._weight[name] += weight
 
+    def finish_update(self, stats: Mapping[str, float]) -> None:
+        """Close the sums of an update and add what is known of it as a whole."""
+        self.add({**self._sum, **stats})
+        self._sum.clear()
+
     def summary(self) -> dict[str, float]:
-        means = {n: t / self._weight[n] for n, t in self._total.items() if n in self._weight}
-        sums = {n.removesuffix("_sum"): t for n, t in self._total.items() if n.endswith("_sum")}
-        return means | sums | self._max
+        return {name: x / self._weight[name] for name, x in self._total.items()} | self._max
 
 
 def _check_finite(loss: Tensor, stats: Mapping[str, Tensor], step: int) -> None:
     if not torch.isfinite(loss):
         values = ", ".join(f"{name} = {float(value):.4g}" for name, value in stats.items())
         raise TrainingError(
-            f"the loss of step {step} is {float(loss)} ({values}). No update was made with it; the "
+            f"the loss of step {step} is {loss.item()} ({values}). No update was made with it; the "
             "batch and the weights are in the crash folder. A lower optim.lr may help"
         )

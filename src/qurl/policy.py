@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,9 +97,14 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> 
 
     disable_progress_bar()  # it would garble the run's own progress line
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
+        if missing := sorted(loaded["missing_keys"]):
+            # transformers would go on with random numbers in their place.
+            raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"model.path = {str(path)!r} cannot be loaded as a causal LM: {error}. Give a folder "
             "with config.json, weights and tokenizer, or a hub name that is reachable from here"
@@ -144,8 +150,9 @@ def _disable_dropout_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):  # for F.dropout
+                setattr(module, name, 0.0)
 
 
 def _compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

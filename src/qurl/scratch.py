@@ -24,6 +24,7 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
     tokenizer = build_tokenizer()
     task = load_task(
         config.task.name,
+        path=config.task.path,
         tokenizer=tokenizer,
         seed=config.seed,
         difficulty=config.task.difficulty,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import random
 from functools import cache
 
 import pytest
@@ -28,6 +29,7 @@ from transformers import (
 
 from qurl.errors import DataError, EngineError, ModelError
 from qurl.quant import get_format, quantize, quantized_copy
+from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
 from qurl.types import Problem, SamplingParams
 
@@ -35,7 +37,6 @@ V = 97
 ENGINES = ["local", "hf"]
 FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHAPE = {
     "vocab_size": V,
     "hidden_size": 64,
@@ -221,16 +222,20 @@ def test_engines_sample_the_same_tokens(quant):
     assert tokens_of(local) == tokens_of(reference)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("quant", FORMATS)
 def test_gpu_in_bfloat16_stays_near_the_dense_reference(quant):
+    """BF16 activations fall on other FP8 codes than FP32 ones, noise as large as FP8's own."""
     model = shared_model("llama", "cuda")
     reference = model if quant == "none" else quantized_copy(model, quant)
     engine = build("local", model, quant, dtype=torch.bfloat16)
-    for rollout in engine.generate(make_problems(3), SamplingParams(max_tokens=12, group_size=2)):
-        for c in rollout.completions:
-            expected = dense_logprobs(reference, rollout.problem, c.token_ids)
-            assert (torch.tensor(c.logprobs) - expected).abs().mean() < 0.15
+    gaps = [
+        (torch.tensor(c.logprobs) - dense_logprobs(reference, r.problem, c.token_ids)).abs()
+        for r in engine.generate(make_problems(3), SamplingParams(max_tokens=12, group_size=2))
+        for c in r.completions
+    ]
+    assert torch.cat(gaps).mean() < (0.3 if quant.startswith("fp8") else 0.1)
 
 
 # --- randomness -------------------------------------------------------------------------------
@@ -297,6 +302,33 @@ def test_preempted_requests_resume_with_the_same_tokens(quant):
         ]
         assert sorted(gaps)[len(gaps) // 2] < 1e-5
         assert max(gaps) < (1e-5 if quant == "none" else 0.1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_schedule_gives_the_same_tokens(seed):
+    """Random prompts, groups, pages and batch sizes, with barely enough cache for one request."""
+    rng = random.Random(seed)
+    model = shared_model("mistral-window")
+    problems = [
+        Problem(str(i), tuple(rng.randrange(V) for _ in range(rng.randrange(1, 20))))
+        for i in range(rng.randrange(1, 6))
+    ]
+    params = SamplingParams(
+        max_tokens=rng.randrange(1, 20), group_size=rng.randrange(1, 5), seed=seed
+    )
+    reference = build("local", model).generate(problems, params)
+    page_size = rng.choice([1, 2, 4, 5, 16])
+    needed = max(len(p.prompt_ids) for p in problems) + params.max_tokens - 1
+    num_pages = -(-needed // page_size) + rng.randrange(6)
+    small = build(
+        "local",
+        model,
+        page_size=page_size,
+        kv_tokens=num_pages * page_size,
+        max_batch=rng.choice([1, 2, 5, 64]),
+    ).generate(problems, params)
+    assert tokens_of(reference) == tokens_of(small)
+    assert largest_gap(reference, small) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -94,7 +94,7 @@ def test_the_truth_is_worth_one_and_something_else_nothing(load):
     problems = [task[i] for i in range(4)]
     with GradingPool(task.reward, workers=1) as pool:
         right = pool.grade([(p.answer, p.answer, p.extra) for p in problems])
-        wrong = pool.grade([("-12345", p.answer, p.extra) for p in problems])
+        wrong = pool.grade([("none", p.answer, p.extra) for p in problems])
     assert [g.score for g in right] == [1.0] * 4
     assert all(g.score < 0.1 for g in wrong)
 
@@ -140,7 +140,7 @@ def test_the_worked_answer_is_right(generated):
 
 
 def test_long_generated_prompts_are_drawn_again():
-    # At 3 digits a question has 8 characters, a problem of countdown 6 ("1,1:2=") and more.
+    # "1,1:2=" has 6 tokens, most others more; "100+100=" has 8, and so have all of 3 digits.
     options = {"tokenizer": build_tokenizer(), "skip_long_prompts": True}
     task = load_task("countdown", max_prompt_tokens=7, **options)
     assert all(len(p.prompt_ids) <= 7 for p in islice(task, 20))

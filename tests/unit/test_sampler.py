@@ -67,6 +67,12 @@ def test_inverse_cdf_by_hand():
     torch.testing.assert_close(logprobs, p[tokens])
 
 
+def test_zero_skips_impossible_tokens():
+    """p = (0, 0.25, 0.75): u = 0 is the lower end of token 1's interval."""
+    tokens, _ = draw(torch.tensor([[0.0, 0.25, 0.75]]).log(), [0.0])
+    assert tokens.item() == 1
+
+
 def test_the_largest_uniform_never_reaches_an_impossible_tail():
     logits = torch.full((1, 1000), -math.inf)
     logits[0, :3] = torch.tensor([0.1, 0.2, 0.3])

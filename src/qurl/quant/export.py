@@ -21,15 +21,15 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} exists and is not empty; choose another folder")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is no empty folder; choose another one")
     policy = find_policy(source)
     model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     if uaq_scale(model) != 1.0:
         unscale_(model)
     model.to(DTYPES[dtype]).save_pretrained(target)
-    for path in policy.iterdir():  # the tokenizer, as it was saved
-        if not (target / path.name).exists() and not path.name.endswith(".safetensors"):
+    for path in policy.iterdir():  # the tokenizer, as it was saved, but no weights or their index
+        if not (target / path.name).exists() and ".safetensors" not in path.name:
             shutil.copy2(path, target / path.name)
     return target
 

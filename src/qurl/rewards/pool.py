@@ -106,8 +106,8 @@ class GradingPool:
         while len(grades) < len(items):
             for worker in self._workers:
                 if waiting and worker.is_idle:
-                    worker.send(waiting[0], items[waiting[0]], self.timeout)
-                    waiting.popleft()
+                    job = waiting.popleft()
+                    worker.send(job, items[job], self.timeout)
             grades.update(self._collect(items))
         return [grades[i] for i in range(len(items))]
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from qurl.errors import ModelError
 from qurl.quant import Format, Quantized, get_format, linear, quantize
+from qurl.quant.linear import PROJECTIONS
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
 
@@ -239,13 +239,13 @@ def _check_layers(model: Any) -> None:
     """Every weight must be one that the decoder uses, and every projection a plain linear layer."""
     for name, module in model.model.layers.named_modules():
         kind = name.rpartition(".")[2]
-        if kind in _PROJECTIONS and type(module) is not nn.Linear:
+        if kind in PROJECTIONS and type(module) is not nn.Linear:
             raise ModelError(
                 _refusal(f"model.layers.{name} of type {type(module).__name__}", ("nn.Linear",))
             )
         has_weights = next(module.parameters(recurse=False), None) is not None
-        if has_weights and kind not in _PROJECTIONS + _NORMS:
-            raise ModelError(_refusal(f"weights in model.layers.{name}", _PROJECTIONS + _NORMS))
+        if has_weights and kind not in PROJECTIONS + _NORMS:
+            raise ModelError(_refusal(f"weights in model.layers.{name}", PROJECTIONS + _NORMS))
     if getattr(model.lm_head, "bias", None) is not None:
         raise ModelError(_refusal("lm_head with a bias", ("lm_head without bias",)))
 

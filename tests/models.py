@@ -1,0 +1,82 @@
+"""Tiny models, rollouts and batches that several test files share."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qurl.config import ModelConfig
+from qurl.policy import Policy
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.types import Batch, Completion, Graded, Problem, Rollout
+
+CPU = torch.device("cpu")
+
+
+def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """Two layers of width 32 over the character tokenizer, with weights large enough to matter."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(shape | changes))).eval()
+
+
+def tiny_policy(seed: int = 0, model=None, **config) -> Policy:
+    return Policy(model or tiny_llama(seed), build_tokenizer(), ModelConfig(**config), CPU)
+
+
+def group(prompt, responses, rewards, *, accuracies=None, id="p", temperature=1.0) -> Graded:
+    """A graded rollout; the log-prob of the i-th token of the g-th response is -(g + i / 10)."""
+    completions = [
+        Completion(
+            token_ids=tuple(tokens),
+            logprobs=tuple(-(g + i / 10) for i in range(len(tokens))),
+            text=f"answer {g}",
+            finish="stop",
+        )
+        for g, tokens in enumerate(responses)
+    ]
+    problem = Problem(id=id, prompt_ids=tuple(prompt), answer="42", extra={"prompt": "6*7="})
+    details = [{"accuracy": float(a)} for a in (rewards if accuracies is None else accuracies)]
+    return Graded(Rollout(problem, completions, 0, temperature), list(rewards), details)
+
+
+def random_batch(
+    policy: Policy, *, seed: int = 0, rows: int = 6, temperature: float = 1.0
+) -> Batch:
+    """Rows of different lengths with advantages, and log-probs near those of the policy."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 12, (rows,), generator=draw)
+    prompts = torch.randint(1, 4, (rows,), generator=draw)
+    positions = torch.arange(int(lengths.max()))
+    mask = ((positions >= prompts[:, None]) & (positions < lengths[:, None])).float()
+    tokens = torch.randint(4, 99, mask.shape, generator=draw) * (positions < lengths[:, None])
+    batch = Batch(
+        token_ids=tokens,
+        lengths=lengths,
+        mask=mask,
+        logp_behav=torch.zeros_like(mask),
+        rewards=torch.rand(rows, generator=draw),
+        group=torch.arange(rows) // 2,
+        temperature=temperature,
+    )
+    with torch.no_grad():
+        prox = policy.score(batch).logp
+    noise = 0.3 * torch.randn(mask.shape, generator=draw) * mask
+    return batch.replace(
+        logp_prox=prox,
+        logp_behav=prox + noise,
+        advantages=torch.randn(mask.shape, generator=draw) * mask,
+    )

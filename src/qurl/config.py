@@ -110,8 +110,8 @@ class TaskConfig(_Section):
     """A longer prompt is an error unless skip_long_prompts."""
     skip_long_prompts: bool = False
     """Leave out prompts beyond max_prompt_tokens, and say how many."""
-    difficulty: Count = 2
-    """Generated tasks: digits (arithmetic) or numbers (countdown)."""
+    difficulty: Count = 4
+    """Generated tasks: terms of a sum (arithmetic) or numbers at hand (countdown)."""
     grade_workers: Count = 2
     """Processes that grade."""
     grade_timeout: Positive = 10.0

@@ -6,8 +6,16 @@ import json
 import pytest
 import torch
 from models import CPU, random_batch, tiny_llama, tiny_policy
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
-from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import qurl.policy
 from qurl.config import ModelConfig

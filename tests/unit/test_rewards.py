@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl.errors import ConfigError, RewardError, RewardTimeout
-from qurl.rewards import GradingPool, grade_math, grade_rollouts, overlong_penalty
+from qurl.rewards import (
+    GradingPool,
+    grade_math,
+    grade_rollouts,
+    overlong_penalty,
+    reward_metrics,
+)
 from qurl.rewards.answers import find_answer, last_boxed, normalise
 from qurl.rewards.countdown import score_countdown
 from qurl.rewards.reward import check_value, load_reward, score_exact
@@ -200,7 +206,8 @@ def test_rollouts_are_graded_and_summed_up():
         rollout("7", completion("7", 1), completion("8", 1)),
     ]
     with GradingPool("exact") as pool:
-        graded, metrics = grade_rollouts(rollouts, pool, overlong_cache=4, max_tokens=10)
+        graded = grade_rollouts(rollouts, pool, overlong_cache=4, max_tokens=10)
+        metrics = reward_metrics(graded)
     # The penalty starts beyond 6 tokens: (6 - 8) / 4 = -0.5 and (6 - 10) / 4 = -1.
     assert [list(g.rewards) for g in graded] == [[1.0, 0.5], [0.0, -1.0], [1.0, 0.0]]
     assert [g.accuracies for g in graded] == [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
@@ -214,8 +221,8 @@ def test_rollouts_are_graded_and_summed_up():
             "reward/accuracy": 0.5,
             "reward/frac_all_correct": 1 / 3,
             "reward/frac_all_wrong": 1 / 3,
-            "resp_len/mean": 26 / 6,
-            "resp_len/max": 10.0,
-            "resp_len/frac_truncated": 1 / 6,
+            "response_length/mean": 26 / 6,
+            "response_length/max": 10.0,
+            "response_length/clip_ratio": 1 / 6,
         }
     )

@@ -37,10 +37,11 @@ def _math_pool(timeout: float) -> GradingPool:
 
 def grade_rollouts(
     rollouts: Sequence[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
-) -> tuple[list[Graded], dict[str, float]]:
+) -> list[Graded]:
     """Grade every completion; reward = score + overlong penalty.
 
-    `accuracy` of the details is the score before any shaping.
+    `accuracy` of the details is the score before any shaping, `timed_out` is 1 where the grader
+    was killed.
     """
     from qurl.types import Graded  # here, because it imports torch and the workers must not
 
@@ -49,7 +50,7 @@ def grade_rollouts(
             [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
         )
     )
-    graded, num_timeouts = [], 0
+    graded = []
     for rollout in rollouts:
         group = [next(grades) for _ in rollout.completions]
         rewards = [
@@ -57,27 +58,26 @@ def grade_rollouts(
             for grade, c in zip(group, rollout.completions, strict=True)
         ]
         graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
-        num_timeouts += sum(grade.timed_out for grade in group)
-    return graded, {"reward/timeouts": float(num_timeouts), **_metrics(graded)}
+    return graded
 
 
 def _details(grade: Grade) -> dict[str, float]:
-    return {"accuracy": grade.score, **grade.details}
+    return {"accuracy": grade.score, "timed_out": float(grade.timed_out), **grade.details}
 
 
-def _metrics(graded: Sequence[Graded]) -> dict[str, float]:
-    if not graded:
-        return {}
+def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
+    """What a step's answers were worth, and how long they were."""
     rewards = [reward for g in graded for reward in g.rewards]
     completions: list[Completion] = [c for g in graded for c in g.rollout.completions]
     lengths = [len(c.token_ids) for c in completions]
     return {
+        "reward/timeouts": sum(d["timed_out"] for g in graded for d in g.details),
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
-        "resp_len/mean": fmean(lengths),
-        "resp_len/max": float(max(lengths)),
-        "resp_len/frac_truncated": fmean(c.finish == "length" for c in completions),
+        "response_length/mean": fmean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),
     }

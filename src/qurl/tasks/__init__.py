@@ -30,7 +30,7 @@ def load_task(
     path: str | Path = "",
     split: str = "train",
     seed: int = 0,
-    difficulty: int = 2,
+    difficulty: int = 4,
     instruction: str = "auto",
     max_prompt_tokens: int = 1024,
     skip_long_prompts: bool = False,

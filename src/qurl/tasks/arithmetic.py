@@ -1,4 +1,4 @@
-"""Sums and differences of numbers with a given number of digits: `37+85=` is `122`."""
+"""Sums of one-digit numbers: `3+8+5+9=` is `25`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from qurl.tasks.generated import Draft
 
 INSTRUCTION = "Answer with the number only."
 
-_MAX_DIGITS = 12
+_MIN_TERMS, _MAX_TERMS = 2, 12
 
 
 def check_difficulty(difficulty: int) -> None:
-    if not 1 <= difficulty <= _MAX_DIGITS:
+    if not _MIN_TERMS <= difficulty <= _MAX_TERMS:
         raise ConfigError(
-            f"task.difficulty = {difficulty}: arithmetic takes 1 to {_MAX_DIGITS} digits"
+            f"task.difficulty = {difficulty}: arithmetic takes {_MIN_TERMS} to {_MAX_TERMS} terms"
         )
 
 
 def draw(rng: Random, difficulty: int) -> Draft:
-    """A problem whose operands have `difficulty` digits each; a difference is never negative."""
-    low = 0 if difficulty == 1 else 10 ** (difficulty - 1)
-    a, b = (rng.randrange(low, 10**difficulty) for _ in range(2))
-    high, low = max(a, b), min(a, b)
-    if rng.random() < 0.5:
-        return Draft(f"{a}+{b}=", str(a + b), key=f"{low}+{high}", extra={})
-    return Draft(f"{high}-{low}=", str(high - low), key=f"{high}-{low}", extra={})
+    """A sum of `difficulty` digits; the same digits in another order are the same problem."""
+    terms = [rng.randrange(10) for _ in range(difficulty)]
+    key = "+".join(map(str, sorted(terms)))
+    return Draft("+".join(map(str, terms)) + "=", str(sum(terms)), key=key, extra={})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from qurl.checkpoint import latest_checkpoint, load_checkpoint
+from qurl.checkpoint import latest_checkpoint, load_checkpoint, load_saved_policy
 from qurl.config import Config, find_warnings
 from qurl.errors import ConfigError
 from qurl.learner import Learner
@@ -21,7 +21,7 @@ from qurl.quant.linear import PROJECTIONS
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
-from qurl.run import Run
+from qurl.run import INITIAL, Run
 from qurl.sampling import ProblemStream
 from qurl.scratch import make_scratch_model
 from qurl.tasks import load_task
@@ -66,7 +66,10 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
 
-    policy = load_policy(checkpoint / "policy" if checkpoint else initial, config.model, device)
+    if checkpoint:
+        policy = load_saved_policy(checkpoint, config.model, device)
+    else:
+        policy = load_policy(initial, config.model, device)
     reference = None
     if config.algo.kl_coef > 0:
         reference = load_policy(initial, config.model, device).freeze_()
@@ -111,7 +114,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     """Where the untrained weights are; a scratch model is made once and kept with the run."""
     if config.model.path != "scratch":
         return config.model.path
-    folder = run_path / "initial"
+    folder = run_path / INITIAL
     if not folder.exists():
         staging = run_path / ".initial.partial"
         shutil.rmtree(staging, ignore_errors=True)

@@ -55,7 +55,8 @@ def describe_budget(config: Config) -> str:
 
 def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, float]:
     """Bytes by use; activations are left out, they depend on batch.microbatch_tokens."""
-    wide = 2 if pick_device(config.device).type == "cuda" else 4  # the engine's full precision
+    is_cuda = pick_device(config.device).type == "cuda"
+    wide = 2 if is_cuda else 4  # the engine's full precision
     parameters = size.num_parameters
     rows = {"policy, FP32": 4.0 * parameters, "gradients": 4.0 * parameters}
     rows["AdamW"] = 8.0 * parameters
@@ -63,12 +64,10 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
         rows["reference"] = 4.0 * parameters
     if config.algo.advantage == "gae":
         rows["critic and its AdamW"] = 16.0 * parameters
-    narrow = (
-        wide if config.quant.format == "none" else get_format(config.quant.format).dtype.itemsize
-    )
-    rows["engine weights"] = float(
-        narrow * size.num_quantized + wide * (parameters - size.num_quantized)
-    )
+    is_coded = is_cuda and config.quant.format != "none"  # a CPU keeps the codes as FP32 numbers
+    narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
+    others = wide * (parameters - size.num_quantized) if is_cuda else 0  # a CPU shares the policy's
+    rows["engine weights"] = float(narrow * size.num_quantized + others)
     tokens = config.rollout.kv_tokens or longest * min(
         config.rollout.max_batch, config.batch.problems * config.sampling.group_size
     )

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from qurl.errors import CheckpointError
+from qurl.config import ModelConfig
+from qurl.errors import CheckpointError, ModelError
 from qurl.learner import Learner
+from qurl.policy import Policy, load_policy
 
 
 def save_checkpoint(
@@ -64,6 +66,14 @@ def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> Non
                 os.fsync(file.fileno())
 
 
+def load_saved_policy(folder: Path, config: ModelConfig, device: torch.device) -> Policy:
+    """The policy of a checkpoint."""
+    try:
+        return load_policy(folder / "policy", config, device)
+    except ModelError as error:
+        raise _unreadable(folder, error.__cause__ or error) from error
+
+
 def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
     """Restore all but the policy, which was loaded from `folder` already; returns the rest."""
     try:
@@ -76,12 +86,16 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
             learner.critic.load_state_dict(weights)
             learner.critic_optimizer.load_state_dict(optimizers["critic"])
     except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder} cannot be read: {error}. Remove that folder to resume from the "
-            "one before it"
-        ) from error
+        raise _unreadable(folder, error) from error
     torch.set_rng_state(state.pop("torch_rng"))
     return state
+
+
+def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder} cannot be read: {error}. Remove that folder to resume from the one "
+        "before it"
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -88,16 +88,25 @@ def _check_held_out(config: Config) -> str:
 
 
 def _check_grader(config: Config) -> str:
-    """Grade one right and one wrong answer for real."""
+    """Grade right answers and a wrong one for real.
+
+    The format that a reward of the user's own wants is not known here: it only has to run.
+    """
     task = training_task(config, None)
     problem = task[0]
     worked = getattr(task, "worked_answer", None)
-    right = worked(problem) if worked else f"The answer is \\boxed{{{problem.answer}}}."
+    boxed = f"The answer is \\boxed{{{problem.answer}}}."
+    right = [worked(problem)] if worked else [problem.answer, boxed]
     with GradingPool(task.reward, workers=1, timeout=config.task.grade_timeout) as pool:
-        good, bad = pool.grade(
-            [(text, problem.answer, problem.extra) for text in (right, "no idea")]
+        *good, bad = pool.grade(
+            [(text, problem.answer, problem.extra) for text in (*right, "no idea")]
         )
-    scores = f"{task.reward!r} gives the truth {good.score:g} and a non-answer {bad.score:g}"
-    if good.score <= bad.score:
+    best = max(grade.score for grade in good)
+    scores = f"{task.reward!r} gives the truth {best:g} and a non-answer {bad.score:g}"
+    if best <= bad.score and not is_users_own(task.reward):
         raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")
     return scores
+
+
+def is_users_own(reward: str) -> bool:
+    return ":" in reward and not reward.startswith("gym:")

@@ -388,13 +388,15 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """The raw tree of a TOML recipe, or of the config.json of a run directory."""
     path = Path(path)
     if (path / "config.json").is_file():
-        return json.loads((path / "config.json").read_text())
+        path, parse, kind = path / "config.json", json.loads, "JSON"
+    else:
+        parse, kind = tomllib.loads, "TOML"
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples")
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        return parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of either parser, or no text at all
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:

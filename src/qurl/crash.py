@@ -27,7 +27,7 @@ def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_evidence(folder, step, learner, error)
-        except (OSError, SafetensorError) as failure:
+        except (OSError, RuntimeError, SafetensorError) as failure:  # each of them on a full disk
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
         run.event("alarm", message, error=str(error))
         raise

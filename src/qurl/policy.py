@@ -97,10 +97,11 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> 
 
     disable_progress_bar()  # it would garble the run's own progress line
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
         )
-        if missing := sorted(loaded["missing_keys"]):
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
             # transformers would go on with random numbers in their place.
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         tokenizer = AutoTokenizer.from_pretrained(path)

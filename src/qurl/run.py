@@ -4,6 +4,7 @@
     metrics.jsonl    {"step": n, name: value, ...}, one line a step
     samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
     events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
+    initial/         the untrained model, where it was made from scratch
     checkpoints/     written by qurl.checkpoint
     report.html      written by qurl.report
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.track import Progress, Tracker, build_trackers
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+INITIAL = "initial"
 
 CHANGEABLE = ("steps", "run_dir", "device", "threads", "save", "track", "eval.every")
 """Keys (or sections) of the recipe that may differ when a run is resumed."""
@@ -212,7 +215,13 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     changes = None
     if (path / CONFIG).exists():
         changes = _changes(_read_config(path / CONFIG), json.loads(to_json(config)))
-        _refuse(path, {key: pair for key, pair in changes.items() if not _may_change(key)})
+        refused = {key: pair for key, pair in changes.items() if not _may_change(key)}
+        has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
+        if refused and not has_begun:
+            # It failed before its first step, and the recipe has been mended: this is a new run.
+            shutil.rmtree(path / INITIAL, ignore_errors=True)
+            changes, refused = None, {}
+        _refuse(path, refused)
     elif (path / METRICS).exists():
         raise ConfigError(
             f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be resumed; "

@@ -21,6 +21,8 @@ IGNORED = -100  # of cross_entropy: prompt and padding are not learned
 
 def make_scratch_model(config: Config, folder: Path, device: torch.device) -> None:
     """Build the tiny model, teach it the task a little, and save both it and its tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
     tokenizer = build_tokenizer()
     task = load_task(
         config.task.name,
@@ -38,6 +40,7 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
         torch.manual_seed(derive_seed(config.seed, "scratch"))
         model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
     warm_start_(model, task, tokenizer, config)
+    disable_progress_bar()  # it would garble the run's own progress line
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -47,10 +47,17 @@ def assert_same(model, expected, tolerance=0.0):
 
 
 def largest_change(model, before):
-    return max(float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters())
+    return max(
+        float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters()
+    )
 
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -188,8 +195,12 @@ def test_the_entropy_bonus_raises_entropy():
     assert entropy_after(1.0) > entropy_after(0.0) + 0.01
 
 
-def ppo_learner(**critic):
-    config = make_config({"name": "ppo", "advantage": "gae"}, critic={"lr": 1e-2} | critic)
+def ppo_learner(microbatch_tokens=10_000, **critic):
+    config = make_config(
+        {"name": "ppo", "advantage": "gae"},
+        {"microbatch_tokens": microbatch_tokens},
+        critic={"lr": 1e-2} | critic,
+    )
     learner = make_learner(config)
     batch, _ = learner.recompute(random_batch(learner.policy))
     return learner, batch.replace(returns=(1 + batch.mask.cumsum(-1) / 10) * batch.mask)
@@ -205,6 +216,20 @@ def test_value_pre_training_leaves_the_policy_alone():
     assert largest_change(learner.critic, critic) > 1e-4
     learner.update(batch, step=2)
     assert largest_change(learner.policy.model, policy) > 1e-4
+
+
+def test_micro_batches_do_not_change_the_critic_either():
+    results = []
+    for tokens in (1, 25, 10_000):
+        learner, batch = ppo_learner(tokens)
+        metrics = [learner.update(batch, step) for step in range(2)]
+        results.append((weights(learner.critic), metrics))
+    (expected, expected_metrics), *others = results
+    for found, metrics in others:
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0, msg=name)
+        for one, other in zip(metrics, expected_metrics, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_the_critic_learns_the_returns():

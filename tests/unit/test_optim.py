@@ -68,7 +68,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(poison):
     weight = nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(nn.ParameterList([weight]), OptimConfig(), lr=0.1)
     weight.grad = torch.tensor([1.0, poison, 1.0])
-    with pytest.raises(TrainingError, match="gradient norm is .* weights were left as they are"):
+    with pytest.raises(TrainingError, match=r"gradient norm is .* weights were left as they are"):
         apply_gradients(optimizer, [weight], lr=0.1, grad_clip=1.0)
     assert weight.tolist() == [1.0, 1.0, 1.0]
     assert not optimizer.state

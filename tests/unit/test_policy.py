@@ -11,6 +11,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     OPTConfig,
@@ -152,14 +154,22 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_dropout_is_off_even_in_training_mode(kind):
-    """OPT draws with F.dropout and its own attribute, Llama with attention_dropout."""
-    model = tiny_llama(attention_dropout=0.5)
+def with_dropout(kind):
+    """Half of everything dropped: by F.dropout (Llama, OPT) or by nn.Dropout (GPT-2)."""
+    if kind == "llama":
+        return tiny_llama(attention_dropout=0.5)
     if kind == "opt":
         shape = {"vocab_size": 99, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48}
-        shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.5}
-        model = OPTForCausalLM(OPTConfig(**shape, attention_dropout=0.5))
+        shape |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+        return OPTForCausalLM(OPTConfig(**shape, dropout=0.5, attention_dropout=0.5))
+    shape = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1}
+    rates = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+    return GPT2LMHeadModel(GPT2Config(**shape, **rates, eos_token_id=2))
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2"])
+def test_dropout_is_off_even_in_training_mode(kind):
+    model = with_dropout(kind)
     policy = tiny_policy(model=model)
     batch = random_batch(policy)
     policy.model.train()
@@ -198,8 +208,9 @@ def test_an_unknown_head_is_refused():
         tiny_policy(model=Doubling(tiny_llama().config))
 
 
-def test_save_and_load_give_the_same_bits(tmp_path):
-    policy = tiny_policy()
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_save_and_load_give_the_same_bits(tmp_path, is_tied):
+    policy = tiny_policy(model=tiny_llama(tie_word_embeddings=is_tied))
     policy.save(tmp_path)
     loaded = load_policy(tmp_path, ModelConfig(), CPU)
     assert isinstance(loaded, Policy)

@@ -199,7 +199,7 @@ def test_resume_may_change_what_does_not_matter(config):
 
 
 def test_resume_refuses_another_recipe_and_lists_all_of_it(config):
-    open_run(config)
+    open_run(config).log(0, {"x": 1.0})
     changed = dataclasses.replace(config, steps=20, seed=3, optim=OptimConfig(lr=1e-3))
     with pytest.raises(ConfigError) as error:
         open_run(changed)
@@ -211,8 +211,16 @@ def test_resume_refuses_another_recipe_and_lists_all_of_it(config):
     assert saved["optim"]["lr"] == 1e-6
 
 
+def test_a_run_that_never_made_a_step_may_be_mended(config):
+    (open_run(config).path / "initial").mkdir()
+    run = open_run(dataclasses.replace(config, seed=3))
+    assert json.loads((run.path / "config.json").read_text())["seed"] == 3
+    assert not (run.path / "initial").exists(), "it was made by the other recipe"
+
+
 def test_resume_names_keys_that_one_side_lacks(config):
     run = open_run(config)
+    run.log(0, {"x": 1.0})
     path = run.path / "config.json"
     saved = json.loads(path.read_text())
     del saved["quant"]["scale_o_proj"]

@@ -18,12 +18,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the policy of a run (its newest checkpoint) or of one checkpoint to `target`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} exists and is no empty folder; choose another one")
     policy = find_policy(source)
+    disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     if uaq_scale(model) != 1.0:
         unscale_(model)

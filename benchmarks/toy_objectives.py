@@ -1,0 +1,234 @@
+"""Naive and corrected objectives side by side on the toy task, at INT8 and at a coarse format.
+
+    python benchmarks/toy_objectives.py                    # all arms, three seeds
+    python benchmarks/toy_objectives.py --steps 50 --seeds 1 --jobs 2
+    python benchmarks/toy_objectives.py --draw-only        # table and plot from the saved JSON
+
+Every arm is the demo recipe plus a few flags, run in its own process on one thread. Runs resume,
+so that a benchmark that was stopped goes on where it was. Writes toy_objectives.{json,md,svg}
+into benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
+RESULTS = ROOT / "benchmarks" / "results"
+
+OBJECTIVES = ("ppo_prox", "ppo_behav", "decoupled", "tis", "acr")
+ARMS = {
+    "full precision": ("none", "ppo_prox"),
+    **{f"{f} {objective}": (f, objective) for f in ("int8", "int4") for objective in OBJECTIVES},
+}
+KEPT = (
+    "reward/mean",
+    "eval/full/accuracy",
+    "eval/quantized/accuracy",
+    "rollout_corr/kl",
+    "rollout_corr/rollout_is_max",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/truncated_frac",
+    "actor/pg_clipfrac",
+    "acr/rescued_frac",
+    "actor/grad_norm",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--epochs", type=int, default=1, help="passes over each rollout batch")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "toy_objectives")
+    parser.add_argument("--name", default="toy_objectives", help="of the files in results/")
+    parser.add_argument("--draw-only", action="store_true")
+    args = parser.parse_args()
+    path = RESULTS / f"{args.name}.json"
+    if not args.draw_only:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run_all(args), indent=1) + "\n")
+    result = json.loads(path.read_text())
+    table = make_table(result)
+    path.with_suffix(".md").write_text(table)
+    draw(result, path.with_suffix(".svg"))
+    print(table)
+
+
+def run_all(args: argparse.Namespace) -> dict:
+    jobs = [(arm, seed) for seed in range(args.seeds) for arm in ARMS]
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        curves = list(pool.map(lambda job: run_arm(args, *job), jobs))
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per run",
+        "versions": versions(),
+        "recipe": RECIPE.name,
+        "steps": args.steps,
+        "lr": args.lr,
+        "epochs": args.epochs,
+        "runs": [
+            {"arm": arm, "seed": seed, **curve}
+            for (arm, seed), curve in zip(jobs, curves, strict=True)
+        ],
+    }
+
+
+def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
+    """Train one arm in a process of its own and keep its curves."""
+    format, objective = ARMS[arm]
+    run = args.runs / f"{arm.replace(' ', '-')}-{seed}-{args.steps}-{args.lr:g}-{args.epochs}"
+    flags = {
+        "--run-dir": run,
+        "--seed": seed,
+        "--steps": args.steps,
+        "--threads": 1,
+        "--device": "cpu",
+        "--quant.format": format,
+        "--algo.objective": objective,
+        "--optim.lr": args.lr,
+        "--batch.epochs": args.epochs,
+        "--eval.every": 10,
+        "--eval.problems": 400,
+        "--save.every": 50,
+        "--save.keep": 1,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    command = [sys.executable, "-m", "qurl", "train", str(RECIPE), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    print(f"{arm}, seed {seed}: exit {done.returncode}", file=sys.stderr, flush=True)
+    rows = read_rows(run / "metrics.jsonl", format)
+    failure = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    return {"failure": failure, "curves": {name: pick(rows, name) for name in KEPT}}
+
+
+def read_rows(path: Path, format: str) -> list[dict]:
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        actor = row.get(f"eval/{format}/accuracy", row.get("eval/full/accuracy"))
+        if actor is not None:
+            row["eval/quantized/accuracy"] = actor
+    return rows
+
+
+def pick(rows: list[dict], name: str) -> list[list[float]]:
+    """[[step, value], ...] of one metric."""
+    return [[row["step"], round(float(row[name]), 6)] for row in rows if name in row]
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def make_table(result: dict) -> str:
+    """Mean over seeds and, in brackets, the lowest and the highest."""
+    lines = [
+        f"Toy objectives, {result['date']}: {result['recipe']}, {result['steps']} steps, lr "
+        f"{result['lr']:g}, {result['epochs']} epoch(s), torch {result['versions']['torch']}, "
+        f"{result['machine']}.",
+        "Accuracy: mean of the last three evaluations (400 held-out problems each), over seeds "
+        "[lowest, highest]. Mismatch: means over the last fifth of the steps.",
+        "",
+        "| arm | accuracy, full precision | accuracy, actor's format | KL(behav, prox) "
+        "| largest rho | truncated | clipped | rescued | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        runs = [run for run in result["runs"] if run["arm"] == arm]
+        if not runs:
+            continue
+        cells = [
+            spread(runs, "eval/full/accuracy", last=3),
+            spread(runs, "eval/quantized/accuracy", last=3),
+            f"{late_mean(runs, 'rollout_corr/kl', result):.1e}",
+            f"{max(v for r in runs for _, v in r['curves']['rollout_corr/rollout_is_max']):.3g}",
+            f"{late_mean(runs, 'rollout_corr/truncated_frac', result):.2%}",
+            f"{late_mean(runs, 'actor/pg_clipfrac', result):.2%}",
+            f"{late_mean(runs, 'acr/rescued_frac', result):.3%}",
+            str(sum(bool(r["failure"]) for r in runs)),
+        ]
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(runs: list[dict], name: str, last: int) -> str:
+    finals = [statistics.fmean(v for _, v in run["curves"][name][-last:]) for run in runs]
+    return f"{statistics.fmean(finals):.3f} [{min(finals):.3f}, {max(finals):.3f}]"
+
+
+def late_mean(runs: list[dict], name: str, result: dict) -> float:
+    late = [
+        value
+        for run in runs
+        for step, value in run["curves"][name]
+        if step >= 0.8 * result["steps"]
+    ]
+    return statistics.fmean(late) if late else float("nan")
+
+
+def draw(result: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        ("eval/full/accuracy", "held-out accuracy, full precision"),
+        ("rollout_corr/kl", "KL(behav, prox)"),
+        ("rollout_corr/rollout_is_max", "largest pi_prox / pi_behav"),
+    ]
+    formats = ("int8", "int4")
+    figure, axes = plt.subplots(len(formats), len(panels), figsize=(13, 7), squeeze=False)
+    for row, format in enumerate(formats):
+        arms = ["full precision", *(arm for arm in ARMS if arm.startswith(format))]
+        for column, (name, title) in enumerate(panels):
+            axis = axes[row][column]
+            for arm in arms:
+                steps, means = mean_curve([r for r in result["runs"] if r["arm"] == arm], name)
+                style = {"color": "black", "linestyle": "--"} if arm == "full precision" else {}
+                axis.plot(steps, means, label=arm, linewidth=1.4, **style)
+            axis.set_title(f"{format}: {title}", fontsize=9)
+            axis.grid(alpha=0.3)
+            if name == "rollout_corr/rollout_is_max":
+                axis.set_yscale("log")
+        axes[row][0].legend(fontsize=7)
+        axes[row][0].set_ylim(0, 1)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def mean_curve(runs: list[dict], name: str) -> tuple[list[float], list[float]]:
+    """The mean over the seeds that reached each step."""
+    values: dict[float, list[float]] = {}
+    for run in runs:
+        for step, value in run["curves"][name]:
+            values.setdefault(step, []).append(value)
+    steps = sorted(values)
+    return steps, [statistics.fmean(values[step]) for step in steps]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""What a user sees when something is wrong: whole runs of a tiny recipe through the command."""
+
+import json
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import tiny_policy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import qurl.learner
+from qurl.cli import main
+from qurl.run import read_jsonl
+from qurl.tasks.tokenizer import build_tokenizer
+
+RECIPE = """
+steps = 2
+run_dir = "run"
+device = "cpu"
+threads = 1
+[model.scratch]
+hidden_size = 32
+warm_start_steps = 5
+warm_start_batch = 8
+[batch]
+problems = 4
+minibatches = 2
+[sampling]
+max_tokens = 4
+group_size = 2
+[algo]
+kl_coef = 0.0
+[optim]
+lr = 1e-3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def train(capsys):
+    """Runs `qurl train recipe.toml ...`; returns the exit code and stderr."""
+
+    def run(*flags):
+        code = main(["train", "recipe.toml", *flags])
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return code, error
+
+    return run
+
+
+@pytest.fixture
+def llama(folder):
+    """A folder with a tiny Llama whose context is 64 tokens, and the flags that train it."""
+    tiny_policy().save(folder / "llama")
+    (folder / "data.jsonl").write_text('{"prompt": "6*7=", "answer": "42"}\n' * 4)
+    return ["--model.path", "llama", "--task.name", "file", "--task.path", "data.jsonl"]
+
+
+@contextmanager
+def full_disk(size):
+    """No file can grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def steps(folder):
+    return [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")]
+
+
+def alarms(folder):
+    events = read_jsonl(folder / "run" / "events.jsonl")
+    return [event["message"] for event in events if event["kind"] == "alarm"]
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").glob("*"))
+
+
+def test_the_recipe_itself_is_fine(train, folder):
+    assert train() == (0, "")
+    assert steps(folder) == [0, 1, 2]
+    assert checkpoints(folder) == ["step-000002"]
+    assert not (folder / "run" / "crash").exists()
+
+
+def test_unknown_key(train, folder):
+    (folder / "recipe.toml").write_text(RECIPE + "learning_rate = 1\n[quantization]\nbits = 8\n")
+    code, error = train()
+    assert code == 2
+    assert "2 mistakes in recipe.toml" in error
+    assert "optim.learning_rate = 1 is not a key; [optim] has lr, betas" in error
+    assert "quantization = {'bits': 8} is not a key; the top level has steps" in error
+    assert not (folder / "run").exists()
+
+
+def test_missing_recipe(capsys):
+    assert main(["train", "other.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error == "ConfigError: recipe other.toml does not exist; see recipes/ for examples\n"
+
+
+def test_missing_data(train, llama):
+    code, error = train(*llama, "--task.path", "elsewhere.jsonl")
+    assert code == 2
+    assert error.startswith("DataError: data file elsewhere.jsonl does not exist")
+
+
+def test_missing_model(train, llama, folder):
+    code, error = train(*llama, "--model.path", str(folder / "elsewhere"))
+    assert code == 1
+    assert error.startswith(f"ModelError: model.path = '{folder}/elsewhere' cannot be loaded")
+
+
+def test_a_scratch_model_cannot_learn_from_a_file(train, llama):
+    code, error = train(*llama, "--model.path", "scratch")
+    assert code == 2
+    assert "model.path = 'scratch' needs a generated task to learn from, not 'data'" in error
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{'prompt': 1}", "data.jsonl line 3: is not valid JSON"),
+        ('["prompt"]', "data.jsonl line 3: is a list, not an object with columns"),
+        ('{"answer": "42"}', "data.jsonl line 3: no question; one of prompt, question, problem"),
+        ('{"prompt": "6*7="}', "data.jsonl line 3: no answer; one of answer, ground_truth"),
+        ('{"prompt": " ", "answer": "42"}', "data.jsonl line 3: 'prompt' is empty"),
+        ('{"prompt": [], "answer": "42"}', "data.jsonl line 3: 'prompt' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(train, llama, folder, row, message):
+    good = '{"prompt": "6*7=", "answer": "42"}\n'
+    (folder / "data.jsonl").write_text(good + good + row + "\n" + good)
+    code, error = train(*llama)
+    assert code == 2
+    assert error.startswith("DataError: ")
+    assert message in error
+
+
+def test_a_prompt_longer_than_allowed_or_than_the_context(train, llama, folder):
+    row = {"prompt": "1+" * 31 + "1=", "answer": "32"}  # 64 characters, as many as the context
+    (folder / "data.jsonl").write_text(json.dumps(row) + "\n")
+    code, error = train(*llama, "--task.max-prompt-tokens", "50")
+    assert code == 2
+    assert "data.jsonl line 1: the prompt has 64 tokens, more than task.max_prompt_tokens" in error
+    code, error = train(*llama, "--run-dir", "other")
+    assert code == 1
+    assert error == (
+        "EngineError: problem 'data-1': a prompt of 64 tokens and max_tokens = 4 make 68, beyond "
+        "the model's max_position_embeddings = 64; lower sampling.max_tokens\n"
+    )
+
+
+def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
+    """Each message names the key that leads on, until the run works."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(**shape, **ends)).save_pretrained(folder / "gpt2")
+    build_tokenizer().save_pretrained(folder / "gpt2")
+    flags = [*llama, "--model.path", "gpt2", "--quant.track-rows", "0"]
+    code, error = train(*flags, "--run-dir", "a")
+    assert code == 1
+    assert "ModelError: the local engine cannot run model_type = 'gpt2'" in error
+    assert 'Set rollout.engine = "hf"' in error
+    flags += ["--rollout.engine", "hf"]
+    code, error = train(*flags, "--run-dir", "b")
+    assert code == 1
+    assert "ModelError: GPT2LMHeadModel has no layer named like q_proj" in error
+    assert train(*flags, "--quant.format", "none") == (0, "")
+    assert steps(folder) == [0, 1, 2]
+
+
+def write_reward(folder, body):
+    (folder / "mine.py").write_text(f"def reward(text, answer, extra):\n    {body}\n")
+    return ["--task.reward", "mine:reward", "--task.grade-workers", "1"]
+
+
+def grading_evidence(folder):
+    crash = folder / "run" / "crash" / "step-000000"
+    assert [p.name for p in sorted(crash.iterdir())] == ["error.txt", "grading.json"]
+    return json.loads((crash / "grading.json").read_text()), (crash / "error.txt").read_text()
+
+
+def test_a_reward_that_is_nan(train, folder):
+    code, error = train(*write_reward(folder, "return float('nan')"))
+    assert code == 1
+    assert error.startswith("RewardError: reward 'mine:reward' failed: RewardError: the reward")
+    assert "returned score = nan; it must be a finite number; it was grading" in error
+    evidence, text = grading_evidence(folder)
+    assert evidence["answer"].isdigit()
+    assert evidence["text"] in error
+    assert text == error
+    [alarm] = alarms(folder)
+    assert alarm == "step 0 stopped the run; evidence in run/crash/step-000000"
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+def test_a_reward_that_raises(train, folder):
+    code, error = train(*write_reward(folder, "return {}['no such key']"))
+    assert code == 1
+    assert "reward 'mine:reward' failed: KeyError: 'no such key'; it was grading" in error
+    evidence, _ = grading_evidence(folder)
+    assert "mine.py" in evidence["traceback"]
+    assert "line 2, in reward" in evidence["traceback"]
+    assert len(alarms(folder)) == 1
+
+
+def test_a_reward_that_is_not_there(train):
+    code, error = train("--task.reward", "mine:reward", "--task.grade-workers", "1")
+    assert code != 0
+    assert "No module named 'mine'" in error
+    code, error = train("--task.reward", "f1")
+    assert code == 1
+    assert "task.reward = 'f1' is not one of math, exact, countdown, gym:<name>" in error
+
+
+LETTERS = "return float(sum(map(ord, text)) % 7)"
+"""A reward that differs within every group, so that there is something to learn."""
+
+
+def test_a_loss_that_is_nan(train, folder):
+    """A learning rate this large ruins the weights in the first update of the step."""
+    code, error = train(*write_reward(folder, LETTERS), "--optim.lr", "1e30")
+    assert code == 1
+    assert error.startswith("TrainingError: the loss of step 0 is nan (actor/pg_clipfrac = ")
+    assert "No update was made with it; the batch and the weights are in the crash folder" in error
+    crash = folder / "run" / "crash" / "step-000000"
+    files = {p.name for p in crash.iterdir()}
+    assert files == {"error.txt", "policy", "optimizer.pt", "state.pt", "batch.pt"}
+    batch = torch.load(crash / "batch.pt")
+    assert batch["token_ids"].shape[0] == 8
+    assert batch["advantages"].shape == batch["mask"].shape
+    assert torch.load(crash / "state.pt")["step"] == 0
+    assert len(alarms(folder)) == 1
+    assert not (folder / "run" / "checkpoints").exists()
+
+
+def test_weights_that_are_ruined_do_not_sample(train, folder):
+    flags = ["--optim.lr", "1e30", "--batch.minibatches", "1"]
+    code, error = train(*write_reward(folder, LETTERS), *flags)
+    assert code == 1
+    assert error.startswith("EngineError: sync of version 1 failed on the canary prompt: the tra")
+
+
+def test_no_group_with_mixed_outcomes(train, folder):
+    flags = write_reward(folder, "return 0.0")
+    code, error = train(*flags, "--algo.dynamic-sampling", "true", "--algo.max-gen-rounds", "2")
+    assert code == 1
+    assert "dynamic sampling found 0 groups with mixed outcomes among 8" in error
+    assert "4 are needed: the problems are too easy or too hard" in error
+
+
+def test_a_full_disk_while_saving(train, folder):
+    """The run stops, the checkpoint before stays whole, and the same command resumes from it."""
+    flags = ["--save.every", "1"]
+    assert train(*flags, "--steps", "1") == (0, "")
+    with full_disk(20_000):
+        code, error = train(*flags)
+    assert code == 1
+    assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000002 could not be")
+    assert "The previous one is intact (run/checkpoints/step-000001). Make room" in error
+    assert checkpoints(folder) == ["step-000001"]
+    assert train(*flags) == (0, "")
+    assert steps(folder) == [0, 1, 2]
+    assert checkpoints(folder) == ["step-000001", "step-000002"]
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, monkeypatch):
+    assert train("--steps", "1") == (0, "")
+    real = qurl.learner.policy_loss
+
+    def poisoned(*args, **options):
+        loss, stats = real(*args, **options)
+        return loss * float("nan"), stats
+
+    monkeypatch.setattr(qurl.learner, "policy_loss", poisoned)
+    with full_disk(20_000):
+        code, error = train()
+    assert code == 1
+    assert error.startswith("TrainingError: the loss of step 1 is nan")
+    [alarm] = alarms(folder)
+    assert alarm.startswith("step 1 stopped the run; its evidence cannot be written: ")
+    assert checkpoints(folder) == ["step-000001"]
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors"])
+def test_a_torn_checkpoint(train, folder, file):
+    assert train("--steps", "1") == (0, "")
+    torn = folder / "run" / "checkpoints" / "step-000001" / file
+    torn.write_bytes(torn.read_bytes()[:500])
+    code, error = train()
+    assert code == 1
+    assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
+    assert "Remove that folder" in error
+
+
+def test_another_recipe_in_the_same_run_dir(train, folder):
+    assert train("--steps", "1") == (0, "")
+    code, error = train("--optim.lr", "2e-3")
+    assert code == 2
+    assert "optim.lr: 0.001 there, 0.002 here" in error

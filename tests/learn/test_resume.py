@@ -1,0 +1,115 @@
+"""Killed at any moment and resumed, a run gives the same metrics and weights, to the bit, on CPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qurl.config import load_config
+from qurl.run import read_jsonl
+from qurl.train import train
+
+SRC = Path(__file__).parents[2] / "src"
+STEPS = 9
+TINY = {
+    "steps": STEPS,
+    "threads": 1,
+    "device": "cpu",
+    "model.scratch.hidden_size": 32,
+    "model.scratch.warm_start_steps": 40,
+    "task.difficulty": 2,
+    "batch.problems": 8,
+    "batch.minibatches": 2,
+    "sampling.max_tokens": 4,
+    "sampling.group_size": 4,
+    "optim.lr": 1e-3,
+    "save.every": 2,
+    "eval.every": 3,
+    "eval.problems": 10,
+}
+ARMS = {
+    "dapo, int8, UAQ, reference": {
+        "algo.name": "dapo",
+        "algo.max_gen_rounds": 40,
+        "algo.kl_coef": 0.01,
+        "quant.update_scale": 1.5,
+    },
+    "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
+}
+CLOCKS = ("timing_s/", "perf/rollout_tokens_per_s", "sync/seconds")
+
+
+def flags(arm, run_dir):
+    settings = TINY | ARMS[arm] | {"run_dir": run_dir}
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def rows(run_dir):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCKS)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    ]
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / f"step-{STEPS:06d}"
+    critic = folder / "critic.pt"
+    extra = torch.load(critic, weights_only=True) if critic.exists() else {}
+    return load_file(folder / "policy" / "model.safetensors") | extra
+
+
+def run_until(words, run_dir, num_rows):
+    """Start the command and kill -9 it as soon as metrics.jsonl has `num_rows` rows."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qurl", "train", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_rows:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the run ended before row {num_rows}: {process.communicate()[1].decode()[-2000:]}")
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("arm", ARMS)
+def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(load_config(None, flags(arm, whole)))
+    words = flags(arm, broken)
+    for num_rows in (1, 6):  # before the first checkpoint, and between two later ones
+        run_until(words, broken, num_rows)
+    train(load_config(None, words))
+
+    assert len(rows(whole)) == STEPS + 1
+    for uninterrupted, resumed in zip(rows(whole), rows(broken), strict=True):
+        assert uninterrupted == resumed
+    assert read_jsonl(whole / "samples.jsonl") == read_jsonl(broken / "samples.jsonl")
+    expected, found = weights(whole), weights(broken)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+    kinds = [event["kind"] for event in read_jsonl(broken / "events.jsonl")]
+    assert kinds.count("resume") == 2
+
+
+@pytest.mark.learn
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    words = flags("ppo, fp8", tmp_path / "run")
+    train(load_config(None, words))
+    before = rows(tmp_path / "run")
+    train(load_config(None, words))
+    assert rows(tmp_path / "run") == before

@@ -1,0 +1,183 @@
+"""Checkpoints: exact, atomic, pruned, and honest about a disk that is full."""
+
+import errno
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import CPU, random_batch, tiny_policy
+
+from qurl.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_saved_policy,
+    save_checkpoint,
+)
+from qurl.config import ModelConfig, build_config
+from qurl.errors import CheckpointError
+from qurl.learner import Learner
+
+CONFIG = build_config(
+    {
+        "steps": 5,
+        "algo": {"name": "ppo", "advantage": "gae"},
+        "batch": {"problems": 3, "minibatches": 2},
+        "optim": {"lr": 1e-2, "weight_decay": 0.1},
+        "critic": {"lr": 1e-2},
+    }
+)
+
+
+def make_learner(policy=None):
+    return Learner(policy or tiny_policy(), CONFIG, reference=None)
+
+
+def update(learner, step):
+    batch, _ = learner.recompute(random_batch(learner.policy, seed=step))
+    return learner.update(batch.replace(returns=batch.mask * (step + 1)), step)
+
+
+def resume(path):
+    learner = make_learner(load_saved_policy(path, ModelConfig(), CPU))
+    return learner, load_checkpoint(path, learner)
+
+
+@contextmanager
+def file_size_limit(size):
+    """Any file that grows beyond `size` bytes fails to be written, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_resumed_learner_goes_on_to_the_bit(tmp_path):
+    learner = make_learner()
+    update(learner, 0)
+    tracker = {"model.layers.0.self_attn.q_proj": torch.arange(6.0).reshape(2, 3)}
+    torch.manual_seed(7)
+    path = save_checkpoint(tmp_path, 1, learner, {"position": 12, "tracker": tracker}, keep=2)
+    assert path == tmp_path / "step-000001"
+    drawn = torch.rand(3)
+    torch.manual_seed(99)
+
+    resumed, state = resume(path)
+    assert torch.equal(torch.rand(3), drawn), "torch's own random state is restored"
+    assert (state["step"], state["position"]) == (1, 12)
+    torch.testing.assert_close(state["tracker"], tracker)
+    expected, found = update(learner, 1), update(resumed, 1)
+    assert found == expected
+    for ours, theirs in (
+        (learner.policy.model, resumed.policy.model),
+        (learner.critic, resumed.critic),
+    ):
+        for name, weight in ours.state_dict().items():
+            assert torch.equal(theirs.state_dict()[name], weight), name
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    learner = make_learner()
+    for step in (2, 9, 10, 1_000_000):
+        save_checkpoint(tmp_path, step, learner, {}, keep=2)
+    assert names(tmp_path) == ["step-000010", "step-1000000"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    learner = make_learner()
+    save_checkpoint(tmp_path, 1, learner, {"position": 1}, keep=2)
+    path = save_checkpoint(tmp_path, 1, learner, {"position": 2}, keep=2)
+    assert resume(path)[1]["position"] == 2
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_what_is_not_a_checkpoint_is_ignored(tmp_path):
+    for name in (".step-000009.partial", "step-000003", "step-backup", "step-000004.old", "notes"):
+        (tmp_path / name).mkdir()
+    assert list_checkpoints(tmp_path) == [tmp_path / "step-000003"]
+    assert latest_checkpoint(tmp_path / "notes") is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def fail_in_torch_save(monkeypatch):
+    real, calls = torch.save, []
+
+    def torn(value, path):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"torn")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(value, path)
+
+    monkeypatch.setattr(torch, "save", torn)
+
+
+def fail_in_replace(monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("qurl.checkpoint.os.replace", full)
+
+
+@pytest.mark.parametrize("fail", [fail_in_torch_save, fail_in_replace])
+def test_a_failed_save_leaves_the_one_before(tmp_path, monkeypatch, fail):
+    learner = make_learner()
+    first = save_checkpoint(tmp_path, 1, learner, {"position": 5}, keep=1)
+    update(learner, 1)
+    with monkeypatch.context() as patch:
+        fail(patch)
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(tmp_path, 2, learner, {"position": 6}, keep=1)
+    message = str(error.value)
+    assert f"checkpoint {tmp_path / 'step-000002'} could not be written" in message
+    assert "No space left on device" in message
+    assert f"The previous one is intact ({first})" in message
+    assert names(tmp_path) == ["step-000001"]
+    assert resume(first)[1]["position"] == 5
+
+
+@pytest.mark.parametrize("size", [1_000, 20_000, 200_000])
+def test_a_disk_that_takes_no_more(tmp_path, size):
+    """Really fails in write(2): the weights, the critic or the optimizer, whichever is too long."""
+    learner = make_learner()
+    update(learner, 0)
+    first = save_checkpoint(tmp_path, 1, learner, {}, keep=2)
+    largest = max(p.stat().st_size for p in first.rglob("*"))
+    assert largest > 200_000
+    with file_size_limit(size), pytest.raises(CheckpointError, match="step-000002 could not be"):
+        save_checkpoint(tmp_path, 2, learner, {}, keep=2)
+    assert names(tmp_path) == ["step-000001"]
+    resume(first)
+
+
+def test_the_first_save_has_none_before_it(tmp_path, monkeypatch):
+    fail_in_replace(monkeypatch)
+    with pytest.raises(CheckpointError, match="there is none yet"):
+        save_checkpoint(tmp_path / "checkpoints", 1, make_learner(), {}, keep=2)
+
+
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "state.pt", "critic.pt", "policy/model.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["missing", "empty", "torn", "garbage"])
+def test_an_unreadable_checkpoint_is_named(tmp_path, file, damage):
+    path = save_checkpoint(tmp_path, 3, make_learner(), {}, keep=2)
+    contents = (path / file).read_bytes()
+    if damage == "missing":
+        (path / file).unlink()
+    else:
+        kept = {"empty": b"", "torn": contents[: len(contents) // 2], "garbage": b"garbage"}
+        (path / file).write_bytes(kept[damage])
+    with pytest.raises(CheckpointError) as error:
+        resume(path)
+    message = str(error.value)
+    assert message.startswith(f"checkpoint {path} cannot be read")
+    assert "Remove that folder to resume from the one before it" in message

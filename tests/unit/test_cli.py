@@ -1,0 +1,213 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qurl.cli import COMMANDS, HELP, main
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+def python(code, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SRC, "PATH": ""},
+        check=True,
+        **options,
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from qurl.cli import main; main(['--help']); print(*sys.modules)"
+    printed = python(code).stdout
+    assert printed.startswith(HELP)
+    modules = set(printed.removeprefix(HELP).split())
+    assert "qurl.cli" in modules
+    assert not modules & {"torch", "transformers", "numpy", "tyro", "pydantic", "rich"}
+
+
+def test_help_is_fast():
+    code = "from qurl.cli import main; main(['--help'])"
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        python(code)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["help"]])
+def test_help(args, capsys):
+    assert main(args) == 0
+    assert capsys.readouterr().out == HELP
+
+
+def test_help_lists_every_command_and_no_other():
+    assert re.findall(r"^  qurl (\w+) [A-Z]", HELP, re.MULTILINE) == list(COMMANDS)
+
+
+def test_version(capsys):
+    from qurl import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def fails(args, capsys):
+    """Exit code and message of a command that fails: stderr only, no traceback."""
+    code = main(args)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return code, captured.err
+
+
+def test_unknown_command(capsys):
+    code, message = fails(["fly"], capsys)
+    assert code == 2
+    assert message == (
+        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["train", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
+        (["eval", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
+        (["validate", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
+        (["train", "--steps", "0"], 2, "ConfigError: steps = 0: must be greater"),
+        (["report"], 2, "ConfigError: expected RUN, got nothing"),
+        (["report", "a", "b"], 2, "ConfigError: expected RUN, got a b"),
+        (["export", "a"], 2, "ConfigError: expected RUN|CHECKPOINT OUT, got a"),
+        (["export", "a", "b", "--fast"], 2, "ConfigError: expected RUN|CHECKPOINT OUT, got a b --"),
+        (["export", "a", "b", "--dtype"], 2, "ConfigError: --dtype '' is not one of float32"),
+        (["export", "nowhere", "b"], 1, "CheckpointError: nowhere is neither a run"),
+    ],
+)
+def test_errors_are_one_message_on_stderr(args, code, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found_code, found = fails(args, capsys)
+    assert found.startswith(message)
+    assert found_code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_flags_are_refused_on_stderr(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--quant.fromat", "int8"])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "quant.fromat" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_train_help_shows_every_section(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--algo.objective" in text
+    assert "--quant.update-scale" in text
+    assert "paper: 1.5" in text
+
+
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qurl.config.load_config", interrupt)
+    assert fails(["train"], capsys) == (
+        130,
+        "interrupted; run the same command again to resume\n",
+    )
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(
+        f'steps = 3\nrun_dir = "{tmp_path / "run"}"\ndevice = "cpu"\n'
+        "[model.scratch]\nhidden_size = 32\n[sampling]\nmax_tokens = 4\n"
+    )
+    return path
+
+
+def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
+    assert main(["train", str(recipe), "--dry-run", "--steps", "9"]) == 0
+    printed = capsys.readouterr().out
+    resolved, end = json.JSONDecoder().raw_decode(printed)
+    assert resolved["steps"] == 9
+    assert resolved["model"]["scratch"]["hidden_size"] == 32
+    assert resolved["algo"]["kl_coef"] == 1e-3, "presets are resolved"
+    budget = " ".join(printed[end:].split())
+    assert "sampled per step at most 1,024" in budget
+    assert "memory (GiB) policy, FP32" in budget
+    assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_dry_run_checks_the_recipe(recipe, tmp_path, capsys):
+    code, message = fails(["train", str(recipe), "--dry-run", "--sampling.top-p", "0.9"], capsys)
+    assert code == 2
+    assert "sampling.top_p = 0.9" in message
+
+
+def test_validate(recipe, tmp_path, capsys):
+    assert main(["validate", str(recipe), "--batch.minibatches", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok    keys and values"
+    assert lines[1].startswith("note  ACR cannot act")
+    assert lines[2] == "ok    tokenizer: 100 tokens, end of sequence '<eos>'"
+    assert lines[3].startswith("ok    training problems: 10000 of arithmetic; the first has ")
+    assert lines[4] == "ok    held-out problems: not used (eval.every = 0)"
+    assert lines[5] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_validate_reports_each_failure(recipe, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    flags = ["--task.name", "file", "--task.path", str(data), "--eval.every", "1"]
+    assert main(["validate", str(recipe), *flags]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:4] for line in lines] == ["ok  ", "ok  ", "FAIL", "FAIL", "FAIL"]
+    assert f"data file {data} does not exist" in lines[2]
+    assert "eval.every > 0 needs task.eval_path" in lines[3]
+
+
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_validate_grades_a_file_in_the_format_of_its_reward(recipe, tmp_path, capsys, reward):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "6*7", "answer": "42"}\n')
+    flags = ["--task.name", "file", "--task.path", str(data), "--task.reward", reward]
+    assert main(["validate", str(recipe), *flags]) == 0
+    assert f"'{reward}' gives the truth 1 and a non-answer 0" in capsys.readouterr().out
+
+
+def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, capsys):
+    flags = ["--model.scratch.warm-start-steps", "2", "--batch.problems", "4", "--steps", "1"]
+    flags += ["--eval.every", "1", "--eval.problems", "5", "--algo.kl-coef", "0"]
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), *flags]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(run), "--eval.problems", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "3 held-out problems" in table
+    assert re.search(r"full\W+int8", table)
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert (run / "report.html").exists()
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }

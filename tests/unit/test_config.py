@@ -1,0 +1,338 @@
+"""Recipes: precedence, every refusal and every warning, and the recipes that ship."""
+
+import ast
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import qurl.config
+from qurl.config import (
+    PRESETS,
+    Config,
+    build_config,
+    find_mistakes,
+    find_warnings,
+    load_config,
+    parse_rejection,
+    to_json,
+)
+from qurl.errors import ConfigError
+from qurl.run import flatten
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(tree):
+    with pytest.raises(ConfigError) as error:
+        build_config(tree, "r.toml")
+    return str(error.value)
+
+
+def test_the_defaults_are_a_recipe():
+    assert build_config({}) == Config()
+    assert find_mistakes(Config()) == []
+    assert find_warnings(Config()) == []
+    assert build_config(dataclasses.asdict(Config())) == Config()
+
+
+def test_every_key_has_a_docstring():
+    """They feed `--help` and the docs; a section is described by its class."""
+    tree = ast.parse(Path(qurl.config.__file__).read_text())
+    sections = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
+    assert len(sections) == len(dataclasses.fields(Config)) - 5 + 2
+    for section in sections:
+        assert ast.get_docstring(section), section.name
+        for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and "Config" not in ast.unparse(field.annotation):
+                has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert has_text, f"{section.name}: {ast.unparse(field)}"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_says_and_nothing_else(name):
+    config = load_config(None, ["--algo.name", name])
+    assert config.algo.name == name
+    changed = {
+        key: value
+        for key, value in flatten(dataclasses.asdict(config)).items()
+        if value != flatten(dataclasses.asdict(Config()))[key] and key != "algo.name"
+    }
+    stated = flatten(PRESETS[name])
+    assert changed.items() <= stated.items()
+    found = flatten(dataclasses.asdict(config))
+    assert {key: found[key] for key in stated} == stated
+
+
+def test_presets_by_hand():
+    assert load_config(None, ["--algo.name", "dapo"]).algo.clip_high == 0.28
+    assert load_config(None, ["--algo.name", "dapo"]).optim.warmup_steps == 10
+    assert load_config(None, ["--algo.name=ppo"]).algo.advantage == "gae"
+    assert load_config(None, []).algo.kl_coef == 1e-3, "the default algorithm is grpo"
+
+
+def test_a_recipe_beats_its_preset(recipe):
+    path = recipe('algo.name = "dapo"\nalgo.clip_high = 0.3\noptim.warmup_steps = 0')
+    config = load_config(path)
+    assert (config.algo.clip_high, config.optim.warmup_steps) == (0.3, 0)
+    assert config.algo.dynamic_sampling
+
+
+def test_a_recipe_beats_the_preset_that_a_flag_asks_for(recipe):
+    path = recipe('algo.name = "grpo"\nalgo.clip_high = 0.3')
+    config = load_config(path, ["--algo.name", "dapo"])
+    assert config.algo.name == "dapo"
+    assert config.algo.clip_high == 0.3
+    assert config.algo.overlong_frac == 0.2, "from the new preset"
+    assert config.algo.kl_coef == 0.0, "nothing is left of the old preset"
+
+
+def test_a_flag_beats_all(recipe):
+    path = recipe('algo.name = "dapo"\nalgo.clip_high = 0.3\nsteps = 5')
+    flags = ["--algo.clip-high", "0.4", "--algo.dynamic_sampling=false", "--steps", "6"]
+    config = load_config(path, flags)
+    assert (config.algo.clip_high, config.algo.dynamic_sampling, config.steps) == (0.4, False, 6)
+    default = load_config(path, ["--algo.clip-high", "0.2"])
+    assert default.algo.clip_high == 0.2, "a flag may say the default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--algo.cap", "none"], "algo.cap", None),
+        (["--algo.cap=none"], "algo.cap", None),
+        (["--algo.cap", "None"], "algo.cap", None),
+        (["--critic.clip", "none"], "critic.clip", None),
+        (["--quant.format", "none"], "quant.format", "none"),
+        (["--task.instruction", "none"], "task.instruction", "none"),
+        (["--task.instruction", "true"], "task.instruction", "true"),
+        (["--algo.whiten", "true"], "algo.whiten", True),
+        (["--algo.whiten", "True"], "algo.whiten", True),
+        (["--task.skip-long-prompts=true"], "task.skip_long_prompts", True),
+        (["--run-dir", "x"], "run_dir", "x"),
+        (["--run_dir", "x"], "run_dir", "x"),
+        (["--optim.betas", "0.8", "0.9"], "optim.betas", (0.8, 0.9)),
+        (["--sampling.stop", "a", "b"], "sampling.stop", ("a", "b")),
+        (["--model.scratch.layers", "3"], "model.scratch.layers", 3),
+    ],
+)
+def test_flags_say_things_as_recipes_do(flags, key, value):
+    assert flatten(dataclasses.asdict(load_config(None, flags)))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("algo", "cap"),
+        ("algo", "dual_clip"),
+        ("algo", "acr_max_bound"),
+        ("critic", "clip"),
+        ("correction", "veto"),
+    ],
+)
+def test_none_in_optional_keys(recipe, section, key):
+    config = load_config(recipe(f'{section}.{key} = "none"'))
+    assert getattr(getattr(config, section), key) is None
+
+
+def test_all_mistakes_of_the_values_at_once():
+    message = refusal(
+        {
+            "stepz": 3,
+            "steps": "many",
+            "quant": {"format": "int3"},
+            "algo": {"cap": 0.5, "gamma": 2, "clip": 1},
+            "model": {"scratch": {"depth": 3}},
+            "optim": "fast",
+        }
+    )
+    assert message.startswith("8 mistakes in r.toml:")
+    for line in (
+        "stepz = 3 is not a key; the top level has steps, seed, run_dir",
+        "steps = 'many': must be a valid integer",
+        "quant.format = 'int3' is not one of 'none', 'int8', 'fp8', 'fp8-block' or 'int4'",
+        "algo.cap = 0.5: must be greater than or equal to 1",
+        "algo.gamma = 2: must be less than or equal to 1",
+        "algo.clip = 1 is not a key; [algo] has name, objective, cap",
+        "model.scratch.depth = 3 is not a key; [model.scratch] has hidden_size, layers",
+        "optim = 'fast' must be a table, like [optim]",
+    ):
+        assert f"- {line}" in message
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"steps": 0}, "steps = 0: must be greater than or equal to 1"),
+        ({"steps": 1.5}, "steps = 1.5: must be a valid integer"),
+        ({"optim": {"lr": 0}}, "optim.lr = 0: must be greater than 0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr = nan: must be"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr = inf: must be a finite number"),
+        ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than or equal to 1"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p = 0: must be greater than 0"),
+        ({"sampling": {"stop": "x"}}, "sampling.stop = 'x': must be a valid tuple"),
+        ({"correction": {"veto": 1}}, "correction.veto = 1: must be less than 1"),
+        ({"algo": {"whiten": "maybe"}}, "algo.whiten = 'maybe': must be a valid boolean"),
+        ({"quant": {"update_scale": 0.5}}, "quant.update_scale = 0.5: must be greater than or"),
+        ({"task": {"path": 3}}, "task.path = 3: must be a valid string"),
+    ],
+)
+def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
+    text = refusal(tree)
+    assert text.startswith(message)
+    assert text.endswith("(r.toml)")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9, sampling.top_k = 0: training"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k = 5: training rollouts must be drawn from"),
+        ({"sampling": {"group_size": 1}}, "algo.advantage = 'grpo' compares completions"),
+        (
+            {"sampling": {"group_size": 1}, "algo": {"advantage": "rloo"}},
+            "algo.advantage = 'rloo' compares completions",
+        ),
+        (
+            {
+                "sampling": {"group_size": 1},
+                "algo": {"advantage": "reinforce_pp", "dynamic_sampling": True},
+            },
+            "sampling.group_size = 1: dynamic sampling needs at least 2",
+        ),
+        ({"algo": {"name": "ppo", "advantage": "grpo"}}, "algo.name = 'ppo' means 'gae'"),
+        ({"algo": {"kl_in_reward": True}}, "kl_in_reward = true needs algo.advantage = 'gae'"),
+        ({"correction": {"mode": "bypass"}}, "set algo.objective = 'ppo_behav'"),
+        (
+            {"correction": {"kind": "icepop"}, "algo": {"objective": "decoupled"}},
+            "correction.kind = 'icepop' needs objective 'tis' or 'acr', not 'decoupled'",
+        ),
+        ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
+        (
+            {"batch": {"problems": 2, "minibatches": 17}},
+            "batch.minibatches = 17 is more than the 16 sequences of a step",
+        ),
+        ({"task": {"name": "file"}}, "task.name = 'file' needs task.path"),
+        (
+            {"model": {"scratch": {"hidden_size": 36}}},
+            "model.scratch.hidden_size = 36 must be a multiple of 2 x model.scratch.heads = 8",
+        ),
+        ({"correction": {"reject": ["token_k9:1"]}}, "'token_k9:1' does not start with one of"),
+        ({"correction": {"reject": ["token_k1:1"]}}, "'token_k1:1' needs a band"),
+        ({"correction": {"reject": ["seq_sum_k2:1_2"]}}, "'seq_sum_k2:1_2' needs one upper bound"),
+        ({"correction": {"reject": ["seq_max_k1:2_1"]}}, "'seq_max_k1:2_1' needs 0 < low < high"),
+        ({"correction": {"reject": ["token_k3:x"]}}, "'token_k3:x' needs one upper bound"),
+    ],
+)
+def test_combinations_that_cannot_work(tree, message):
+    (mistake,) = find_mistakes(build_config(tree))
+    assert message in mistake
+
+
+def test_combinations_are_reported_at_once(recipe):
+    path = recipe('sampling.top_p = 0.5\ntask.name = "file"\ncorrection.reject = ["a", "b"]')
+    with pytest.raises(ConfigError, match=r"4 mistakes in .*recipe\.toml"):
+        load_config(path)
+
+
+def test_combinations_that_look_wrong_and_are_not():
+    for tree in (
+        {"sampling": {"group_size": 1}, "algo": {"name": "ppo", "advantage": "gae"}},
+        {"sampling": {"group_size": 1}, "algo": {"advantage": "reinforce_pp"}},
+        {"correction": {"mode": "bypass"}, "algo": {"objective": "ppo_behav"}},
+        {"correction": {"reject": ["seq_mean_k1:0.999_1.001", "token_k3:0.01"]}},
+        {"model": {"path": "some/model", "scratch": {"hidden_size": 36}}},
+        {"batch": {"problems": 2, "minibatches": 16}},
+    ):
+        assert find_mistakes(build_config(tree)) == []
+
+
+def test_rejection_rules_are_parsed():
+    assert parse_rejection("seq_mean_k1:0.999_1.001") == ("seq_mean_k1", 0.999, 1.001)
+    assert parse_rejection("token_k3:1e-2") == ("token_k3", None, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"batch": {"minibatches": 1}}, "with one update per rollout batch"),
+        ({"algo": {"cap": "none"}}, "with algo.cap = none nothing is truncated"),
+        ({"quant": {"format": "none", "update_scale": 1.5}}, "UAQ without quantization"),
+        ({"quant": {"update_scale": 1.5}, "optim": {"lr": 1e-5}}, "UAQ with optim.lr = 1e-05"),
+        ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' are not corrected"),
+        ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' are not corrected"),
+    ],
+)
+def test_each_warning(tree, message):
+    (warning,) = find_warnings(build_config(tree))
+    assert message in warning
+
+
+def test_choices_that_need_no_warning():
+    for tree in (
+        {"batch": {"minibatches": 1, "epochs": 2}},
+        {"algo": {"cap": "none", "objective": "tis"}},
+        {"quant": {"update_scale": 1.5}, "optim": {"lr": 9e-6}},
+        {"algo": {"objective": "ppo_prox"}, "quant": {"format": "none"}},
+    ):
+        assert find_warnings(build_config(tree)) == []
+
+
+def test_files_that_are_no_recipe(recipe, tmp_path):
+    with pytest.raises(ConfigError, match=r"recipe .*nowhere\.toml does not exist"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match=r"recipe\.toml is not valid TOML: .*line 2"):
+        load_config(recipe("steps = 1\nseed 2\n"))
+    recipe("").write_bytes(b"steps = 1 # \xff")
+    with pytest.raises(ConfigError, match=r"recipe\.toml is not valid TOML: .* decode byte 0xff"):
+        load_config(tmp_path / "recipe.toml")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        load_config(tmp_path)
+
+
+def test_a_run_directory_is_a_recipe(tmp_path):
+    flags = ["--algo.name", "dapo", "--algo.dual_clip", "none", "--algo.cap", "none"]
+    flags += ["--sampling.stop", "###", "--optim.betas", "0.8", "0.95", "--task.path", "x"]
+    config = load_config(None, flags)
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert load_config(tmp_path) == config
+    assert load_config(str(tmp_path), ["--steps", "3"]) == dataclasses.replace(config, steps=3)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_that_ship(path):
+    config = load_config(path)
+    assert find_warnings(config) == []
+    assert config.run_dir == f"runs/{path.stem}"
+
+
+PAIRS = [p for p in RECIPES if p.stem.endswith("-int8")]
+
+
+def test_there_are_pairs_of_recipes():
+    assert len(PAIRS) >= 5
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_int8_and_fp8_recipes_differ_in_the_format_only(path):
+    other = path.with_name(path.name.replace("-int8", "-fp8"))
+    ours, theirs = (flatten(tomllib.loads(p.read_text())) for p in (path, other))
+    different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    allowed = {"quant.format", "run_dir"}
+    if ours["model.path"].startswith("runs/"):  # it starts from its own earlier stage
+        allowed.add("model.path")
+        assert theirs["model.path"] == ours["model.path"].replace("-int8", "-fp8")
+    assert different == allowed
+    assert (ours["quant.format"], theirs["quant.format"]) == ("int8", "fp8")

@@ -1,0 +1,222 @@
+"""The order of problems, dynamic sampling, and what a step's sampler measures."""
+
+from collections import Counter
+
+import pytest
+from models import group
+
+from qurl.config import AlgoConfig, build_config
+from qurl.errors import DataError, TrainingError
+from qurl.rewards import GradingPool
+from qurl.run import Stopwatch
+from qurl.sampling import ProblemStream, Sampler, collect, has_signal
+from qurl.seeds import derive_seed
+from qurl.types import Completion, Problem, Rollout
+
+
+class Numbers:
+    """A task whose i-th problem is "i"."""
+
+    name, reward, num_skipped = "numbers", "exact", 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return Problem(id=str(index), prompt_ids=(5, 6), answer="right")
+
+
+class Script:
+    """An engine that writes "right" for the first `num_right` completions of each group."""
+
+    def __init__(self, num_right):
+        self.num_right = num_right
+        self.calls, self.syncs = [], 0
+
+    def sync(self, model, *, version):
+        self.syncs += 1
+
+    def generate(self, problems, params):
+        self.calls.append(([p.id for p in problems], params))
+        return [Rollout(p, self._group(p, params), 0, params.temperature) for p in problems]
+
+    def _group(self, problem, params):
+        texts = ["right" if i < self.num_right else "wrong" for i in range(params.group_size)]
+        return [
+            Completion((7,) * (2 + i), (-1.0,) * (2 + i), text, "stop")
+            for i, text in enumerate(texts)
+        ]
+
+
+def ids(problems):
+    return [p.id for p in problems]
+
+
+def test_every_epoch_is_another_permutation():
+    stream = ProblemStream(Numbers(10), seed=0)
+    first, second = ids(stream.take(10)), ids(stream.take(10))
+    assert sorted(first) == sorted(second) == sorted(map(str, range(10)))
+    assert first != second
+    assert first != [str(i) for i in range(10)]
+
+
+def test_the_position_is_all_of_the_state():
+    stream = ProblemStream(Numbers(7), seed=3)
+    everything = ids(stream.take(30))
+    for position in (0, 1, 6, 7, 8, 20):
+        resumed = ProblemStream(Numbers(7), seed=3)
+        resumed.position = position
+        assert ids(resumed.take(30 - position)) == everything[position:]
+        assert resumed.position == 30
+
+
+def test_another_seed_is_another_order():
+    assert ids(ProblemStream(Numbers(20), 0).take(20)) != ids(
+        ProblemStream(Numbers(20), 1).take(20)
+    )
+
+
+def test_an_empty_task_is_refused():
+    with pytest.raises(DataError, match="task 'numbers' has no problems"):
+        ProblemStream(Numbers(0), seed=0)
+
+
+def test_more_problems_than_there_are_in_one_take():
+    counts = Counter(ids(ProblemStream(Numbers(4), seed=0).take(12)))
+    assert set(counts.values()) == {3}
+
+
+def test_seeds_differ_by_purpose_and_fit_torch():
+    seeds = {derive_seed(0, "rollout", step, round) for step in range(20) for round in range(20)}
+    assert len(seeds) == 400
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert derive_seed(0, "a", 1) == derive_seed(0, "a", 1) != derive_seed(1, "a", 1)
+    assert derive_seed(0, 1, 23) != derive_seed(0, 12, 3)
+
+
+MIXED = group([5], [[7], [8]], [1.0, 0.0], id="mixed")
+RIGHT = group([5], [[7], [8]], [1.0, 1.0], id="right")
+WRONG = group([5], [[7], [8]], [0.0, 0.0], id="wrong")
+SHAPED = group([5], [[7], [8]], [0.0, -0.5], accuracies=[0, 0], id="shaped")
+"""All wrong; a length penalty makes its rewards differ."""
+
+
+def test_signal_is_mixed_accuracy_not_mixed_reward():
+    assert [has_signal(g) for g in (MIXED, RIGHT, WRONG, SHAPED)] == [True, False, False, False]
+
+
+class Supply:
+    """Serves groups from a list, and remembers what it was asked for."""
+
+    def __init__(self, *groups):
+        self.groups, self.requests = list(groups), []
+
+    def __call__(self, round, count):
+        self.requests.append((round, count))
+        served, self.groups = self.groups[:count], self.groups[count:]
+        return served
+
+
+def test_without_dynamic_sampling_everything_is_kept():
+    supply = Supply(RIGHT, SHAPED, MIXED)
+    collected = collect(supply, 3, AlgoConfig())
+    assert collected.graded == [RIGHT, SHAPED, MIXED]
+    assert supply.requests == [(0, 3)]
+    assert collected.metrics == {"sampling/rounds": 1.0, "sampling/groups_kept_frac": 1.0}
+
+
+def test_dynamic_sampling_refills_and_cuts_the_surplus():
+    """Rounds of 2: (mixed, right), (shaped, wrong), (mixed, mixed): 3 kept of 6, one too many."""
+    supply = Supply(MIXED, RIGHT, SHAPED, WRONG, MIXED, MIXED, MIXED)
+    collected = collect(supply, 2, AlgoConfig(dynamic_sampling=True))
+    assert collected.graded == [MIXED, MIXED]
+    assert supply.requests == [(0, 2), (1, 2), (2, 2)]
+    assert collected.metrics == {
+        "sampling/rounds": 3.0,
+        "sampling/groups_kept_frac": pytest.approx(2 / 6),
+    }
+
+
+def test_gen_multiple_asks_for_more_per_round():
+    supply = Supply(*[RIGHT, MIXED] * 6)
+    collected = collect(supply, 3, AlgoConfig(dynamic_sampling=True, gen_multiple=4))
+    assert supply.requests == [(0, 12)]
+    assert len(collected.graded) == 3
+
+
+def test_dynamic_sampling_gives_up():
+    supply = Supply(*[RIGHT] * 50, MIXED)
+    with pytest.raises(TrainingError) as error:
+        collect(supply, 4, AlgoConfig(dynamic_sampling=True, max_gen_rounds=3))
+    assert len(supply.requests) == 3
+    message = str(error.value)
+    assert "0 groups with mixed outcomes among 12 in algo.max_gen_rounds = 3 rounds" in message
+    assert "4 are needed" in message
+    assert "turn algo.dynamic_sampling off" in message
+
+
+def make_sampler(engine, pool, *, overlong=0.0, step=5):
+    config = build_config(
+        {
+            "seed": 1,
+            "batch": {"problems": 2},
+            "sampling": {"group_size": 4, "max_tokens": 5, "temperature": 0.5, "stop": ["!"]},
+            "algo": {"overlong_frac": overlong, "dynamic_sampling": True},
+        }
+    )
+    return Sampler(config, ProblemStream(Numbers(6), 1), engine, pool, Stopwatch(), step)
+
+
+def test_the_sampler_takes_generates_and_grades():
+    engine = Script(num_right=1)
+    with GradingPool("exact") as pool:
+        sampler = make_sampler(engine, pool)
+        collected = collect(sampler, 2, sampler.config.algo)
+    [(asked, params)] = engine.calls
+    assert asked == ids(ProblemStream(Numbers(6), 1).take(2))
+    assert (params.group_size, params.max_tokens, params.temperature) == (4, 5, 0.5)
+    assert params.stop == ("!",)
+    assert params.top_p == 1.0
+    assert params.seed == derive_seed(1, "rollout", 5, 0)
+    assert [g.rewards for g in collected.graded] == [[1.0, 0.0, 0.0, 0.0]] * 2
+    assert sampler.stream.position == 2
+
+
+def test_overlong_punishment_shapes_the_reward_and_not_the_accuracy():
+    """max_tokens 5, the last 2 punished: lengths 2, 3, 4, 5 cost 0, 0, -1/2, -1."""
+    with GradingPool("exact") as pool:
+        [first, _] = make_sampler(Script(num_right=3), pool, overlong=0.4)(0, 2)
+    assert first.rewards == pytest.approx([1.0, 1.0, 0.5, -1.0])
+    assert first.accuracies == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_refill_samples_new_problems_from_the_same_weights():
+    engine = Script(num_right=4)  # all right: no signal
+    with GradingPool("exact") as pool:
+        sampler = make_sampler(engine, pool)
+        with pytest.raises(TrainingError):
+            collect(sampler, 2, AlgoConfig(dynamic_sampling=True, max_gen_rounds=3))
+    assert engine.syncs == 0
+    asked = [problem for problems, _ in engine.calls for problem in problems]
+    assert asked == ids(ProblemStream(Numbers(6), 1).take(6))
+    assert len({params.seed for _, params in engine.calls}) == 3
+
+
+def test_metrics_speak_of_all_that_was_sampled():
+    """Two groups of lengths 2, 3, 4, 5 with one right answer each, in two rounds."""
+    engine = Script(num_right=1)
+    with GradingPool("exact") as pool:
+        sampler = make_sampler(engine, pool)
+        sampler(0, 1)
+        sampler(1, 1)
+    metrics = sampler.metrics()
+    assert metrics["reward/mean"] == 0.25
+    assert metrics["reward/accuracy"] == 0.25
+    assert metrics["response_length/mean"] == 3.5
+    assert metrics["response_length/max"] == 5
+    assert metrics["perf/rollout_tokens"] == 28
+    assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(28 / sampler.seconds)
+    assert set(sampler.timer.lap()) == {"timing_s/rollout", "timing_s/grade"}

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--epochs", type=int, default=1, help="passes over each rollout batch")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over each rollout batch")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "toy_objectives")
     parser.add_argument("--name", default="toy_objectives", help="of the files in results/")
     parser.add_argument("--draw-only", action="store_true")

@@ -257,7 +257,7 @@ class QuantConfig(_Section):
     """The actor that samples."""
 
     format: QuantFormat = "int8"
-    """Weights and activations of the engine's linear layers. int4 (W4A8) is for experiments."""
+    """Weights and activations of the engine's linear layers. int4 is for experiments."""
     update_scale: Annotated[float, Field(ge=1)] = 1.0
     """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, paper: 1.5."""
     scale_o_proj: bool = False

@@ -50,10 +50,10 @@ def test_the_most_negative_code_is_never_used(name):
     assert codes.max() == largest
 
 
-def test_int4_codes_weights_in_fifteen_levels_and_activations_in_int8():
+def test_int4_codes_weights_and_activations_in_fifteen_levels():
     q = quantize(torch.tensor([[7.0, -3.5, 2.5, 0.4]]), "int4")
     assert q.codes.tolist() == [[7, -4, 2, 0]]
-    assert quantize_activation(torch.tensor([[127.0, 3.0]]), q.format).codes.tolist() == [[127, 3]]
+    assert quantize_activation(torch.tensor([[14.0, 3.2]]), q.format).codes.tolist() == [[7, 2]]
 
 
 @pytest.mark.parametrize("name", FORMATS)

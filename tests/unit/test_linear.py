@@ -38,7 +38,7 @@ def test_by_hand():
 
 def test_exact_length_is_the_longest_sum_within_fp32():
     assert exact_length(get_format("int8")) == 1040  # 1040 * 127^2 <= 2^24 < 1041 * 127^2
-    assert exact_length(get_format("int4")) == 18872  # 18872 * 7 * 127 <= 2^24
+    assert exact_length(get_format("int4")) == 342392  # 342392 * 7^2 <= 2^24
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -7,7 +7,12 @@ import torch
 
 from qurl.losses import OBJECTIVES, aggregate, count, kl_penalty, policy_loss, value_loss
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
 
 
 def _token(case, dtype):
@@ -183,7 +188,13 @@ def test_dual_clip_bounds_negative_advantages_only():
     logp = torch.full((1, 2), math.log(20.0)).double()
     advantages = torch.tensor([[-1.0, 1.0]]).double()
     loss, stats = policy_loss(
-        logp, prox, prox, advantages, torch.ones(1, 2), aggregation="seq-mean-token-sum", dual_clip=3
+        logp,
+        prox,
+        prox,
+        advantages,
+        torch.ones(1, 2),
+        aggregation="seq-mean-token-sum",
+        dual_clip=3,
     )
     assert loss.item() == pytest.approx(3.0 - 1.2)
     assert stats["actor/pg_clipfrac_lower"].item() == 0.5
@@ -242,6 +253,6 @@ def test_aggregate_by_hand():
     assert aggregate(values, mask, "token-mean").item() == pytest.approx(10 / 4)
     assert aggregate(values, mask, "seq-mean-token-mean").item() == pytest.approx((2 + 4) / 2)
     assert aggregate(values, mask, "seq-mean-token-sum").item() == pytest.approx((6 + 4) / 2)
-    assert aggregate(
-        values, mask, "seq-mean-token-sum-norm", horizon=10
-    ).item() == pytest.approx(0.5)
+    assert aggregate(values, mask, "seq-mean-token-sum-norm", horizon=10).item() == pytest.approx(
+        0.5
+    )

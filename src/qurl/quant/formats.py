@@ -48,8 +48,8 @@ FORMATS: Mapping[str, Format] = {
         Format("int8", torch.int8, weight_max=127, act_max=127),
         Format("fp8", torch.float8_e4m3fn, weight_max=448, act_max=448),
         Format("fp8-block", torch.float8_e4m3fn, weight_max=448, act_max=448, block=BLOCK),
-        # W4A8: coarse on purpose, to study the objectives where the mismatch is large.
-        Format("int4", torch.int8, weight_max=7, act_max=127, canary_bound=5.0),
+        # W4A4: coarse on purpose, to study the objectives where the mismatch is large.
+        Format("int4", torch.int8, weight_max=7, act_max=7, canary_bound=5.0),
     )
 }
 

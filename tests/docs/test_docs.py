@@ -1,0 +1,422 @@
+"""What the pages say is so: names, files, commands, keys, metrics, links and examples."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from qurl.cli import COMMANDS
+from qurl.config import Config, load_config, read_recipe
+from qurl.correction import mismatch_metrics, weight_metrics
+from qurl.losses import OBJECTIVES
+from qurl.quant.tracking import GROUPS, Sums
+from qurl.run import flatten
+from qurl.tasks import load_task
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+MODULES = sorted((ROOT / "src" / "qurl").rglob("*.py"))
+FOLDERS = ("src", "tests", "docs", "examples", "recipes", "benchmarks")
+SOURCE = "\n".join(path.read_text() for path in MODULES)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def prose(page):
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def code_spans(page):
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def code_blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def shell_lines(page):
+    """Commands of the bash blocks, comments cut off, continued lines joined."""
+    text = "\n".join(code_blocks(page, "bash")).replace("\\\n", " ")
+    return [line.split("  #")[0].strip() for line in text.splitlines() if line.strip()]
+
+
+def resolve(name):
+    """The object behind `qurl.module.name` or `qurl.module.Class.method`."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(f"{name} is no module")
+
+
+def table(page, first_column):
+    """Cells of the table whose head starts with `first_column`, without head and rule."""
+    lines = page.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+# Names on the pages
+
+
+@each_page
+def test_files_exist(page):
+    named = [span for span in code_spans(page) if span.split("/")[0] in FOLDERS and "/" in span]
+    for name in named:
+        path, _, test = name.partition("::")
+        assert (ROOT / path).exists(), name
+        if test:
+            assert f"\ndef {test}(" in (ROOT / path).read_text(), name
+
+
+@each_page
+def test_names_exist(page):
+    for span in code_spans(page):
+        if match := re.fullmatch(r"(qurl(?:\.\w+)+)", span):
+            resolve(match[1])
+
+
+@each_page
+def test_recipe_keys_exist(page):
+    keys = flatten(dataclasses.asdict(Config()))
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    for span in code_spans(page):
+        match = re.match(r"(\w+)\.\w+(\.\w+)?(?!\S*[(/])", span)
+        if match and match[1] in sections:
+            assert match[0] in keys, f"{span}: no such key"
+
+
+@each_page
+def test_metrics_exist(page):
+    prefixes = (
+        r"rollout_corr|training|actor|critic|acr|uaq|sync|perf|reward|sampling|response_length"
+    )
+    for span in code_spans(page):
+        if re.fullmatch(rf"(?:{prefixes})/\w+(?:/\w+)?", span):
+            assert is_metric(span), f"{span}: no such metric"
+
+
+def is_metric(name):
+    kind, metric, *group = name.split("/")
+    if kind == "uaq":
+        return metric in Sums(codes=1.0).ratios() and set(group) <= set(GROUPS.values())
+    return f'"{name}"' in SOURCE or f'"{name}_sum"' in SOURCE
+
+
+def test_a_wrong_name_would_be_found():
+    assert not is_metric("rollout_corr/no_such_metric")
+    assert not is_metric("uaq/update_norm/no_such_group")
+    with pytest.raises(AttributeError):
+        resolve("qurl.losses.no_such_function")
+
+
+def test_all_mismatch_metrics_are_explained():
+    logp, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    logged = mismatch_metrics(logp, logp, mask, cap=2.0) | weight_metrics(mask, mask, mask, cap=2.0)
+    assert logged.keys() <= set(code_spans(ROOT / "docs" / "algorithm.md"))
+
+
+def test_equation_table():
+    rows = table(ROOT / "README.md", "equation")
+    for _, _, file, names in rows:
+        module = resolve(file.strip("`").removeprefix("src/").removesuffix(".py").replace("/", "."))
+        for name in re.findall(r"`([^`]+)`", names):
+            assert name.strip('"') in OBJECTIVES if name[0] == '"' else hasattr(module, name), name
+    numbers = {int(n) for equation, *_ in rows for n in re.findall(r"\((\d+)\)", equation)}
+    assert numbers == {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 14}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/algorithm.md"])
+def test_objective_tables(page):
+    heads = {"README.md": "`algo.objective`", "docs/algorithm.md": "`objective`"}
+    rows = {cells[0].strip("`"): cells[1] for cells in table(ROOT / page, heads[page])}
+    assert rows == {
+        "ppo_prox": "(1)",
+        "ppo_behav": "(3)",
+        "decoupled": "(4)",
+        "tis": "(5)",
+        "acr": "(9)",
+    }
+    assert rows.keys() == OBJECTIVES.keys()
+
+
+def test_structure_lists_every_module_once():
+    text = (ROOT / "docs" / "structure.md").read_text()
+    listed = re.findall(r"^\| `(src/qurl/\S+\.py)`", text, re.MULTILINE)
+    expected = [
+        path.relative_to(ROOT).as_posix()
+        for path in MODULES
+        if path.name != "__main__.py" and defines_something(path)
+    ]
+    assert sorted(listed) == [p for p in expected if p != "src/qurl/tasks/__init__.py"]
+
+
+def defines_something(path):
+    body = ast.parse(path.read_text()).body
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body)
+
+
+# Links and paths
+
+
+@each_page
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+
+
+def test_no_absolute_paths():
+    folders = "|".join(("home", "root", "tmp", "usr", "mnt", "work", "opt"))
+    absolute = re.compile(rf"(?<![\w.~<*])/(?:{folders})/")
+    files = [*PAGES, *RECIPES, *MODULES, ROOT / "Makefile", ROOT / "pyproject.toml"]
+    files += [*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    for path in files:
+        assert not absolute.search(path.read_text()), path
+
+
+# Commands
+
+
+def test_make_help_lists_the_commands():
+    printed = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    listed = {line.split()[0] for line in printed.splitlines()}
+    assert listed >= {"install", "demo", "test", "lint", "docs", "bench"}
+
+
+@each_page
+def test_make_targets_exist(page):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = [s.split()[1] for s in code_spans(page) + shell_lines(page) if s.startswith("make ")]
+    assert set(named) <= set(targets)
+
+
+@each_page
+def test_shell_commands_parse(page):
+    for line in shell_lines(page):
+        program, command, *rest = shlex.split(line)
+        if program != "qurl":
+            continue
+        assert command in COMMANDS, line
+        words = [word for word in rest if word != "--dry-run"]
+        if command in ("train", "validate") and not any(word.isupper() for word in words):
+            has_recipe = words[0].endswith(".toml")
+            recipe = ROOT / words[0] if has_recipe else None
+            assert isinstance(load_config(recipe, words[has_recipe:]), Config)
+
+
+def test_readme_quick_start_is_there():
+    lines = shell_lines(ROOT / "README.md")
+    assert {"make demo", "make test"} <= set(lines)
+    assert any(line.startswith("qurl train recipes/arithmetic-cpu.toml") for line in lines)
+
+
+def test_readme_data_and_reward(tmp_path):
+    [line] = code_blocks(ROOT / "README.md", "json")
+    (tmp_path / "train.jsonl").write_text(line)
+    task = load_task("file", path=tmp_path / "train.jsonl")
+    assert task[0].answer == json.loads(line)["answer"] == "48"
+    [code] = code_blocks(ROOT / "README.md", "python")
+    names = {}
+    exec(code, names)
+    assert names["score"]("that makes 48", "48", {}) == 1.0
+    assert names["score"]("that makes 47", "48", {}) == 0.0
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_parse_and_say_what_to_expect(path):
+    config = load_config(path)
+    assert config.run_dir == f"runs/{path.stem}"
+    head = path.read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    for word in ("hardware", "time", "expect"):
+        assert re.search(rf"^# {word}   ? +\S", head, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_set_only_keys_of_the_reference(path):
+    listed = set(code_spans(ROOT / "docs" / "recipe.md"))
+    assert flatten(read_recipe(path)).keys() <= listed
+
+
+def load_reference_writer():
+    return runpy.run_path(str(ROOT / "docs" / "write_recipe_reference.py"))
+
+
+def test_recipe_reference_is_up_to_date():
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert page == load_reference_writer()["render"](), "run `make docs`"
+
+
+def test_recipe_reference_is_complete():
+    writer = load_reference_writer()
+    for path, section in writer["walk_sections"]():
+        keys = {
+            field.name
+            for field in dataclasses.fields(section)
+            if not dataclasses.is_dataclass(getattr(section, field.name))
+        }
+        assert keys <= writer["field_docs"](type(section)).keys(), f"[{path}] lacks docstrings"
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    for key in flatten(dataclasses.asdict(Config())):
+        assert f"\n| `{key}` |" in page
+
+
+STABLE_KEYS = {
+    "model": ("path",),
+    "task": ("name", "path"),
+    "batch": ("problems", "minibatches"),
+    "sampling": ("max_tokens", "group_size", "temperature"),
+    "algo": ("name", "objective", "cap", "clip_low", "clip_high"),
+    "optim": ("lr",),
+    "quant": ("format", "update_scale", "kv"),
+    "rollout": ("engine",),
+    "save": ("every",),
+    "eval": ("every",),
+}
+"""Keys that scripts rely on, besides steps, seed and run_dir."""
+
+
+def test_stable_recipe_keys():
+    keys = ["steps", "seed", "run_dir"]
+    keys += [f"{section}.{key}" for section, names in STABLE_KEYS.items() for key in names]
+    flat = flatten(dataclasses.asdict(load_config(None)))
+    words = [word for key in keys for word in (f"--{key}", str(flat[key]))]
+    assert flatten(dataclasses.asdict(load_config(None, words))) == flat
+
+
+# Public names
+
+PUBLIC = {
+    "qurl.losses.policy_loss": (
+        "logp, logp_prox, logp_behav, advantages, mask, *, objective='acr', clip_low=0.2, "
+        "clip_high=0.2, cap=2.0, aggregation='token-mean', horizon=None"
+    ),
+    "qurl.losses.aggregate": "values, mask, aggregation='token-mean', *, horizon=None",
+    "qurl.advantages.gae": "rewards, values, mask=None, *, gamma=1.0, lam=1.0",
+    "qurl.advantages.group_advantages": "rewards, kind='grpo'",
+    "qurl.quant.quantize": "weight, format",
+    "qurl.quant.dequantize": "q",
+    "qurl.quant.rescale_": "model, scale=1.5",
+    "qurl.quant.unscale_": "model",
+    "qurl.rollout.build_engine": "kind, model, tokenizer=None, *, quant='none'",
+    "qurl.rollout.Engine.sync": "self, model, *, version",
+    "qurl.rollout.Engine.generate": "self, problems, params",
+    "qurl.tasks.load_task": "name_or_path",
+    "qurl.rewards.grade_math": "answer_text, truth",
+    "qurl.train.train": "config",
+}
+
+RECORDS = {
+    "qurl.types.Problem": ("id", "prompt_ids", "answer", "extra"),
+    "qurl.types.SamplingParams": (
+        *("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "group_size"),
+    ),
+    "qurl.types.Completion": ("token_ids", "logprobs", "text", "finish"),
+    "qurl.types.Rollout": ("problem", "completions", "version", "temperature"),
+    "qurl.types.Graded": ("rollout", "rewards", "details"),
+    "qurl.types.SyncReport": ("version", "seconds", "bytes", "code_flip_frac", "verified"),
+    "qurl.quant.Quantized": ("codes", "scale"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_signatures(name):
+    """What is written here is there, in this order; what is more is by keyword and optional."""
+    documented = inspect.signature(eval(f"lambda {PUBLIC[name]}: None")).parameters
+    actual = dict(inspect.signature(resolve(name)).parameters)
+    assert list(actual)[: len(documented)] == list(documented)
+    for parameter in documented.values():
+        found = actual.pop(parameter.name)
+        assert (found.kind, found.default) == (parameter.kind, parameter.default), parameter.name
+    assert all(
+        p.kind is p.VAR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.default is not p.empty)
+        for p in actual.values()
+    )
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_public_records(name):
+    record = resolve(name)
+    names = [field.name for field in dataclasses.fields(record)]
+    assert tuple(names[: len(RECORDS[name])]) == RECORDS[name]
+    assert record.__dataclass_params__.frozen
+
+
+# Examples and the rest
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("custom_reward", ["'25'                 score  1.00", "'waste': 14.0"]),
+        ("quantized_policy_loss", ["-2.40 / 0.00    -2.60 / -2.60"]),
+        ("sample_and_compare", ["0% of the codes changed", "the same tokens: True"]),
+    ],
+)
+def test_examples_run(name, expected, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(f"examples/{name}.py", run_name="__main__")
+    printed = capsys.readouterr().out
+    for text in expected:
+        assert text in printed
+
+
+def test_every_example_is_run_here():
+    here = {mark.args[1][i][0] for mark in test_examples_run.pytestmark for i in range(3)}
+    assert here == {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_readme_credits_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [d for group in project["optional-dependencies"].values() for d in group]
+    names = [re.match(r"[\w-]+", d)[0] for d in project["dependencies"] + extras]
+    links = {"torch": "PyTorch", "wandb": "Weights & Biases", "tensorboard": "TensorBoard"}
+    for name in set(names) - {project["name"]}:
+        assert f"[{links.get(name, name)}](https://" in (ROOT / "README.md").read_text(), name
+
+
+def test_versions_agree():
+    from qurl import __version__
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["version"] == str(citation["version"]) == __version__
+    assert citation["license"] == project["license"]
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["references"][0]["url"].endswith("2602.13953")

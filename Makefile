@@ -20,12 +20,15 @@ help:  ## list the commands
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 
-# A torch that the machine brings along (a GPU image, say) is used, not downloaded again.
+# A torch that the machine brings along (a GPU image, say) is used, not downloaded again: its
+# packages are seen through a .pth file, which also works where PYTHON is itself in an environment.
 $(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"; \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(PIP_ARGS) '$(TORCH)'; \
+	  $(BIN)/python -m pip install -q $(PIP_ARGS) '$(TORCH)'; \
 	fi
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
 	@touch $@

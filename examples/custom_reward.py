@@ -15,8 +15,8 @@ from typing import Any
 def brief(text: str, answer: str, extra: Mapping[str, Any]) -> Mapping[str, float]:
     """1 for the right number, less 0.05 for each character that was not needed.
 
-    `score` is what is trained on. `accuracy` is what dynamic sampling looks at and what
-    `reward/accuracy` shows. Held-out accuracy counts a completion whose `score` is at least 1.
+    `score` is what is trained on. `accuracy` is what dynamic sampling looks at, and what
+    `reward/accuracy` and the held-out accuracy show; without it the score stands for both.
     """
     is_right = text.strip() == answer
     waste = max(0, len(text) - len(answer))

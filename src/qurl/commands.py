@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from qurl.assembly import build_actor, held_out_problems, initial_model, pick_device, training_task
 from qurl.config import Config, find_warnings, load_config
@@ -45,23 +47,24 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
     print("ok    keys and values")
     for warning in find_warnings(config):
         print(f"note  {warning}")
-    checks: list[tuple[str, Callable[[Config], str]]] = [
-        ("tokenizer", _check_tokenizer),
-        ("training problems", _check_training_task),
-        ("held-out problems", _check_held_out),
-        ("grader", _check_grader),
+    load_tokenizer = functools.cache(lambda: _load_tokenizer(config))
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("tokenizer", lambda: _check_tokenizer(load_tokenizer())),
+        ("training problems", lambda: _check_training_task(config, load_tokenizer())),
+        ("held-out problems", lambda: _check_held_out(config, load_tokenizer())),
+        ("grader", lambda: _check_grader(config)),
     ]
     is_sound = True
     for name, check in checks:
         try:
-            print(f"ok    {name}: {check(config)}")
+            print(f"ok    {name}: {check()}")
         except (QurlError, OSError, ValueError) as error:
             is_sound = False
             print(f"FAIL  {name}: {error}")
     return is_sound
 
 
-def _load_tokenizer(config: Config):
+def _load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
     if config.model.path == "scratch":
@@ -69,22 +72,21 @@ def _load_tokenizer(config: Config):
     return AutoTokenizer.from_pretrained(config.model.path)
 
 
-def _check_tokenizer(config: Config) -> str:
-    tokenizer = _load_tokenizer(config)
+def _check_tokenizer(tokenizer: Any) -> str:
     return f"{len(tokenizer)} tokens, end of sequence {tokenizer.eos_token!r}"
 
 
-def _check_training_task(config: Config) -> str:
-    task = training_task(config, _load_tokenizer(config))
+def _check_training_task(config: Config, tokenizer: Any) -> str:
+    task = training_task(config, tokenizer)
     problem = task[0]
     skipped = f", {task.num_skipped} too long and left out" if task.num_skipped else ""
     return f"{len(task)} of {task.name}{skipped}; the first has {len(problem.prompt_ids)} tokens"
 
 
-def _check_held_out(config: Config) -> str:
+def _check_held_out(config: Config, tokenizer: Any) -> str:
     if not config.eval.every:
         return "not used (eval.every = 0)"
-    return f"{len(held_out_problems(config, _load_tokenizer(config)))}"
+    return f"{len(held_out_problems(config, tokenizer))}"
 
 
 def _check_grader(config: Config) -> str:

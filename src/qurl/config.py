@@ -374,6 +374,7 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
 
         config = tyro.cli(
             Config,
+            prog="qurl train",
             default=config,
             args=[_python_word(flags, i) for i in range(len(flags))],
             config=(tyro.conf.FlagConversionOff,),

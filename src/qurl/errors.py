@@ -41,6 +41,12 @@ class EngineError(QurlError, RuntimeError):
 class RewardError(QurlError, RuntimeError):
     """A grader raised, or returned something that is no reward."""
 
+    text: str = ""
+    """What was being graded, where there was anything."""
+    answer: str = ""
+    traceback: str = ""
+    """The grader's own."""
+
 
 class RewardTimeout(RewardError, TimeoutError):
     """A grader was killed at its deadline."""

@@ -83,7 +83,7 @@ def evaluate(
     """One greedy completion of each problem, then `samples` sampled ones where asked.
 
     `precision` only labels the result: the engine decides which weights answer. A completion is
-    correct when its score reaches `correct_at`.
+    correct when its accuracy reaches `correct_at`.
     """
     if not problems:
         raise DataError("there are no held-out problems to evaluate on; see task.eval_path")
@@ -236,8 +236,8 @@ def _count_correct(
         for completion in rollout.completions
     ]
     grades = pool.grade(items)
-    scores = iter([grade.score for grade in grades])
-    counts = [sum(next(scores) >= correct_at for _ in r.completions) for r in rollouts]
+    accuracies = iter([grade.accuracy for grade in grades])
+    counts = [sum(next(accuracies) >= correct_at for _ in r.completions) for r in rollouts]
     return counts, sum(grade.timed_out for grade in grades)
 
 

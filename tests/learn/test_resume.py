@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run gives the same metrics and weights, to the bit, on CPU."""
+"""Killed at any moment and resumed, a run gives the same metrics and weights, to the bit."""
 
 import os
 import signal

@@ -62,7 +62,7 @@ def grade_rollouts(
 
 
 def _details(grade: Grade) -> dict[str, float]:
-    return {"accuracy": grade.score, "timed_out": float(grade.timed_out), **grade.details}
+    return {**grade.details, "accuracy": grade.accuracy, "timed_out": float(grade.timed_out)}
 
 
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:

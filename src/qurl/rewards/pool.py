@@ -42,6 +42,11 @@ class Grade:
     """The other values of a reward that returns a mapping."""
     timed_out: bool = False
 
+    @property
+    def accuracy(self) -> float:
+        """For filters and evaluation: the score, unless a shaped reward says it apart."""
+        return self.details.get("accuracy", self.score)
+
 
 class GradingPool:
     """Grades with one reward, in `workers` processes; cheap built-in rewards need none.
@@ -232,7 +237,7 @@ def failure(
     text, answer = ("", "") if item is None else item[:2]
     where = f"; it was grading {text[-300:]!r} against {answer!r}" if item else ""
     error = kind(f"{what}{where}")
-    vars(error).update(text=text, answer=answer, traceback=evidence)
+    error.text, error.answer, error.traceback = text, answer, evidence
     if evidence:
         error.add_note(evidence)
     return error

@@ -20,8 +20,8 @@ class Engine(Protocol):
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order.
 
-        The tokens of a request depend on the weights, the prompt, the parameters and the problem's
-        id alone, never on what else is in the batch.
+        The randomness of a request depends on the parameters and the problem's id alone, so that
+        its tokens do not change with what else is in the batch, up to the rounding of the hardware.
         """
         ...
 

@@ -5,8 +5,8 @@ in the weights' dtype. `rms_norm`, `rotate`, `attend_prompts`, `attend_pages` an
 functions, and with `qurl.quant.linear` they are the seams for faster kernels.
 
 A row's result does not depend on the other rows. On the CPU this takes two precautions, both
-measured: at least 4 rows per matrix product (rows are padded to a multiple of `ROWS`), and a number
-of keys that is a multiple of `KEYS` (so that the vectorised softmax has no remainder).
+measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and that of
+the keys a multiple of `KEYS` (so that the vectorised softmax has no remainder).
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """

@@ -3,19 +3,19 @@ from pathlib import Path
 
 import pytest
 import torch
-
-SHARED = Path(__file__).parents[2] / "shared"
+from transformers.utils.logging import disable_progress_bar
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _single_thread() -> None:
-    """Tiny tensors: more threads are slower."""
+def _quiet_single_thread() -> None:
+    """Tiny tensors: more threads are slower. Progress bars would mix with what tests capture."""
     torch.set_num_threads(1)
+    disable_progress_bar()
 
 
 @pytest.fixture(scope="session")
 def vectors():
-    """Loads a file of worked numbers: ours in tests/vectors."""
+    """Loads a file of worked numbers from tests/vectors."""
 
     def load(name: str) -> dict:
         return json.loads((Path(__file__).parent / "vectors" / name).read_text())

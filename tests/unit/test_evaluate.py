@@ -15,6 +15,7 @@ from qurl.evaluate import (
     print_results,
     wilson_interval,
 )
+from qurl.rewards.pool import Grade
 from qurl.types import Completion, Problem, Rollout
 
 
@@ -89,19 +90,12 @@ def test_ks_up_to():
     assert ks_up_to(12) == [1, 2, 4, 8, 12]
 
 
-@dataclass(frozen=True)
-class FakeGrade:
-    score: float
-    details: dict
-    timed_out: bool
-
-
 class FakePool:
     """A text that equals the answer is worth 1, "half" 0.5, and "slow" times out."""
 
     def grade(self, items):
         return [
-            FakeGrade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
+            Grade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
             for text, answer, _ in items
         ]
 

@@ -526,21 +526,42 @@ def test_canary_refuses_weights_that_are_not_finite(kind):
         engine.sync(model, version=2)
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
-def test_canary_refuses_a_copy_that_computes_something_else(quant, monkeypatch):
+def sync_with_damage(quant, monkeypatch, damage):
+    """A sync whose copy is damaged before it is verified."""
     model = own_model()
     engine = build("local", model, quant)
     load = engine.weights.load_
 
-    def load_and_corrupt(source):
+    def load_and_damage(source):
         flips = load(source)
-        weight = engine.weights.layers[0].down.weight
-        (weight if quant == "none" else weight.scale).mul_(-3)
+        damage(engine.weights)
         return flips
 
-    monkeypatch.setattr(engine.weights, "load_", load_and_corrupt)
+    monkeypatch.setattr(engine.weights, "load_", load_and_damage)
+    engine.sync(model, version=3)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
+def test_canary_refuses_a_copy_that_computes_something_else(quant, monkeypatch):
+    def damage(weights):
+        weights.lm_head = 40 * weights.lm_head
+
     with pytest.raises(EngineError, match=r"mean \|log-prob gap\| = .* exceeds"):
-        engine.sync(model, version=3)
+        sync_with_damage(quant, monkeypatch, damage)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-block", "int4"])
+@pytest.mark.parametrize("name", ["qkv", "down"])
+def test_spot_check_finds_damage_that_noise_would_hide(quant, name, monkeypatch):
+    """One unit in the last place of every scale: far below what quantization itself does."""
+
+    def damage(weights):
+        projection = getattr(weights.layers[-1], name)
+        projection = projection[0] if isinstance(projection, tuple) else projection
+        projection.weight.scale.mul_(1 + 2**-22)
+
+    with pytest.raises(EngineError, match=r"version 3 failed: a projection of layer 1"):
+        sync_with_damage(quant, monkeypatch, damage)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

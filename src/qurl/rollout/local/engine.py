@@ -75,6 +75,7 @@ class LocalEngine:
             bound=canary_bound(self.quant, self.weights.dtype),
             version=version,
         )
+        self.weights.check(model, version)
         seconds = time.perf_counter() - start
         return SyncReport(version, seconds, self.weights.num_bytes, flip_frac, True, gap)
 

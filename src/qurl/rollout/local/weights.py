@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurl.errors import ModelError
+from qurl.errors import EngineError, ModelError
 from qurl.quant import Format, Quantized, get_format, linear, quantize
 from qurl.quant.linear import PROJECTIONS
 
@@ -67,6 +67,15 @@ class Projection:
                 self.bias[rows] = module.bias.detach()
         return flips
 
+    def holds(self, modules: Sequence[nn.Linear], probe: int) -> bool:
+        """Whether one row (or strip of tiles) of each module, coded again, is what is stored."""
+        start = 0
+        for module in modules:
+            if not self._holds_row(module.weight.detach(), start, probe % module.out_features):
+                return False
+            start += module.out_features
+        return True
+
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Quantized):
             return linear(x, self.weight, self.bias)
@@ -93,6 +102,19 @@ class Projection:
         scale = self.weight.scale
         (scale if self.weight.format.block else scale[rows]).copy_(fresh.scale)
         return flips
+
+    def _holds_row(self, source: Tensor, start: int, row: int) -> bool:
+        stored = self.weight
+        if not isinstance(stored, Quantized):
+            return torch.equal(stored[start + row], source[row].to(stored.dtype))
+        block = stored.format.block
+        first = row - row % block if block else row
+        fresh = quantize(source[first : first + (block or 1)], stored.format)
+        rows = slice(start + first, start + first + len(fresh.codes))
+        scale = stored.scale[first // block, None] if block else stored.scale[rows]
+        return torch.equal(stored.codes[rows].float(), fresh.codes.float()) and torch.equal(
+            scale, fresh.scale
+        )
 
 
 @dataclass
@@ -144,7 +166,7 @@ class Weights:
         """
         body, flips = model.model, 0
         for index, (layer, source) in enumerate(zip(self.layers, body.layers, strict=True)):
-            flips += self._load_layer_(layer, source)
+            flips += sum(p.load_(modules) for p, modules in self._pairs(layer, source))
             for name, module in source.named_modules():
                 if (kind := name.rpartition(".")[2]) in _NORMS:
                     key = f"layers.{index}.{kind}"
@@ -159,6 +181,21 @@ class Weights:
         was_loaded, self.is_loaded = self.is_loaded, True
         return flips / num_codes if num_codes and was_loaded else 0.0
 
+    @torch.no_grad()
+    def check(self, model: Any, version: int) -> None:
+        """Spot-check the copy: one row of every projection, another one at each version.
+
+        The canary prompt sees whether the whole computes sensibly, but quantization noise hides a
+        small error there; this finds a stale, misplaced or damaged row exactly.
+        """
+        for index, (layer, source) in enumerate(zip(self.layers, model.model.layers, strict=True)):
+            for projection, modules in self._pairs(layer, source):
+                if not projection.holds(modules, probe=7919 * version):
+                    raise EngineError(
+                        f"sync of version {version} failed: a projection of layer {index} in the "
+                        "engine is not the quantized copy of the trainer's"
+                    )
+
     def _allocate_layer(self, source: Any, window: int | None) -> Layer:
         attention, mlp = source.self_attn, source.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -170,13 +207,14 @@ class Weights:
             window=window,
         )
 
-    def _load_layer_(self, layer: Layer, source: Any) -> int:
+    def _pairs(self, layer: Layer, source: Any) -> Iterator[tuple[Projection, Sequence[nn.Linear]]]:
+        """Each projection of the engine with the trainer's modules that it holds."""
         attention, mlp = source.self_attn, source.mlp
         qkv = self._fuse((attention.q_proj, attention.k_proj, attention.v_proj))
         gate_up = self._fuse((mlp.gate_proj, mlp.up_proj))
-        targets = zip(layer.qkv + layer.gate_up, qkv + gate_up, strict=True)
-        flips = sum(projection.load_(modules) for projection, modules in targets)
-        return flips + layer.o.load_([attention.o_proj]) + layer.down.load_([mlp.down_proj])
+        yield from zip(layer.qkv + layer.gate_up, qkv + gate_up, strict=True)
+        yield layer.o, [attention.o_proj]
+        yield layer.down, [mlp.down_proj]
 
     def _fuse(self, modules: Sequence[nn.Linear]) -> tuple[Sequence[nn.Linear], ...]:
         """Which projections share a buffer: all, or in block formats none."""

@@ -16,7 +16,7 @@ RUN      ?= runs/demo
 .PHONY: help install demo test lint docs bench
 
 help:  ## list the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 

@@ -44,10 +44,6 @@ class Parts:
     tracker: UpdateTracker | None
     first_step: int
 
-    @property
-    def policy(self) -> Policy:
-        return self.learner.policy
-
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
@@ -59,10 +55,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint where there is one."""
     for warning in find_warnings(config):
         run.event("warning", warning)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    device = pick_device(config.device)
+    device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
 
@@ -75,6 +68,8 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
         reference = load_policy(initial, config.model, device).freeze_()
     learner = Learner(policy, config, reference=reference)
     task = training_task(config, policy.tokenizer)
+    for note in task.notes:
+        run.event("warning", note)
     stream = ProblemStream(task, config.seed)
     tracker = _build_tracker(config, policy, run)
     state = {"step": 0}
@@ -100,6 +95,14 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             tracker=tracker,
             first_step=state["step"],
         )
+
+
+def prepare_torch(config: Config) -> torch.device:
+    """Set threads and seed, and choose the device."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    return pick_device(config.device)
 
 
 def pick_device(name: str) -> torch.device:
@@ -182,7 +185,8 @@ def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
 def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
     if config.quant.track_rows == 0:
         return None
-    if not any(name.endswith(PROJECTIONS) for name, _ in policy.model.named_modules()):
+    names = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
+    if names.isdisjoint(PROJECTIONS):
         kind = type(policy.model).__name__
         run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None

@@ -38,7 +38,8 @@ def save_checkpoint(
         write_state(staging, learner, {"step": step, **state})
         shutil.rmtree(target, ignore_errors=True)
         os.replace(staging, target)
-    except (OSError, RuntimeError, SafetensorError) as error:  # each of them on a full disk
+    # A full disk shows as any of the first three; transformers refuses with a ValueError.
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         previous = latest_checkpoint(folder)
         raise CheckpointError(
@@ -110,3 +111,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def find_policy(source: Path) -> Path:
+    """The policy folder of a run directory, of a checkpoint, or of a policy folder itself."""
+    checkpoint = latest_checkpoint(source / "checkpoints")
+    for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
+        if (folder / "config.json").is_file() and list(folder.glob("*.safetensors*")):
+            return folder
+    raise CheckpointError(
+        f"{source} is neither a run with a checkpoint nor a checkpoint; expected "
+        f"{source}/checkpoints/step-NNNNNN/policy or {source}/policy"
+    )

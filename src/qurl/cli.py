@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, DataError)) else 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
+        print("interrupted; a training run resumes with the same command", file=sys.stderr)
         return 130
 
 
@@ -123,10 +123,15 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     """The recipe comes first; without one, everything is a flag over the defaults."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
+    if late := [a for a in args if a.endswith(".toml")]:
+        raise ConfigError(f"the recipe comes before the flags: put {late[0]} first")
     return None, args
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:
+    if "-h" in args or "--help" in args:
+        print(HELP, end="")
+        raise SystemExit(0)
     if len(args) != len(names) or any(a.startswith("-") for a in args):
         raise ConfigError(f"expected {' '.join(names)}, got {' '.join(args) or 'nothing'}")
     return args

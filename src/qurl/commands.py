@@ -7,26 +7,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qurl.assembly import build_actor, held_out_problems, initial_model, pick_device, training_task
+from qurl.assembly import build_actor, held_out_problems, prepare_torch, training_task
+from qurl.checkpoint import find_policy
 from qurl.config import Config, find_warnings, load_config
 from qurl.errors import ConfigError, QurlError
 from qurl.evaluate import EvalResult, eval_precisions, evaluate_recipe, print_results
 from qurl.policy import load_policy
-from qurl.quant.export import find_policy
 from qurl.rewards.pool import GradingPool
+from qurl.rewards.reward import is_users_own
 from qurl.tasks.tokenizer import build_tokenizer
 
 
 def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]:
     """Held-out accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
     config = load_config(source, flags)
-    device = pick_device(config.device)
+    device = prepare_torch(config)
+    path: str | Path = config.model.path
     if source and Path(source).is_dir():
-        path: str | Path = find_policy(Path(source))
-    elif config.model.path == "scratch":
-        path = initial_model(config, Path(config.run_dir), device)
-    else:
-        path = config.model.path
+        path = find_policy(Path(source))
+    elif path == "scratch":  # there is nothing to evaluate but what was trained
+        path = find_policy(Path(config.run_dir))
     policy = load_policy(path, config.model, device)
     problems = held_out_problems(config, policy.tokenizer)
     reward = training_task(config, policy.tokenizer).reward
@@ -79,8 +79,8 @@ def _check_tokenizer(tokenizer: Any) -> str:
 def _check_training_task(config: Config, tokenizer: Any) -> str:
     task = training_task(config, tokenizer)
     problem = task[0]
-    skipped = f", {task.num_skipped} too long and left out" if task.num_skipped else ""
-    return f"{len(task)} of {task.name}{skipped}; the first has {len(problem.prompt_ids)} tokens"
+    first = f"the first has {len(problem.prompt_ids)} tokens"
+    return "; ".join([f"{len(task)} of {task.name}", first, *task.notes])
 
 
 def _check_held_out(config: Config, tokenizer: Any) -> str:
@@ -108,7 +108,3 @@ def _check_grader(config: Config) -> str:
     if best <= bad.score and not is_users_own(task.reward):
         raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")
     return scores
-
-
-def is_users_own(reward: str) -> bool:
-    return ":" in reward and not reward.startswith("gym:")

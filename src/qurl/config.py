@@ -366,7 +366,9 @@ class Config(_Section):
 def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     """Read a recipe, lay the flags over it, and check the whole."""
     recipe = read_recipe(path) if path else {}
-    source = str(path) if path else "flags"
+    source = " and ".join(
+        [*([str(path)] if path else []), *(["flags"] if flags or not path else [])]
+    )
     name = _flag_value(flags, "--algo.name") or _section(recipe, "algo").get("name")
     config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
     if flags:
@@ -392,8 +394,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         path, parse, kind = path / "config.json", json.loads, "JSON"
     else:
         parse, kind = tomllib.loads, "TOML"
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder without a config.json; give a recipe or a run")
     if not path.is_file():
-        raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples")
+        raise ConfigError(f"there is no recipe and no run at {path}; see recipes/ for examples")
     try:
         return parse(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of either parser, or no text at all
@@ -443,6 +447,22 @@ def find_mistakes(config: Config) -> list[str]:
         (
             algo.kl_in_reward and algo.advantage != "gae",
             "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead",
+        ),
+        (
+            algo.kl_is_correct and algo.objective not in ("decoupled", "tis", "acr"),
+            f"algo.kl_is_correct = true needs a weighted objective (decoupled, tis or acr), not "
+            f"{algo.objective!r}",
+        ),
+        (
+            correction.mode == "bypass" and (correction.reject or correction.veto is not None),
+            "correction.mode = 'bypass' computes no mismatch, so correction.reject and "
+            "correction.veto have nothing to look at",
+        ),
+        (
+            ":" not in config.task.reward
+            and config.task.reward not in ("auto", "math", "exact", "countdown"),
+            f"task.reward = {config.task.reward!r} is not one of auto, math, exact, countdown, "
+            "gym:<name>, module:function",
         ),
         (
             correction.mode == "bypass" and algo.objective != "ppo_behav",

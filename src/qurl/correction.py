@@ -43,14 +43,20 @@ def icepop_weights(log_mismatch: Tensor, low: float, high: float) -> tuple[Tenso
 
 
 def correct(
-    batch: Batch, config: CorrectionConfig, *, cap: float | None
+    batch: Batch, config: CorrectionConfig, *, cap: float | None, is_weighted: bool = True
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with its weights and with rejected tokens out of its mask, and the metrics."""
+    """The batch with rejected tokens out of its mask and, where the objective is weighted, with its
+    weights; and the metrics. In bypass mode there is no mismatch to speak of.
+    """
     assert batch.logp_prox is not None
+    if config.mode == "bypass":
+        return batch, {}
     log_mismatch = (batch.logp_prox - batch.logp_behav) * batch.mask  # [B, T]
     metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=cap)
     mask = batch.mask * acceptance(log_mismatch, batch.mask, config)
     metrics |= _rejection_metrics(batch.mask, mask)
+    if not is_weighted:
+        return batch.replace(mask=mask), metrics
 
     level = log_mismatch
     if config.level == "sequence":
@@ -63,7 +69,7 @@ def correct(
         factor = (weight * mask).sum() / mask.sum().clamp(min=1)
         weight = weight / factor.clamp(min=1e-8)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(factor)
-    metrics |= weight_metrics(weight, shrink, mask, cap=cap)
+    metrics |= weight_metrics(weight, shrink, mask)
     return batch.replace(mask=mask, weight=weight * mask, shrink=shrink), metrics
 
 
@@ -145,9 +151,7 @@ def mismatch_metrics(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def weight_metrics(
-    weight: Tensor, shrink: Tensor, mask: Tensor, *, cap: float | None
-) -> dict[str, float]:
+def weight_metrics(weight: Tensor, shrink: Tensor, mask: Tensor) -> dict[str, float]:
     """What the objective really multiplies with: truncated weights, r, effective sample size."""
     keep = mask.bool()
     if not keep.any():
@@ -170,5 +174,7 @@ def _rejection_metrics(before: Tensor, after: Tensor) -> dict[str, float]:
     lost_rows = rows & (after.sum(-1) == 0)
     return {
         "rollout_corr/rollout_rs_masked_fraction": float(1 - after.sum() / tokens.clamp(min=1)),
-        "rollout_corr/rollout_rs_seq_masked_fraction": float(lost_rows.sum() / rows.sum()),
+        "rollout_corr/rollout_rs_seq_masked_fraction": float(
+            lost_rows.sum() / rows.sum().clamp(min=1)
+        ),
     }

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from qurl.checkpoint import write_state
-from qurl.errors import QurlError, RewardError, TrainingError
+from qurl.errors import EngineError, QurlError, RewardError, TrainingError
 from qurl.learner import Learner
 from qurl.run import Run
 
@@ -21,13 +21,13 @@ def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
     """Save the evidence of a failed step under crash/, then let the error go on."""
     try:
         yield
-    except (TrainingError, RewardError) as error:
+    except (TrainingError, RewardError, EngineError) as error:
         folder = run.path / "crash" / f"step-{step:06d}"
         message = f"step {step} stopped the run; evidence in {folder}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_evidence(folder, step, learner, error)
-        except (OSError, RuntimeError, SafetensorError) as failure:  # each of them on a full disk
+        except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
         run.event("alarm", message, error=str(error))
         raise
@@ -38,7 +38,7 @@ def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError)
     if isinstance(error, RewardError):
         evidence = {k: v for k, v in vars(error).items() if not k.startswith("_")}
         (folder / "grading.json").write_text(json.dumps(evidence, indent=2, default=str))
-        return
-    write_state(folder, learner, {"step": step})
-    if isinstance(error, TrainingError) and error.batch is not None:
-        torch.save(vars(error.batch.to("cpu")), folder / "batch.pt")
+    if isinstance(error, TrainingError):
+        write_state(folder, learner, {"step": step})
+        if error.batch is not None:
+            torch.save(vars(error.batch.to("cpu")), folder / "batch.pt")

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from qurl.policy import Policy, _autocast, _disable_dropout_
+from qurl.policy import Policy, autocast, disable_dropout_
 from qurl.types import Batch
 
 
@@ -23,11 +23,11 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = policy.compute_dtype
         self.to(policy.device)
-        _disable_dropout_(self)
+        disable_dropout_(self)
 
     def forward(self, batch: Batch) -> Tensor:
         """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""
-        with _autocast(batch.token_ids.device, self.compute_dtype):
+        with autocast(batch.token_ids.device, self.compute_dtype):
             states = self.backbone(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         values = self.head(states[:, :-1].float()).squeeze(-1)  # [B, T - 1]
         return torch.cat([torch.zeros_like(values[:, :1]), values], -1) * batch.mask

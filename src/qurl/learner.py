@@ -106,12 +106,7 @@ class Learner:
             loss.backward()
             meter.add(stats, weight=piece.num_tokens)
         lr = learning_rate(config.optim.lr, step, config.steps, config.optim)
-        norm = apply_gradients(
-            self.optimizer,
-            self.policy.model.parameters(),
-            lr=lr,
-            grad_clip=config.optim.grad_clip,
-        )
+        norm = apply_gradients(self.optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
 
     def _policy_terms(self, piece: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -178,12 +173,7 @@ class Learner:
             loss.backward()
             meter.add(stats, weight=piece.num_tokens)
         lr = learning_rate(config.critic.lr, step, config.steps, config.optim)
-        norm = apply_gradients(
-            self.critic_optimizer,
-            self.critic.parameters(),
-            lr=lr,
-            grad_clip=config.optim.grad_clip,
-        )
+        norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
 

@@ -110,21 +110,33 @@ def policy_loss(
         surrogate = weight * surrogate
 
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
-    with torch.no_grad():
-        is_high = (advantages > 0) & (ratio > upper)
-        is_low = (advantages < 0) & (ratio < lower)
-        is_rescued = (advantages > 0) & (ratio > 1.0 + clip_high) & (ratio <= upper)
-        is_floored = (advantages < 0) & (ratio > (dual_clip or float("inf")))
-        stats = {
-            "actor/pg_clipfrac": _mean(is_high | is_low, keep),
-            "actor/clip_frac_high": _mean(is_high, keep),
-            "actor/clip_frac_low": _mean(is_low, keep),
-            "actor/pg_clipfrac_lower": _mean(is_floored, keep),
-            "actor/ppo_kl": _mean(logp_prox - logp, keep),
-            "acr/rescued_frac": _mean(is_rescued, keep),
-            "acr/max_upper": torch.where(keep, upper, 1.0 + clip_high).max(),
-        }
+    stats = _clip_stats(ratio, advantages, keep, lower, upper, 1.0 + clip_high)
+    is_floored = (advantages < 0) & (ratio > (dual_clip or float("inf")))
+    stats["actor/pg_clipfrac_lower"] = _mean(is_floored, keep)
+    stats["actor/ppo_kl"] = _mean(logp_prox - logp, keep)
     return loss, stats
+
+
+@torch.no_grad()
+def _clip_stats(
+    ratio: Tensor,
+    advantages: Tensor,
+    keep: Tensor,
+    lower: float,
+    upper: Tensor,
+    plain_upper: float,
+) -> dict[str, Tensor]:
+    """Which tokens the clip stopped, and which only ACR's wider bound lets through ("rescued")."""
+    is_high = (advantages > 0) & (ratio > upper)
+    is_low = (advantages < 0) & (ratio < lower)
+    is_rescued = (advantages > 0) & (ratio > plain_upper) & (ratio <= upper)
+    return {
+        "actor/pg_clipfrac": _mean(is_high | is_low, keep),
+        "actor/clip_frac_high": _mean(is_high, keep),
+        "actor/clip_frac_low": _mean(is_low, keep),
+        "acr/rescued_frac": _mean(is_rescued, keep),
+        "acr/max_upper": torch.where(keep, upper, plain_upper).max(),
+    }
 
 
 def aggregate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -41,13 +40,12 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
     return peak
 
 
-def apply_gradients(
-    optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, lr: float, grad_clip: float
-) -> float:
+def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
     """Clip, step and clear; returns the gradient norm before clipping.
 
     A non-finite gradient stops the run before it can touch the weights.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
     if not math.isfinite(norm):
         raise TrainingError(

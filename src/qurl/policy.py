@@ -39,7 +39,8 @@ class Policy:
         self.device = device
         self.logits_chunk = config.logits_chunk
         self.compute_dtype = _compute_dtype(config, device)
-        _disable_dropout_(self.model)
+        disable_dropout_(self.model)
+        make_savable_(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
@@ -69,7 +70,7 @@ class Policy:
     def _score_chunk(
         self, states: Tensor, targets: Tensor, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        with _autocast(states.device, self.compute_dtype):
+        with autocast(states.device, self.compute_dtype):
             logits = apply_head(self.model, states)
         logits = logits.float() / temperature  # [n, V]
         log_z = logits.logsumexp(-1)
@@ -96,6 +97,8 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> 
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
+    if not Path(path).exists() and not _may_be_hub_name(str(path)):
+        raise ModelError(f"model.path = {str(path)!r} does not exist (seen from {Path.cwd()})")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
@@ -107,15 +110,29 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
-            f"model.path = {str(path)!r} cannot be loaded as a causal LM: {error}. Give a folder "
-            "with config.json, weights and tokenizer, or a hub name that is reachable from here"
+            f"model.path = {str(path)!r} cannot be loaded as a causal LM; give a folder with "
+            "config.json, weights and tokenizer, or a hub name that is reachable from here: "
+            f"{error}"
         ) from error
     return Policy(model, tokenizer, config, device)
 
 
+def _may_be_hub_name(path: str) -> bool:
+    """Names of the hub are `name` or `owner/name`."""
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+
+
+def make_savable_(model: Any) -> None:
+    """Repair sampling defaults that transformers reads but refuses to write."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:
+        model.generation_config.do_sample = True
+
+
 def hidden_states(model: nn.Module, token_ids: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """[B, T, H]: the backbone's output after its last norm, without the head."""
-    with _autocast(token_ids.device, compute_dtype):
+    with autocast(token_ids.device, compute_dtype):
         return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[operator]
 
 
@@ -146,7 +163,7 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
-def _disable_dropout_(model: nn.Module) -> None:
+def disable_dropout_(model: nn.Module) -> None:
     """The proximal policy and the first update must be the same function."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -162,7 +179,7 @@ def _compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.compute_dtype)
 
 
-def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 

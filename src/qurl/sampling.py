@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class ProblemStream:
             order = torch.randperm(len(self.task), generator=generator(self.seed, "epoch", epoch))
             self._epoch, self._order = epoch, order
         self.position += 1
-        return self.task[int(self._order[offset])]
+        problem = self.task[int(self._order[offset])]
+        # Engines key their randomness by id: asked twice in a step, it must not be answered alike.
+        return dataclasses.replace(problem, id=f"{problem.id}@{epoch}") if epoch else problem
 
 
 class Sampler:

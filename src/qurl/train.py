@@ -29,8 +29,8 @@ from qurl.sampling import Sampler, collect
 
 def train(config: Config) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory."""
-    algo = config.algo
-    cap = algo.cap if OBJECTIVES[algo.objective].is_truncated else None
+    algo, objective = config.algo, OBJECTIVES[config.algo.objective]
+    cap = algo.cap if objective.is_truncated else None
     with Run.open(config) as run, assemble(config, run) as parts:
         learner, timer = parts.learner, run.timer
         for step in range(parts.first_step, config.steps):
@@ -46,7 +46,9 @@ def train(config: Config) -> Path:
                 batch = pack(collected.graded).to(learner.policy.device)
                 with timer("prox"):
                     batch, scores = learner.recompute(batch)
-                batch, mismatch = correct(batch, config.correction, cap=cap)
+                batch, mismatch = correct(
+                    batch, config.correction, cap=cap, is_weighted=objective.is_weighted
+                )
                 batch = estimate(batch, algo)
                 with timer("update"):
                     metrics |= scores | mismatch | learner.update(batch, step)
@@ -76,6 +78,7 @@ def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
     model = parts.learner.policy.model
     with run.timer("sync"):
         report = parts.engine.sync(model, version=step)
+    # Not report.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
     metrics = {"sync/canary_gap": report.canary_gap, "sync/bytes": float(report.bytes)}
     if parts.tracker is not None:
         with run.timer("track"):

@@ -107,7 +107,8 @@ class SyncReport:
     """Share of quantized codes that changed since the last sync; 0 on the first and without
     quantization."""
     verified: bool
-    """The canary prompt was scored by trainer and engine and the two agree within the bound."""
+    """Trainer and engine agree on the canary prompt within the bound, and the rows that were looked
+    at are exact copies. A sync that fails this raises instead."""
     canary_gap: float
     """Mean |log-prob difference| between trainer and engine on the canary prompt."""
 

@@ -578,7 +578,7 @@ def test_bounds_of_the_canary():
     from qurl.rollout.canary import canary_bound
 
     assert canary_bound("none", torch.float32) == 0.01
-    assert canary_bound("none", torch.bfloat16) == 0.1
+    assert canary_bound("none", torch.bfloat16) == 1.0
     assert canary_bound("int4", torch.float32) == get_format("int4").canary_bound
 
 

@@ -136,7 +136,7 @@ def test_a_wrong_name_would_be_found():
 
 def test_all_mismatch_metrics_are_explained():
     logp, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    logged = mismatch_metrics(logp, logp, mask, cap=2.0) | weight_metrics(mask, mask, mask, cap=2.0)
+    logged = mismatch_metrics(logp, logp, mask, cap=2.0) | weight_metrics(mask, mask, mask)
     assert logged.keys() <= set(code_spans(ROOT / "docs" / "algorithm.md"))
 
 

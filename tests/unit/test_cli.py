@@ -81,9 +81,17 @@ def test_unknown_command(capsys):
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["train", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
-        (["eval", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
-        (["validate", "nowhere.toml"], 2, "ConfigError: recipe nowhere.toml does not exist"),
+        (
+            ["train", "nowhere.toml"],
+            2,
+            "ConfigError: there is no recipe and no run at nowhere.toml",
+        ),
+        (["eval", "nowhere.toml"], 2, "ConfigError: there is no recipe and no run at nowhere.toml"),
+        (
+            ["validate", "nowhere.toml"],
+            2,
+            "ConfigError: there is no recipe and no run at nowhere.toml",
+        ),
         (["train", "--steps", "0"], 2, "ConfigError: steps = 0: must be greater"),
         (["report"], 2, "ConfigError: expected RUN, got nothing"),
         (["report", "a", "b"], 2, "ConfigError: expected RUN, got a b"),
@@ -128,7 +136,7 @@ def test_interrupted(capsys, monkeypatch):
     monkeypatch.setattr("qurl.config.load_config", interrupt)
     assert fails(["train"], capsys) == (
         130,
-        "interrupted; run the same command again to resume\n",
+        "interrupted; a training run resumes with the same command\n",
     )
 
 

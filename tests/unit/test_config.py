@@ -290,7 +290,7 @@ def test_choices_that_need_no_warning():
 
 
 def test_files_that_are_no_recipe(recipe, tmp_path):
-    with pytest.raises(ConfigError, match=r"recipe .*nowhere\.toml does not exist"):
+    with pytest.raises(ConfigError, match=r"there is no recipe and no run at .*nowhere\.toml"):
         load_config(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match=r"recipe\.toml is not valid TOML: .*line 2"):
         load_config(recipe("steps = 1\nseed 2\n"))

@@ -138,3 +138,23 @@ def test_raw_and_truncated_are_both_reported():
     assert metrics["rollout_corr/truncated_frac"] == 0.5
     assert metrics["acr/shrink_min"] == pytest.approx(2e-4)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(9 / (2 * 5))
+
+
+def test_unweighted_objectives_get_a_mask_and_no_weights():
+    batch, metrics = correct(
+        make_batch([[1.0, 1e-5], [1.0, 3.0]]),
+        CorrectionConfig(veto=1e-4),
+        cap=None,
+        is_weighted=False,
+    )
+    assert batch.weight is None
+    assert batch.mask.tolist() == [[0, 0], [1, 1]]
+    assert "rollout_corr/kl" in metrics
+    assert "rollout_corr/weight_mean" not in metrics
+
+
+def test_bypass_measures_nothing():
+    given = make_batch([[1.0, 2.0]])
+    batch, metrics = correct(given, CorrectionConfig(mode="bypass"), cap=2.0)
+    assert batch is given
+    assert metrics == {}

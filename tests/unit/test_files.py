@@ -140,10 +140,11 @@ def test_a_bad_row_is_named(tmp_path, line, message):
 
 def test_blank_answers_are_left_out_loudly(tmp_path):
     rows = [{"question": "q", "answer": a} for a in ("1", "", None, "2")]
-    with pytest.warns(UserWarning, match=r"2 of 4 rows .*x\.jsonl line 2"):
-        task = load_task(write(tmp_path / "x.jsonl", rows))
+    task = load_task(write(tmp_path / "x.jsonl", rows))
     assert [p.answer for p in task] == ["1", "2"]
-    assert task.num_skipped == 2
+    [note] = task.notes
+    assert note.startswith("2 of 4 rows")
+    assert note.endswith("x.jsonl line 2")
 
 
 def test_a_reward_of_the_user_needs_no_answer(tmp_path):
@@ -164,8 +165,10 @@ def test_long_prompts_are_an_error_or_skipped(tmp_path):
         load_task(path, **options)
     task = load_task(path, **options, skip_long_prompts=True)
     assert [p.extra["prompt"][0] for p in task] == ["a", "d"]
-    assert task.num_skipped == 2
-    with pytest.raises(DataError, match="no row of 4 is left"):
+    [note] = task.notes
+    assert note.startswith("2 of 4 rows")
+    assert "task.max_prompt_tokens = 30" in note
+    with pytest.raises(DataError, match="is left: 4 of 4 rows"):
         load_task(path, **{**options, "max_prompt_tokens": 0}, skip_long_prompts=True)
 
 

@@ -102,9 +102,7 @@ def test_the_updates_of_a_step_are_those_of_its_mini_batches():
             )
             loss.backward()
             losses.append(loss.item())
-            norms.append(
-                apply_gradients(optimizer, other.model.parameters(), lr=1e-2, grad_clip=1.0)
-            )
+            norms.append(apply_gradients(optimizer, lr=1e-2, grad_clip=1.0))
     metrics = learner.update(batch, step=4)
     assert_same(learner.policy.model, weights(other.model), tolerance=1e-6)
     assert metrics["actor/pg_loss"] == pytest.approx(sum(losses) / 4, abs=1e-6)

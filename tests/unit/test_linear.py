@@ -205,3 +205,18 @@ def test_fused_experts_are_not_left_out_in_silence():
 def test_a_model_without_projections_is_refused():
     with pytest.raises(ModelError, match=r"Sequential has no layer named like q_proj"):
         quantized_copy(nn.Sequential(nn.Linear(4, 4)), "int8")
+
+
+def test_a_copy_in_part_is_refused():
+    """OPT has out_proj, fc1 and fc2: an "int8" actor would be mostly unquantized."""
+    config = transformers.OPTConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=1,
+        ffn_dim=32,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+        max_position_embeddings=32,
+    )
+    with pytest.raises(ModelError, match=r"quantized only in part: .*fc1"):
+        quantized_copy(transformers.OPTForCausalLM(config), "int8")

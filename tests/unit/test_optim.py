@@ -38,7 +38,7 @@ def test_only_matrices_decay():
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=0.5)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    apply_gradients(optimizer, model.parameters(), lr=0.5, grad_clip=1.0)
+    apply_gradients(optimizer, lr=0.5, grad_clip=1.0)
     for name, parameter in model.named_parameters():
         factor = 1.0 if "norm" in name else 0.95
         torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)
@@ -58,7 +58,7 @@ def test_a_step_by_hand():
     config = OptimConfig(eps=0.2)
     optimizer = build_optimizer(nn.ParameterList([weight]), config, lr=1.0)
     weight.grad = torch.tensor([3.0, 4.0])
-    assert apply_gradients(optimizer, [weight], lr=0.1, grad_clip=1.0) == pytest.approx(5.0)
+    assert apply_gradients(optimizer, lr=0.1, grad_clip=1.0) == pytest.approx(5.0)
     assert weight.tolist() == pytest.approx([1 - 0.1 * 0.6 / 0.8, 1 - 0.1 * 0.8 / 1.0])
     assert weight.grad is None
 
@@ -69,6 +69,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(poison):
     optimizer = build_optimizer(nn.ParameterList([weight]), OptimConfig(), lr=0.1)
     weight.grad = torch.tensor([1.0, poison, 1.0])
     with pytest.raises(TrainingError, match=r"gradient norm is .* weights were left as they are"):
-        apply_gradients(optimizer, [weight], lr=0.1, grad_clip=1.0)
+        apply_gradients(optimizer, lr=0.1, grad_clip=1.0)
     assert weight.tolist() == [1.0, 1.0, 1.0]
     assert not optimizer.state

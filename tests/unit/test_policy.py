@@ -250,7 +250,7 @@ def broken_folder(path, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["missing", "no weights", "torn weights", "no tokenizer", "unknown type", "incomplete"],
+    ["no weights", "torn weights", "no tokenizer", "unknown type", "incomplete"],
 )
 def test_a_folder_that_cannot_be_loaded_is_named(tmp_path, kind):
     path = tmp_path / "model"
@@ -259,7 +259,23 @@ def test_a_folder_that_cannot_be_loaded_is_named(tmp_path, kind):
         load_policy(path, ModelConfig(), CPU)
     message = str(error.value)
     assert message.startswith(f"model.path = {str(path)!r} cannot be loaded as a causal LM")
-    assert "Give a folder with config.json, weights and tokenizer" in message
+    assert "give a folder with config.json, weights and tokenizer" in message
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "a/b/c"])
+def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(path):
+    with pytest.raises(ModelError, match=r"model\.path = .* does not exist \(seen from"):
+        load_policy(path, ModelConfig(), CPU)
+
+
+def test_sampling_defaults_that_cannot_be_written_do_not_stop_a_save(tmp_path):
+    """transformers reads a temperature without do_sample, and refuses to write it."""
+    tiny_policy().save(tmp_path / "model")
+    settings = tmp_path / "model" / "generation_config.json"
+    settings.write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}))
+    policy = load_policy(tmp_path / "model", ModelConfig(), CPU)
+    policy.save(tmp_path / "again")
+    assert policy.model.generation_config.eos_token_id == 2
 
 
 def test_freezing_leaves_nothing_to_train():

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qurl.checkpoint import latest_checkpoint
-from qurl.errors import CheckpointError, ConfigError
+from qurl.checkpoint import find_policy
+from qurl.errors import ConfigError
 from qurl.quant.scaling import uaq_scale, unscale_
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,15 +34,3 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
         if not (target / path.name).exists() and ".safetensors" not in path.name:
             shutil.copy2(path, target / path.name)
     return target
-
-
-def find_policy(source: Path) -> Path:
-    """The policy folder of a run directory, of a checkpoint, or of a policy folder itself."""
-    checkpoint = latest_checkpoint(source / "checkpoints")
-    for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
-        if (folder / "config.json").is_file() and list(folder.glob("*.safetensors*")):
-            return folder
-    raise CheckpointError(
-        f"{source} is neither a run with a checkpoint nor a checkpoint; expected "
-        f"{source}/checkpoints/step-NNNNNN/policy or {source}/policy"
-    )

@@ -21,6 +21,7 @@ from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that are quantized; embeddings, norms, biases, lm_head and routers never are."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -78,6 +79,18 @@ class QuantLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
+def _other_linears(model: nn.Module) -> list[str]:
+    """Linear layers that are neither projections, nor the head, nor a router."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and name.rpartition(".")[2] not in (*PROJECTIONS, *ROUTERS)
+    ]
+
+
 @torch.no_grad()
 def quantized_copy(model: nn.Module, format: str) -> nn.Module:
     """A copy of a transformers model whose projections are quantized: the dense reference."""
@@ -100,7 +113,13 @@ def quantized_copy(model: nn.Module, format: str) -> nn.Module:
     ]
     if not found:
         raise ModelError(
-            f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize"
+            f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize; "
+            "use quant.format = 'none'"
+        )
+    if others := _other_linears(clone):
+        raise ModelError(
+            f"{type(model).__name__} would be quantized only in part: {', '.join(others[:3])} are "
+            f"not among {', '.join(PROJECTIONS)}; use quant.format = 'none'"
         )
     for parent, name, child in found:
         setattr(parent, name, QuantLinear(child, get_format(format)))

@@ -65,6 +65,17 @@ def _details(grade: Grade) -> dict[str, float]:
     return {**grade.details, "accuracy": grade.accuracy, "timed_out": float(grade.timed_out)}
 
 
+def _detail_means(graded: Sequence[Graded]) -> dict[str, float]:
+    """Means of what a reward returned beside its score."""
+    details = [d for g in graded for d in g.details]
+    names = dict.fromkeys(name for d in details for name in d)
+    return {
+        f"reward/{name}": fmean(d[name] for d in details if name in d)
+        for name in names
+        if name not in ("accuracy", "timed_out")
+    }
+
+
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
     """What a step's answers were worth, and how long they were."""
     rewards = [reward for g in graded for reward in g.rewards]
@@ -77,6 +88,7 @@ def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
+        **_detail_means(graded),
         "response_length/mean": fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),

@@ -34,6 +34,11 @@ def is_inline(spec: str) -> bool:
     return spec in ("exact", "countdown")
 
 
+def is_users_own(spec: str) -> bool:
+    """Is it a function of the user, of which nothing more is known?"""
+    return ":" in spec and not spec.startswith("gym:")
+
+
 def load_reward(spec: str) -> Reward:
     """The function behind math, exact, countdown, gym:<name> or module:function."""
     if spec == "exact":

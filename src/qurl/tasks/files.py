@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl.errors import DataError, MissingExtra
+from qurl.rewards.reward import is_users_own
 from qurl.tasks.columns import Question, read_question
 from qurl.tasks.task import add_instruction, encode_prompt
 from qurl.types import Problem
@@ -59,16 +59,13 @@ class FileTask:
         self._instruction = instruction
         self._max_prompt_tokens = max_prompt_tokens
         # The reward of a user may need no truth.
-        needs_answer = ":" not in reward
+        needs_answer = not is_users_own(reward)
         rows = read_rows(Path(path), needs_answer=needs_answer)
-        kept = _answerable(rows, path) if needs_answer else rows
+        kept = [row for row in rows if row.question.answers] if needs_answer else rows
         self._rows = self._without_long(kept) if skip_long_prompts else kept
-        self.num_skipped = len(rows) - len(self._rows)
+        self.notes = tuple(_left_out(path, rows, kept, self._rows, max_prompt_tokens))
         if not self._rows:
-            raise DataError(
-                f"{path}: no row of {len(rows)} is left: {len(rows) - len(kept)} lack an answer, "
-                f"the others are longer than task.max_prompt_tokens = {max_prompt_tokens}"
-            )
+            raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
         for row in filter(self._may_be_long, self._rows):
             self._problem(row)
 
@@ -111,16 +108,21 @@ class FileTask:
         return len(text.encode()) + _TEMPLATE_ROOM > self._max_prompt_tokens
 
 
-def _answerable(rows: list[Row], path: str | Path) -> list[Row]:
-    """Leave out rows whose answer is blank: no completion could be right."""
-    kept = [row for row in rows if row.question.answers]
-    if blank := [row for row in rows if not row.question.answers]:
-        warnings.warn(
-            f"{path}: {len(blank)} of {len(rows)} rows are left out because their answer is empty; "
-            f"the first is {blank[0].where}",
-            stacklevel=2,
+def _left_out(
+    path: str | Path, rows: list[Row], answerable: list[Row], kept: list[Row], limit: int
+) -> Iterator[str]:
+    """Say which rows no completion could be right for, and which are too long."""
+    if num_blank := len(rows) - len(answerable):
+        first = next(row for row in rows if not row.question.answers)
+        yield (
+            f"{num_blank} of {len(rows)} rows of {path} are left out because their answer is "
+            f"empty; the first is {first.where}"
         )
-    return kept
+    if num_long := len(answerable) - len(kept):
+        yield (
+            f"{num_long} of {len(rows)} rows of {path} are left out because their prompt has more "
+            f"than task.max_prompt_tokens = {limit} tokens"
+        )
 
 
 def read_rows(path: Path, *, needs_answer: bool = True) -> list[Row]:

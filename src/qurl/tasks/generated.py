@@ -47,8 +47,7 @@ class GeneratedTask:
     max_prompt_tokens: int = 1024
     skip_long_prompts: bool = False
     """Draw another problem in place of one that is too long."""
-    num_skipped: int = 0
-    """Always 0: a long prompt is drawn again, not left out."""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return SIZES[self.split]

@@ -23,8 +23,8 @@ class Task(Protocol):
         ...
 
     @property
-    def num_skipped(self) -> int:
-        """Problems left out: the prompt is too long, or the answer is blank."""
+    def notes(self) -> Sequence[str]:
+        """What a user must be told, such as how many rows were left out and why."""
         ...
 
     def __len__(self) -> int: ...

@@ -106,6 +106,7 @@ class LocalEngine:
                 finished = [r for r in requests if r.finish]
                 self.on_progress(len(finished), sum(len(r.token_ids) for r in finished))
         self.num_preemptions += scheduler.num_preemptions
+        self._kv = None  # the trainer needs the memory for gradients and activations
         return [
             Rollout(
                 problem,
@@ -158,18 +159,14 @@ class LocalEngine:
         """Let finished requests leave the batch; returns how many."""
         num_before = len(scheduler.running)
         for request in list(scheduler.running):
-            try:
-                check_finite(request.logprobs[-1], request.problem, len(request.logprobs) - 1)
-            except EngineError:
-                self._kv = None  # its keys and values would poison later sequences
-                raise
+            check_finite(request.logprobs[-1], request.problem, len(request.logprobs) - 1)
             request.finish = stop.finish(request.token_ids)
             if request.finish:
                 scheduler.finish(request)
         return num_before - len(scheduler.running)
 
     def _prepare_pool(self, requests: Sequence[Request], params: SamplingParams) -> PagePool:
-        """A cache for these requests: the present one if it is large enough, else a new one."""
+        """A cache for these requests, held until they have finished."""
         longest = max(requests, key=lambda r: r.num_tokens)
         # The last token is never cached.
         num_tokens = longest.num_tokens + params.max_tokens - 1
@@ -182,12 +179,10 @@ class LocalEngine:
                 f"{num_pages * self.page_size} (kv_tokens = {self.kv_tokens}, page_size = "
                 f"{self.page_size}); raise rollout.kv_tokens or lower sampling.max_tokens"
             )
-        if self._kv is None or self._kv.shape[2] < 1 + num_pages:
-            self._kv = None  # free the old one first
-            weights = self.weights
-            self._kv = allocate_kv(
-                weights.arch, num_pages, self.page_size, weights.dtype, weights.device
-            )
+        weights = self.weights
+        self._kv = allocate_kv(
+            weights.arch, num_pages, self.page_size, weights.dtype, weights.device
+        )
         return PagePool(num_pages, self.page_size)
 
     def _choose_num_pages(self, num_requests: int, pages_each: int) -> int:
@@ -203,9 +198,10 @@ class LocalEngine:
     def _kv_bytes_limit(self) -> int:
         if self.weights.device.type == "cpu":
             return KV_BYTES_CPU
-        free, _ = torch.cuda.mem_get_info(self.weights.device)
-        held = 0 if self._kv is None else self._kv.nbytes
-        return int(KV_SHARE_CUDA * (free + held))
+        device = self.weights.device
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(KV_SHARE_CUDA * (free + cached))
 
     def _extend_rotations(self, length: int) -> None:
         if length > len(self._rotations):

@@ -219,3 +219,8 @@ def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, caps
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         p.name for p in (tmp_path / "out").iterdir()
     }
+
+
+def test_a_recipe_after_the_flags_is_named(capsys):
+    assert main(["train", "--steps", "3", "recipe.toml"]) == 2
+    assert "the recipe comes before the flags: put recipe.toml first" in capsys.readouterr().err

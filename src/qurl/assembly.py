@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from qurl.checkpoint import latest_checkpoint, load_checkpoint, load_saved_policy
-from qurl.config import Config, find_warnings
+from qurl.config import Config
 from qurl.errors import ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
@@ -21,6 +21,7 @@ from qurl.quant.linear import PROJECTIONS
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
+from qurl.rules import find_warnings
 from qurl.run import INITIAL, Run
 from qurl.sampling import ProblemStream
 from qurl.scratch import make_scratch_model

@@ -9,12 +9,13 @@ from typing import Any
 
 from qurl.assembly import build_actor, held_out_problems, prepare_torch, training_task
 from qurl.checkpoint import find_policy
-from qurl.config import Config, find_warnings, load_config
+from qurl.config import Config, load_config
 from qurl.errors import ConfigError, QurlError
 from qurl.evaluate import EvalResult, eval_precisions, evaluate_recipe, print_results
 from qurl.policy import load_policy
 from qurl.rewards.pool import GradingPool
 from qurl.rewards.reward import is_users_own
+from qurl.rules import find_warnings
 from qurl.tasks.tokenizer import build_tokenizer
 
 

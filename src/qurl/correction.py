@@ -15,7 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from qurl.config import CorrectionConfig, parse_rejection
+from qurl.config import CorrectionConfig
+from qurl.rules import parse_rejection
 from qurl.types import Batch
 
 LOG_CLAMP = 20.0

@@ -12,13 +12,11 @@ from qurl.config import (
     PRESETS,
     Config,
     build_config,
-    find_mistakes,
-    find_warnings,
     load_config,
-    parse_rejection,
     to_json,
 )
 from qurl.errors import ConfigError
+from qurl.rules import find_mistakes, find_warnings, parse_rejection
 from qurl.run import flatten
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from qurl.config import CorrectionConfig, parse_rejection
+from qurl.config import CorrectionConfig
 from qurl.correction import correct, icepop_weights, importance_weights, mismatch_metrics
+from qurl.rules import parse_rejection
 from qurl.types import Batch
 
 

@@ -1,0 +1,159 @@
+"""Which settings go together: what is refused at start-up, and what is only warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qurl.config import Config
+
+WEIGHTED = ("decoupled", "tis", "acr")
+"""Objectives that multiply with an importance weight."""
+
+_DIVERGENCES = ("k1", "k2", "k3")
+_REJECTIONS = (
+    *(f"token_{k}" for k in _DIVERGENCES),
+    *(f"seq_{how}_{k}" for how in ("sum", "mean", "max") for k in _DIVERGENCES),
+)
+
+
+def find_mistakes(config: Config) -> list[str]:
+    """Combinations that cannot work, each with what to do about it."""
+    parts = (_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes)
+    return [mistake for part in parts for mistake in part(config)]
+
+
+def find_warnings(config: Config) -> list[str]:
+    """Choices that work but probably do not do what was meant."""
+    return [*_method_warnings(config), *_ignored_settings(config)]
+
+
+def _sampling_mistakes(config: Config) -> Iterator[str]:
+    sampling, algo = config.sampling, config.algo
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        yield (
+            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: training "
+            "rollouts must be drawn from the whole distribution (top_p = 1, top_k = 0), or the "
+            "importance weights measure the filter; use eval.top_p for evaluation"
+        )
+    if sampling.group_size < 2 and algo.advantage in ("grpo", "dr_grpo", "rloo"):
+        yield (
+            f"sampling.group_size = {sampling.group_size}: algo.advantage = {algo.advantage!r} "
+            "compares completions of one problem and needs at least 2"
+        )
+    if sampling.group_size < 2 and algo.dynamic_sampling:
+        yield f"sampling.group_size = {sampling.group_size}: dynamic sampling needs at least 2"
+    num_sequences = config.batch.problems * sampling.group_size
+    if config.batch.minibatches > num_sequences:
+        yield (
+            f"batch.minibatches = {config.batch.minibatches} is more than the {num_sequences} "
+            "sequences of a step"
+        )
+
+
+def _algorithm_mistakes(config: Config) -> Iterator[str]:
+    algo = config.algo
+    if algo.name == "ppo" and algo.advantage != "gae":
+        yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means 'gae'"
+    if algo.kl_in_reward and algo.advantage != "gae":
+        yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
+    if algo.kl_is_correct and algo.objective not in WEIGHTED:
+        yield (
+            f"algo.kl_is_correct = true needs a weighted objective ({', '.join(WEIGHTED)}), not "
+            f"{algo.objective!r}"
+        )
+
+
+def _correction_mistakes(config: Config) -> Iterator[str]:
+    correction, objective = config.correction, config.algo.objective
+    if correction.mode == "bypass" and objective != "ppo_behav":
+        yield (
+            f"correction.mode = 'bypass' sets prox := behav, so algo.objective = {objective!r} has "
+            "nothing to correct; set algo.objective = 'ppo_behav'"
+        )
+    if correction.mode == "bypass" and (correction.reject or correction.veto is not None):
+        yield (
+            "correction.mode = 'bypass' computes no mismatch, so correction.reject and "
+            "correction.veto have nothing to look at"
+        )
+    if correction.kind == "icepop" and objective not in ("tis", "acr"):
+        yield f"correction.kind = 'icepop' needs objective 'tis' or 'acr', not {objective!r}"
+    if correction.icepop_low >= correction.icepop_high:
+        yield (
+            f"correction.icepop_low = {correction.icepop_low} must lie below "
+            f"correction.icepop_high = {correction.icepop_high}"
+        )
+    for rule in correction.reject:
+        try:
+            parse_rejection(rule)
+        except ValueError as error:
+            yield f"correction.reject: {error}"
+
+
+def _task_mistakes(config: Config) -> Iterator[str]:
+    task, scratch = config.task, config.model.scratch
+    if task.name == "file" and not task.path:
+        yield "task.name = 'file' needs task.path"
+    if ":" not in task.reward and task.reward not in ("auto", "math", "exact", "countdown"):
+        yield (
+            f"task.reward = {task.reward!r} is not one of auto, math, exact, countdown, "
+            "gym:<name>, module:function"
+        )
+    if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
+        yield (
+            f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of "
+            f"2 x model.scratch.heads = {2 * scratch.heads}"
+        )
+
+
+def _method_warnings(config: Config) -> Iterator[str]:
+    algo, quant = config.algo, config.quant
+    if algo.objective == "acr" and config.updates_per_step == 1:
+        yield (
+            "ACR cannot act: with one update per rollout batch the ratio is 1 everywhere and acr "
+            "equals tis; raise batch.minibatches or batch.epochs"
+        )
+    if algo.objective == "acr" and algo.cap is None:
+        yield "ACR cannot act: with algo.cap = none nothing is truncated and acr equals decoupled"
+    if quant.format == "none" and quant.update_scale > 1:
+        yield "UAQ without quantization is only a learning-rate multiplier on the scaled layers"
+    if quant.update_scale > 1 and config.optim.lr >= 1e-5:
+        yield f"UAQ with optim.lr = {config.optim.lr}: the paper turns it off from 1e-5 up"
+    if quant.format != "none" and algo.objective not in WEIGHTED:
+        yield (
+            f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for "
+            "the mismatch; use 'acr' or 'tis' unless you compare objectives"
+        )
+
+
+def _ignored_settings(config: Config) -> Iterator[str]:
+    algo, correction = config.algo, config.correction
+    if algo.kl_coef == 0 and (algo.kl_in_reward or algo.kl_is_correct):
+        yield "algo.kl_in_reward and algo.kl_is_correct do nothing while algo.kl_coef = 0"
+    if algo.acr_max_bound is not None and algo.objective != "acr":
+        yield f"algo.acr_max_bound does nothing with algo.objective = {algo.objective!r}"
+    is_shaped = correction.level != "token" or correction.batch_normalize
+    if is_shaped and algo.objective not in WEIGHTED:
+        yield (
+            "correction.level and correction.batch_normalize do nothing with algo.objective = "
+            f"{algo.objective!r}, which has no importance weight"
+        )
+
+
+def parse_rejection(rule: str) -> tuple[str, float | None, float]:
+    """ "seq_mean_k1:0.999_1.001" -> (name, low, high); "token_k3:0.01" -> (name, None, high)."""
+    name, _, bounds = rule.partition(":")
+    if name not in _REJECTIONS:
+        raise ValueError(f"{rule!r} does not start with one of {', '.join(_REJECTIONS)}")
+    try:
+        numbers = [float(x) for x in bounds.split("_")]
+    except ValueError:
+        numbers = []
+    has_band = name.endswith("k1")
+    if len(numbers) != (2 if has_band else 1):
+        wanted = "a band, like 0.999_1.001" if has_band else "one upper bound, like 0.01"
+        raise ValueError(f"{rule!r} needs {wanted} after the colon")
+    if has_band and not 0 < numbers[0] < numbers[1]:
+        raise ValueError(f"{rule!r} needs 0 < low < high")
+    return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

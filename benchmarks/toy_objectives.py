@@ -4,9 +4,9 @@
     python benchmarks/toy_objectives.py --steps 50 --seeds 1 --jobs 2
     python benchmarks/toy_objectives.py --draw-only        # table and plot from the saved JSON
 
-Every arm is the demo recipe plus a few flags, run in its own process on one thread. Runs resume,
-so that a benchmark that was stopped goes on where it was. Writes toy_objectives.{json,md,svg}
-into benchmarks/results/.
+Every arm is the demo recipe plus a few flags, run in its own process on one thread; all 33 take a
+few core-hours. Runs resume, so that a benchmark that was stopped goes on where it was. Writes
+toy_objectives.{json,md,svg} into benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ def gae(
     rewards: Tensor,
     values: Tensor,
     mask: Tensor | None = None,
-    *,
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:

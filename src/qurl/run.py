@@ -14,6 +14,7 @@ Every line is complete JSON for any reader: a number that is not finite is writt
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.track import Progress, Tracker, build_trackers
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
-INITIAL = "initial"
+INITIAL, LOCK = "initial", ".lock"
 
 CHANGEABLE = ("steps", "run_dir", "device", "threads", "save", "track", "eval.every")
 """Keys (or sections) of the recipe that may differ when a run is resumed."""
@@ -47,6 +48,7 @@ class Run:
         self.path = path
         self.progress = progress
         self.timer = Stopwatch()
+        self._lock: IO[str] | None = None
         self._trackers = list(trackers)
 
     @classmethod
@@ -58,9 +60,11 @@ class Run:
         `trackers` are called besides those that the recipe asks for.
         """
         path = Path(config.run_dir).expanduser()
+        lock = _lock(path)
         changes = _claim(path, config)
         progress = Progress(config.steps, console=console)
         run = cls(path, progress)
+        run._lock = lock
         run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
         if changes is not None:
             run.event("resume", _describe_resume(changes), changes=changes)
@@ -97,6 +101,8 @@ class Run:
         self.progress.close()
         for tracker in self._trackers:
             tracker.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,12 +212,26 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     os.replace(temporary, path)
 
 
-def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
-    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
+def _lock(path: Path) -> IO[str]:
+    """Keep other processes out of a run directory; the system lets go when this one ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir = {str(path)!r} cannot be created: {error.strerror}") from error
+    file = (path / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"run_dir = {str(path)!r} is in use by another process; wait for it, stop it, or "
+            "choose another run_dir"
+        ) from error
+    return file
+
+
+def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
+    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
     changes = None
     if (path / CONFIG).exists():
         changes = _changes(_read_config(path / CONFIG), json.loads(to_json(config)))

@@ -328,7 +328,7 @@ PUBLIC = {
         "clip_high=0.2, cap=2.0, aggregation='token-mean', horizon=None"
     ),
     "qurl.losses.aggregate": "values, mask, aggregation='token-mean', *, horizon=None",
-    "qurl.advantages.gae": "rewards, values, mask=None, *, gamma=1.0, lam=1.0",
+    "qurl.advantages.gae": "rewards, values, mask=None, gamma=1.0, lam=1.0",
     "qurl.advantages.group_advantages": "rewards, kind='grpo'",
     "qurl.quant.quantize": "weight, format",
     "qurl.quant.dequantize": "q",

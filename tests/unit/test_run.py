@@ -143,7 +143,7 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
 def test_rewind_of_an_empty_run_is_nothing(config):
     run = open_run(config)
     run.rewind(0)
-    assert [p.name for p in run.path.iterdir()] == ["config.json"]
+    assert {p.name for p in run.path.iterdir()} == {"config.json", ".lock"}
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "x": 0.', '{"step": 3, "s": "\u00e9'])
@@ -151,6 +151,7 @@ def test_a_torn_last_line_is_dropped_and_not_glued_to(config, torn):
     run = open_run(config)
     for step in (1, 2):
         run.log(step, {"x": 1.0})
+    run.close()
     path = run.path / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(torn.encode()[:-1])
@@ -163,6 +164,7 @@ def test_a_torn_last_line_is_dropped_and_not_glued_to(config, torn):
 def test_a_last_line_that_lost_only_its_newline_is_kept(config):
     run = open_run(config)
     run.log(1, {"x": 1.0})
+    run.close()
     path = run.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
     assert [r["step"] for r in read_jsonl(path)] == [1]
@@ -221,6 +223,7 @@ def test_a_run_that_never_made_a_step_may_be_mended(config):
 def test_resume_names_keys_that_one_side_lacks(config):
     run = open_run(config)
     run.log(0, {"x": 1.0})
+    run.close()
     path = run.path / "config.json"
     saved = json.loads(path.read_text())
     del saved["quant"]["scale_o_proj"]
@@ -232,6 +235,7 @@ def test_resume_names_keys_that_one_side_lacks(config):
 def test_metrics_without_a_config_are_not_overwritten(config):
     run = open_run(config)
     run.log(1, {"x": 1.0})
+    run.close()
     (run.path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         open_run(config)
@@ -267,3 +271,10 @@ def test_stopwatch_adds_up_and_resets():
 
 def test_flatten():
     assert flatten({"a": 1, "b": {"c": {"d": 2}}}) == {"a": 1, "b.c.d": 2}
+
+
+def test_a_run_directory_has_one_process_at_a_time(tmp_path):
+    config = Config(run_dir=str(tmp_path / "run"))
+    with Run.open(config), pytest.raises(ConfigError, match="is in use by another process"):
+        Run.open(config)
+    Run.open(config).close()

@@ -15,6 +15,7 @@ from qurl.errors import TrainingError
 from qurl.losses import aggregate, count, explained_variance, kl_penalty, policy_loss, value_loss
 from qurl.optim import apply_gradients, build_optimizer, learning_rate
 from qurl.policy import Policy
+from qurl.quant.scaling import uaq_scale, unscaled_grad_norm
 from qurl.seeds import generator
 from qurl.types import Batch
 
@@ -105,6 +106,8 @@ class Learner:
             _check_finite(loss, stats, step)
             loss.backward()
             meter.add(stats, weight=piece.num_tokens)
+        if uaq_scale(self.policy.model) != 1.0:
+            meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         lr = learning_rate(config.optim.lr, step, config.steps, config.optim)
         norm = apply_gradients(self.optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})

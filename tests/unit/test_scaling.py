@@ -10,7 +10,7 @@ from torch import nn
 from qurl.errors import ModelError
 from qurl.quant import quantize, quantized_copy, rescale_, unscale_
 from qurl.quant.linear import PROJECTIONS
-from qurl.quant.scaling import LAYOUTS, uaq_scale
+from qurl.quant.scaling import LAYOUTS, uaq_scale, unscaled_grad_norm
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,10 +59,12 @@ def build(family, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
+TOKENS = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
 def logits(model):
-    tokens = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model(tokens).logits
+        return model(TOKENS).logits
 
 
 def gap(model, reference):
@@ -438,3 +440,21 @@ def test_a_backbone_without_a_head_can_be_scaled():
         reference = model(tokens).last_hidden_state
         rescale_(model, 2.0)
         assert torch.equal(model(tokens).last_hidden_state, reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"o_proj": True, "down_proj": True}])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen2_moe"])
+def test_gradients_without_uaq_can_be_told_from_those_with_it(family, options):
+    model = build(family)
+    norms = []
+    for scale in (1.0, 1.5):
+        if scale != 1.0:
+            rescale_(model, scale, **options)
+        model.zero_grad()
+        model(TOKENS).logits.square().mean().backward()
+        squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+        norms.append((torch.stack(squares).sum().sqrt().item(), unscaled_grad_norm(model)))
+    (plain, same), (scaled, unscaled) = norms
+    assert same == pytest.approx(plain, rel=1e-5)
+    assert unscaled == pytest.approx(plain, rel=1e-3)
+    assert abs(scaled - plain) > 0.01 * plain

@@ -68,12 +68,25 @@ LAYOUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True)
 class Move:
-    """tensor <- s^power (offset + tensor) - offset."""
+    """tensor <- s^power (offset + tensor) - offset, for one of the equal parts of a parameter."""
 
     name: str
-    tensor: Tensor
+    parameter: nn.Parameter
     power: int
     offset: float = 0.0
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._take(self.parameter.data)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self.parameter.grad is None else self._take(self.parameter.grad)
+
+    def _take(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.num_parts, dim=-2)[self.part] if self.num_parts > 1 else whole
 
     def apply_(self, scale: float, *, inverse: bool = False) -> None:
         power = -self.power if inverse else self.power
@@ -128,6 +141,22 @@ def uaq_scale(model: nn.Module) -> float:
     """The s applied to a model; 1 where there is none."""
     record = _record(model)
     return 1.0 if record is None else record["scale"]
+
+
+@torch.no_grad()
+def unscaled_grad_norm(model: nn.Module) -> float:
+    """The norm that the gradients would have without UAQ: dL/dW = s^power dL/dW'.
+
+    Clipping sees the scaled gradients, which are s times larger on the scaled weights.
+    """
+    record = _record(model)
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    if record is not None:
+        for move in _moves(model, o_proj=record["o_proj"], down_proj=record["down_proj"]):
+            if move.grad is not None:
+                change = record["scale"] ** (2 * move.power) - 1
+                squares.append(change * move.grad.double().square().sum())
+    return math.sqrt(max(0.0, float(torch.stack(squares).sum()))) if squares else 0.0
 
 
 def _record(model: nn.Module) -> dict[str, Any] | None:
@@ -201,10 +230,8 @@ def _layer_moves(layer: nn.Module, prefix: str, layout: Layout, roles: Roles) ->
     for name, parameter in layer.named_parameters(remove_duplicate=False):
         powers = roles[_role(name)]
         offset = layout.norm_offset if name in norms else 0.0
-        tensor = parameter.data
-        parts = tensor.chunk(len(powers), dim=-2) if len(powers) > 1 else (tensor,)
-        for part, power in zip(parts, powers, strict=True):
-            yield Move(f"{prefix}.{name}", part, power, offset)
+        for part, power in enumerate(powers):
+            yield Move(f"{prefix}.{name}", parameter, power, offset, part, len(powers))
 
 
 def _check_layer(layer: nn.Module, where: str, layout: Layout, roles: Roles) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -11,6 +15,17 @@ from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Batch, Completion, Graded, Problem, Rollout
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:

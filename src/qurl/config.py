@@ -7,6 +7,7 @@ mistakes are reported at once. The docstring under each field feeds `--help` and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -453,7 +454,7 @@ def _python_word(flags: Sequence[str], index: int) -> str:
     default: Any = Config()
     for key in keys:
         default = getattr(default, key, None)
-    is_word = (value == "none" and keys[-1] in _OPTIONAL_KEYS) or (
+    is_word = (value == "none" and keys[-1] in _optional_keys()) or (
         value in ("true", "false") and isinstance(default, bool)
     )
     if not is_word:
@@ -461,7 +462,11 @@ def _python_word(flags: Sequence[str], index: int) -> str:
     return f"{name}={value.capitalize()}" if equals else value.capitalize()
 
 
-_OPTIONAL_KEYS = ("cap", "dual_clip", "acr_max_bound", "clip", "veto")
+@functools.cache
+def _optional_keys() -> frozenset[str]:
+    """Keys whose type admits None."""
+    fields = [f for section in _Section.__subclasses__() for f in dataclasses.fields(section)]  # type: ignore[arg-type]
+    return frozenset(f.name for f in fields if str(f.type).endswith("None"))
 
 
 def _without_none_strings(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,7 +475,7 @@ def _without_none_strings(tree: Mapping[str, Any]) -> dict[str, Any]:
         key: _without_none_strings(value)
         if isinstance(value, Mapping)
         else None
-        if key in _OPTIONAL_KEYS and value == "none"
+        if key in _optional_keys() and value == "none"
         else value
         for key, value in tree.items()
     }

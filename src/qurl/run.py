@@ -142,6 +142,10 @@ class Stopwatch:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
+    def seconds(self, name: str) -> float:
+        """Spent under `name` since the last lap."""
+        return self._seconds.get(name, 0.0)
+
     def lap(self) -> dict[str, float]:
         seconds, self._seconds = self._seconds, {}
         return {f"timing_s/{name}": x for name, x in seconds.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +59,6 @@ class Sampler:
         self.config, self.stream, self.engine, self.pool = config, stream, engine, pool
         self.timer, self.step = timer, step
         self.graded: list[Graded] = []
-        self.seconds = 0.0
 
     def __call__(self, round: int, count: int) -> list[Graded]:
         sampling, max_tokens = self.config.sampling, self.config.sampling.max_tokens
@@ -72,10 +70,8 @@ class Sampler:
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
         )
         problems = self.stream.take(count)
-        start = time.perf_counter()
         with self.timer("rollout"):
             rollouts = self.engine.generate(problems, params)
-        self.seconds += time.perf_counter() - start
         cache = int(self.config.algo.overlong_frac * max_tokens)
         with self.timer("grade"):
             graded = grade_rollouts(
@@ -89,7 +85,7 @@ class Sampler:
         tokens = sum(len(c.token_ids) for g in self.graded for c in g.rollout.completions)
         speed = {
             "perf/rollout_tokens": float(tokens),
-            "perf/rollout_tokens_per_s": tokens / self.seconds,
+            "perf/rollout_tokens_per_s": tokens / self.timer.seconds("rollout"),
         }
         return reward_metrics(self.graded) | speed
 

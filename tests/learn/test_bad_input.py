@@ -1,12 +1,10 @@
 """What a user sees when something is wrong: whole runs of a tiny recipe through the command."""
 
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
-from models import tiny_policy
+from models import full_disk, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qurl.learner
@@ -62,17 +60,6 @@ def llama(folder):
     tiny_policy().save(folder / "llama")
     (folder / "data.jsonl").write_text('{"prompt": "6*7=", "answer": "42"}\n' * 4)
     return ["--model.path", "llama", "--task.name", "file", "--task.path", "data.jsonl"]
-
-
-@contextmanager
-def full_disk(size):
-    """No file can grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def steps(folder):

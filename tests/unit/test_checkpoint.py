@@ -1,12 +1,10 @@
 """Checkpoints: exact, atomic, pruned, and honest about a disk that is full."""
 
 import errno
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
-from models import CPU, random_batch, tiny_policy
+from models import CPU, full_disk, random_batch, tiny_policy
 
 from qurl.checkpoint import (
     latest_checkpoint,
@@ -42,17 +40,6 @@ def update(learner, step):
 def resume(path):
     learner = make_learner(load_saved_policy(path, ModelConfig(), CPU))
     return learner, load_checkpoint(path, learner)
-
-
-@contextmanager
-def file_size_limit(size):
-    """Any file that grows beyond `size` bytes fails to be written, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names(folder):
@@ -152,7 +139,7 @@ def test_a_disk_that_takes_no_more(tmp_path, size):
     first = save_checkpoint(tmp_path, 1, learner, {}, keep=2)
     largest = max(p.stat().st_size for p in first.rglob("*"))
     assert largest > 200_000
-    with file_size_limit(size), pytest.raises(CheckpointError, match="step-000002 could not be"):
+    with full_disk(size), pytest.raises(CheckpointError, match="step-000002 could not be"):
         save_checkpoint(tmp_path, 2, learner, {}, keep=2)
     assert names(tmp_path) == ["step-000001"]
     resume(first)

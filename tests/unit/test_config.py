@@ -16,7 +16,8 @@ from qurl.config import (
     to_json,
 )
 from qurl.errors import ConfigError
-from qurl.rules import find_mistakes, find_warnings, parse_rejection
+from qurl.losses import OBJECTIVES
+from qurl.rules import WEIGHTED, find_mistakes, find_warnings, parse_rejection
 from qurl.run import flatten
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -334,3 +335,15 @@ def test_int8_and_fp8_recipes_differ_in_the_format_only(path):
         assert theirs["model.path"] == ours["model.path"].replace("-int8", "-fp8")
     assert different == allowed
     assert (ours["quant.format"], theirs["quant.format"]) == ("int8", "fp8")
+
+
+def test_the_rules_name_the_weighted_objectives():
+    assert {name for name, spec in OBJECTIVES.items() if spec.is_weighted} == set(WEIGHTED)
+
+
+def test_optional_keys_follow_from_the_types():
+    tree = {"algo": {"cap": "none", "dual_clip": "none"}, "critic": {"clip": "none"}}
+    config = build_config(tree | {"correction": {"veto": "none"}})
+    assert (config.algo.cap, config.critic.clip, config.correction.veto) == (None, None, None)
+    with pytest.raises(ConfigError, match=r"optim\.lr = 'none'"):
+        build_config({"optim": {"lr": "none"}})

@@ -79,6 +79,10 @@ class QuantLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
+def _is_projection(name: str, module: nn.Module) -> bool:
+    return name.rpartition(".")[2] in PROJECTIONS and isinstance(module, nn.Linear)
+
+
 def _other_linears(model: nn.Module) -> list[str]:
     """Linear layers that are neither projections, nor the head, nor a router."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
@@ -104,23 +108,20 @@ def quantized_copy(model: nn.Module, format: str) -> nn.Module:
             f"{type(model).__name__} keeps its experts in one tensor ({fused[0]}), which has no "
             "quantized copy; use quant.format = 'none'"
         )
-    clone = copy.deepcopy(model).requires_grad_(False).eval()
-    found = [
-        (parent, name, child)
-        for parent in clone.modules()
-        for name, child in parent.named_children()
-        if name in PROJECTIONS and isinstance(child, nn.Linear)
-    ]
-    if not found:
+    if not any(_is_projection(name, module) for name, module in model.named_modules()):
         raise ModelError(
             f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize; "
             "use quant.format = 'none'"
         )
-    if others := _other_linears(clone):
+    if others := _other_linears(model):
         raise ModelError(
             f"{type(model).__name__} would be quantized only in part: {', '.join(others[:3])} are "
             f"not among {', '.join(PROJECTIONS)}; use quant.format = 'none'"
         )
-    for parent, name, child in found:
-        setattr(parent, name, QuantLinear(child, get_format(format)))
+    clone = copy.deepcopy(model).requires_grad_(False).eval()
+    for parent in list(clone.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_projection(name, child):
+                assert isinstance(child, nn.Linear)
+                setattr(parent, name, QuantLinear(child, get_format(format)))
     return clone

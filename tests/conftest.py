@@ -1,9 +1,14 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
+
+# Read when a kernel is defined, so it must be set before anything imports Triton (torch does not).
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

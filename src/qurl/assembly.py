@@ -163,13 +163,20 @@ def _task_options(config: Config, tokenizer) -> dict:
 
 
 def build_actor(config: Config, policy: Policy, quant: str) -> Engine:
-    """The engine of the recipe, holding a copy of the policy in the given format."""
-    options = {}
-    if config.rollout.engine == "local":
+    """The engine of the recipe, holding a copy of the policy in the given format.
+
+    In another format than the recipe's it answers for the full precision, cache included.
+    """
+    rollout, options = config.rollout, {}
+    if rollout.engine == "local":
         options = {
-            "max_batch": config.rollout.max_batch,
-            "page_size": config.rollout.page_size,
-            "kv_tokens": config.rollout.kv_tokens,
+            "kv": config.quant.kv if quant == config.quant.format else "none",
+            "max_batch": rollout.max_batch,
+            "page_size": rollout.page_size,
+            "kv_tokens": rollout.kv_tokens,
+            "kv_memory_frac": rollout.kv_memory_frac,
+            "release_kv": rollout.release_kv,
+            "deterministic": rollout.deterministic,
         }
     return build_engine(
         config.rollout.engine, policy.model, policy.tokenizer, quant=quant, **options

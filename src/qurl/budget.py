@@ -71,7 +71,8 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     tokens = config.rollout.kv_tokens or longest * min(
         config.rollout.max_batch, config.batch.problems * config.sampling.group_size
     )
-    rows["KV cache, full"] = float(wide * size.kv_numbers_per_token * tokens)
+    kv_bytes = 1 if config.quant.kv == "fp8" else wide
+    rows["KV cache, full"] = float(kv_bytes * size.kv_numbers_per_token * tokens)
     rows["logits of one chunk"] = 3.0 * 4 * config.model.logits_chunk * size.vocabulary
     return rows
 

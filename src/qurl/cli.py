@@ -24,6 +24,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         write RUN/report.html again
   qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
         a plain Hugging Face folder, UAQ folded back
+  qurl bench KIND [--flags]
+        KIND is rollout, gemm or sync: what the engine reaches on this machine
 
   qurl train --help     every key of a recipe
   qurl --version
@@ -104,12 +106,19 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
+def bench_command(args: list[str]) -> int:
+    from qurl.bench import run_bench
+
+    return run_bench(args)
+
+
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train_command,
     "eval": eval_command,
     "validate": validate_command,
     "report": report_command,
     "export": export_command,
+    "bench": bench_command,
 }
 
 

@@ -266,8 +266,8 @@ class QuantConfig(_Section):
     """UAQ also on o_proj (against v_proj)."""
     scale_down_proj: bool = False
     """UAQ also on down_proj (against up_proj)."""
-    kv: Literal["none"] = "none"
-    """Format of the KV cache; "none" keeps it in the compute precision."""
+    kv: Literal["none", "fp8"] = "none"
+    """Format of the local engine's KV cache, whatever `format` is; none: compute precision."""
     track_rows: CountOrZero = 128
     """Output channels per weight whose updates are tracked (Eq. 13, 14, code flips); 0 = off."""
 
@@ -280,10 +280,17 @@ class RolloutConfig(_Section):
     """local (ours, continuous batching) or hf (transformers, the reference)."""
     max_batch: Count = 256
     """Sequences decoded together."""
-    page_size: Count = 16
-    """Tokens per page of the KV cache."""
+    page_size: CountOrZero = 0
+    """Tokens per page of the KV cache; 0 = 64 on a GPU, 16 on a CPU."""
     kv_tokens: CountOrZero = 0
     """Capacity of the KV cache in tokens; 0 = enough for max_batch full sequences."""
+    kv_memory_frac: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Most of the free GPU memory that the KV cache takes. It is measured at the first rollout,
+    when gradients and AdamW's moments may not be there yet: lower it if training then runs out."""
+    release_kv: bool = False
+    """Give the KV cache's GPU memory to the trainer between rollouts."""
+    deterministic: bool = False
+    """The same tokens whatever else is in the batch, also on a GPU; slower."""
 
 
 @dataclass(frozen=True)

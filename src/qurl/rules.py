@@ -20,7 +20,10 @@ _REJECTIONS = (
 
 def find_mistakes(config: Config) -> list[str]:
     """Combinations that cannot work, each with what to do about it."""
-    parts = (_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes)
+    parts = (
+        *(_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes),
+        _engine_mistakes,
+    )
     return [mistake for part in parts for mistake in part(config)]
 
 
@@ -107,6 +110,14 @@ def _task_mistakes(config: Config) -> Iterator[str]:
         )
 
 
+def _engine_mistakes(config: Config) -> Iterator[str]:
+    if config.quant.kv != "none" and config.rollout.engine != "local":
+        yield (
+            f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local': transformers keeps "
+            "its cache in the compute precision"
+        )
+
+
 def _method_warnings(config: Config) -> Iterator[str]:
     algo, quant = config.algo, config.quant
     if algo.objective == "acr" and config.updates_per_step == 1:
@@ -120,7 +131,12 @@ def _method_warnings(config: Config) -> Iterator[str]:
         yield "UAQ without quantization is only a learning-rate multiplier on the scaled layers"
     if quant.update_scale > 1 and config.optim.lr >= 1e-5:
         yield f"UAQ with optim.lr = {config.optim.lr}: the paper turns it off from 1e-5 up"
-    if quant.format != "none" and algo.objective not in WEIGHTED:
+    if quant.format == "none" and quant.kv != "none" and config.eval.every:
+        yield (
+            f"evaluations named full answer with quant.kv = {quant.kv!r}: without quant.format the "
+            "actor itself is evaluated"
+        )
+    if (quant.format, quant.kv) != ("none", "none") and algo.objective not in WEIGHTED:
         yield (
             f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for "
             "the mismatch; use 'acr' or 'tis' unless you compare objectives"
@@ -131,6 +147,9 @@ def _ignored_settings(config: Config) -> Iterator[str]:
     algo, correction = config.algo, config.correction
     if algo.kl_coef == 0 and (algo.kl_in_reward or algo.kl_is_correct):
         yield "algo.kl_in_reward and algo.kl_is_correct do nothing while algo.kl_coef = 0"
+    rollout = config.rollout
+    if rollout.engine == "hf" and (rollout.deterministic or rollout.release_kv):
+        yield "rollout.deterministic and rollout.release_kv do nothing with rollout.engine = 'hf'"
     if algo.acr_max_bound is not None and algo.objective != "acr":
         yield f"algo.acr_max_bound does nothing with algo.objective = {algo.objective!r}"
     is_shaped = correction.level != "token" or correction.batch_normalize

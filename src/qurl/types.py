@@ -76,7 +76,7 @@ class Rollout:
     problem: Problem
     completions: Sequence[Completion]
     version: int
-    """Of the weights that sampled it."""
+    """Of the weights that sampled it; the oldest, where a sync came in between."""
     temperature: float
 
 
@@ -101,6 +101,7 @@ class SyncReport:
 
     version: int
     seconds: float
+    """For quantizing and copying the weights."""
     bytes: int
     """Size of the engine's copy of the synchronised weights."""
     code_flip_frac: float
@@ -111,6 +112,8 @@ class SyncReport:
     at are exact copies. A sync that fails this raises instead."""
     canary_gap: float
     """Mean |log-prob difference| between trainer and engine on the canary prompt."""
+    verify_seconds: float = 0.0
+    """For the canary prompt and the spot check, where they are timed apart; else in `seconds`."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from qurl.assembly import build_actor
+from qurl.config import build_config
 from qurl.errors import DataError, EngineError, ModelError
 from qurl.quant import get_format, quantize, quantized_copy
 from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
+from qurl.rollout.local.cache import CacheOptions
+from qurl.rules import find_mistakes, find_warnings
 from qurl.types import Problem, SamplingParams
+from tests.models import tiny_policy
 
 V = 97
 ENGINES = ["local", "hf"]
@@ -222,6 +227,39 @@ def test_engines_sample_the_same_tokens(quant):
     assert tokens_of(local) == tokens_of(reference)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_an_fp8_cache_stays_near_the_dense_reference(quant, device):
+    """Keys and values have three bits after the leading one, and log-probs about as much noise."""
+    model = shared_model("qwen3", device)
+    reference = model if quant == "none" else quantized_copy(model, quant)
+    engine = build("local", model, quant, kv="fp8")
+    params = SamplingParams(max_tokens=12, group_size=3, seed=3, ignore_eos=True)
+    gaps = torch.cat(
+        [
+            (torch.tensor(c.logprobs) - dense_logprobs(reference, r.problem, c.token_ids)).abs()
+            for r in engine.generate(make_problems(4), params)
+            for c in r.completions
+        ]
+    )
+    assert 1e-3 < gaps.mean() < 0.1
+    assert gaps.max() < 1.0
+
+
+def test_the_range_of_an_fp8_cache_follows_the_weights():
+    model = own_model()
+    engine = build("local", model, kv="fp8")
+    scale = engine.memory.scale
+    before = scale.clone()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight *= 3
+        model.model.layers[1].self_attn.v_proj.bias *= 3
+    engine.sync(model, version=1)
+    assert engine.memory.scale is scale
+    torch.testing.assert_close(scale[1, 1], 3 * before[1, 1])
+    torch.testing.assert_close(scale[:, 0], before[:, 0])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("quant", FORMATS)
@@ -268,6 +306,27 @@ def test_results_do_not_depend_on_the_batch(kind, quant):
     backwards = engine.generate(problems[::-1], params)[::-1]
     alone = [engine.generate([p], params)[0] for p in problems]
     for other in (backwards, alone):
+        assert tokens_of(together) == tokens_of(other)
+        assert largest_gap(together, other) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("quant", FORMATS)
+def test_deterministic_results_do_not_depend_on_the_batch_of_a_gpu(quant, kv):
+    """Other batches, other graphs, and preemption: the same bits."""
+    options = {"dtype": torch.bfloat16, "deterministic": True, "kv": kv}
+    model, problems = shared_model("llama", "cuda"), make_problems(7)
+    params = SamplingParams(max_tokens=12, group_size=3, seed=2)
+    engine = build("local", model, quant, **options)
+    together = engine.generate(problems, params)
+    backwards = engine.generate(problems[::-1], params)[::-1]
+    alone = [engine.generate([p], params)[0] for p in problems]
+    small = build("local", model, quant, max_batch=5, page_size=4, kv_tokens=64, **options)
+    preempted = small.generate(problems, params)
+    assert small.num_preemptions > 0
+    for other in (backwards, alone, preempted):
         assert tokens_of(together) == tokens_of(other)
         assert largest_gap(together, other) == 0
 
@@ -444,6 +503,8 @@ def test_sync_follows_the_trainer(kind, quant):
     report = engine.sync(model, version=7)
     assert report.version == 7
     assert report.verified
+    assert report.seconds > 0
+    assert (report.verify_seconds > 0) == (kind == "local")
     after = engine.generate(problems, params)
     assert [r.version for r in after] == [7, 7]
     assert largest_gap(before, build(kind, model, quant).generate(problems, params)) > 1e-3
@@ -635,6 +696,39 @@ def test_a_request_that_never_fits_is_refused():
     assert [len(c.token_ids) for c in fits[0].completions] == [11, 11]
     with pytest.raises(EngineError, match=r"'p' needs 21 tokens.*kv_tokens = 20"):
         engine.generate([problem], SamplingParams(max_tokens=12))
+
+
+def test_an_unknown_cache_format_is_refused():
+    with pytest.raises(ValueError, match=r"kv = 'int8' is not one of none, fp8"):
+        build("local", shared_model("llama"), kv="int8")
+
+
+# --- recipes ----------------------------------------------------------------------------------
+
+
+def test_the_keys_of_a_recipe_reach_the_engine():
+    policy = tiny_policy()
+    rollout = {"max_batch": 7, "page_size": 8, "kv_tokens": 640, "kv_memory_frac": 0.5}
+    rollout |= {"release_kv": True, "deterministic": True}
+    config = build_config({"rollout": rollout, "quant": {"format": "int8", "kv": "fp8"}})
+    engine = build_actor(config, policy, "int8")
+    assert (engine.quant, engine.max_batch, engine.deterministic) == ("int8", 7, True)
+    assert engine.memory.options == CacheOptions(8, 640, 0.5, is_fp8=True, is_released=True)
+    # The engine that stands for full precision has a cache in full precision.
+    assert not build_actor(config, policy, "none").memory.options.is_fp8
+    assert build_actor(build_config({}), policy, "int8").memory.options == CacheOptions(16)
+
+
+def test_an_fp8_cache_needs_the_local_engine():
+    tree = {"rollout": {"engine": "hf"}, "quant": {"kv": "fp8"}}
+    assert any("quant.kv = 'fp8' needs" in m for m in find_mistakes(build_config(tree)))
+    assert find_mistakes(build_config({"quant": {"kv": "fp8"}})) == []
+
+
+def test_what_the_reference_engine_ignores_is_said():
+    tree = {"rollout": {"engine": "hf", "deterministic": True}}
+    assert any("rollout.deterministic" in w for w in find_warnings(build_config(tree)))
+    assert not any("rollout." in w for w in find_warnings(build_config({})))
 
 
 def test_models_that_the_local_engine_cannot_run():

@@ -1,17 +1,41 @@
+import warnings
+
 import pytest
 import torch
 
-from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool, allocate_kv, copy_pages_
-from qurl.rollout.local.decoder import KEYS, attend_pages, table_width, write_pages_
+from qurl.rollout.local.cache import (
+    MEMORY_CPU,
+    SCRATCH_PAGE,
+    CacheMemory,
+    CacheOptions,
+    KVCache,
+    PagePool,
+)
+from qurl.rollout.local.decoder import table_width
+from qurl.rollout.local.ops import LayerCache
+from qurl.rollout.local.reference import KEYS, attend_pages, write_pages_
 from qurl.rollout.local.weights import Architecture
+
+CPU = torch.device("cpu")
 
 ARCH = Architecture(
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, norm_eps=1e-6, windows=(None, None)
 )
 
 
-def make_kv(num_pages: int, page_size: int):
-    return allocate_kv(ARCH, num_pages, page_size, torch.float32, torch.device("cpu"))
+def make_memory(page_size: int = 4, **options) -> CacheMemory:
+    return CacheMemory(ARCH, torch.float32, CPU, CacheOptions(page_size, **options))
+
+
+def make_cache(num_pages: int, page_size: int, **options) -> KVCache:
+    return make_memory(page_size, **options).acquire(num_pages)
+
+
+def random_cache(num_pages: int, page_size: int) -> KVCache:
+    torch.manual_seed(0)
+    cache = make_cache(num_pages, page_size)
+    cache.data.copy_(torch.randn(cache.data.shape))
+    return cache
 
 
 def test_pages_are_handed_out_once_and_never_the_scratch_page():
@@ -50,27 +74,38 @@ def test_misuse_is_caught():
         pool.share(pages)
 
 
-def test_kv_starts_at_zero_with_a_scratch_page():
-    kv = make_kv(num_pages=3, page_size=4)
-    assert kv.shape == (2, 2, 4, 4, 2, 8)
-    assert not kv.any()
+def test_a_cache_starts_at_zero_with_a_scratch_page():
+    data = make_cache(num_pages=3, page_size=4).data
+    assert data.shape == (2, 2, 4, 4, 2, 8)
+    assert not data.any()
 
 
-def test_copy_pages_copies_all_layers_and_leaves_the_source():
-    kv = make_kv(num_pages=4, page_size=4)
-    kv.copy_(torch.randn(kv.shape))
-    before = kv.clone()
-    copy_pages_(kv, [(1, 3), (2, 4)])
-    assert torch.equal(kv[:, :, 3], before[:, :, 1])
-    assert torch.equal(kv[:, :, 4], before[:, :, 2])
-    assert torch.equal(kv[:, :, :3], before[:, :, :3])
-    copy_pages_(kv, [])
+def test_copies_go_through_all_layers_and_leave_the_source():
+    cache = random_cache(num_pages=4, page_size=4)
+    before = cache.data.clone()
+    cache.copy_([(1, 3), (2, 4)])
+    assert torch.equal(cache.data[:, :, 3], before[:, :, 1])
+    assert torch.equal(cache.data[:, :, 4], before[:, :, 2])
+    assert torch.equal(cache.data[:, :, :3], before[:, :, :3])
+    cache.copy_([])
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_saved_pages_come_back_to_other_pages(is_fp8):
+    cache = make_cache(num_pages=6, page_size=4, is_fp8=is_fp8)
+    cache.data.copy_(torch.randn(cache.data.shape))
+    before = cache.data.float().clone()
+    saved = cache.save([5, 2])
+    cache.data.zero_()
+    cache.restore_(saved, [1, 6])
+    assert torch.equal(cache.data[:, :, [1, 6]].float(), before[:, :, [5, 2]])
+    assert not cache.data[:, :, [0, 2, 3, 4, 5]].float().any()
 
 
 def test_writes_land_in_page_and_offset():
-    kv = make_kv(num_pages=3, page_size=4)[0]
+    kv = make_cache(num_pages=3, page_size=4).data[0]
     k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8)
-    write_pages_(kv, k, v, torch.tensor([2 * 4 + 1, 3 * 4]))
+    write_pages_(LayerCache(kv, None), k, v, torch.tensor([2 * 4 + 1, 3 * 4]))
     assert torch.equal(kv[0, 2, 1], k[0])
     assert torch.equal(kv[0, 3, 0], k[1])
     assert torch.equal(kv[1, 2, 1], v[0])
@@ -85,7 +120,7 @@ def test_attention_over_pages_equals_attention_over_the_sequence(window):
     table = torch.tensor([[7, 2, 0, 0], [3, 8, 1, 0]])
     positions = torch.tensor([5, 8])
     q = torch.randn(2, 4, 8)
-    out = attend_pages(q, kv, table, positions, window).view(2, 4, 8)
+    out = attend_pages(q, LayerCache(kv, None), table, positions, window).view(2, 4, 8)
     for b, position in enumerate(positions.tolist()):
         first = 0 if window is None else position - window + 1
         keys, values = (x[table[b]].flatten(0, 1)[first : position + 1] for x in kv)
@@ -93,6 +128,169 @@ def test_attention_over_pages_equals_attention_over_the_sequence(window):
             scores = keys[:, head // 2] @ q[b, head] / 8**0.5
             expected = scores.softmax(0) @ values[:, head // 2]
             torch.testing.assert_close(out[b, head], expected)
+
+
+def test_an_fp8_cache_reads_back_within_half_a_code():
+    """E4M3 has three bits after the leading one: half a step is 1/16 of the value below it."""
+    memory = make_memory(is_fp8=True)
+    cache = memory.acquire(2)
+    torch.manual_seed(0)
+    k, v = torch.randn(4, 2, 8), 100 * torch.randn(4, 2, 8)
+    amax = torch.stack([x.abs().amax((0, 2)) for x in (k, v)])
+    memory.set_range_(amax.expand(2, 2, 2))
+    write_pages_(cache.layer(1), k, v, torch.arange(4, 8))
+    assert cache.data.dtype == torch.float8_e4m3fn
+    assert cache.scale is not None
+    for stored, scale, source in zip(cache.data[1], cache.scale[1], (k, v), strict=True):
+        values = stored[1].float() * scale[:, None]
+        # The smallest codes have fewer bits: 2^-10 of the unit is half of their step.
+        assert ((values - source).abs() <= source.abs() / 16 + scale[:, None] * 2**-10).all()
+
+
+def test_the_range_of_an_fp8_cache_has_a_margin_of_four():
+    """4 * 112 / 448 = 1; a head that was always zero gets 1 as well."""
+    memory = make_memory(is_fp8=True)
+    amax = torch.zeros(2, 2, 2)
+    amax[0, 1, 0], amax[1, 0, 1] = 112, 56
+    memory.set_range_(amax)
+    expected = torch.ones(2, 2, 2)
+    expected[1, 0, 1] = 0.5
+    assert torch.equal(memory.acquire(1).scale, expected)
+
+
+# Memory. A page of 4 tokens is 2 * 2 layers * 4 * 2 heads * 8 * 4 bytes = 1024 bytes.
+
+
+def test_pages_are_as_many_as_asked_for_or_needed():
+    assert make_memory().page_bytes == 1024
+    assert make_memory(is_fp8=True).page_bytes == 256
+    assert make_memory(kv_tokens=30).choose_num_pages(1000, 1000) == 7
+    # 9 tokens take 3 pages, and one more is for the prompt of a group that waits.
+    assert make_memory().choose_num_pages(5, 9) == 5 * 4
+    assert make_memory().choose_num_pages(10**6, 10**6) == MEMORY_CPU // 1024 - 1
+
+
+def test_a_cpu_allocates_for_each_generation():
+    memory = make_memory()
+    memory.acquire(3).data.fill_(1)
+    memory.release()
+    assert memory.num_pages == 0
+    assert not memory.acquire(3).data.any()
+
+
+class FakeGpu:
+    """Memory of a GPU with an arena in it; torch keeps `cached` bytes that can be emptied."""
+
+    def __init__(self, monkeypatch, total: int, can_unmap: bool = True) -> None:
+        self.free, self.cached, self.can_unmap, self.log = total, 0, can_unmap, []
+        monkeypatch.setattr("qurl.rollout.local.cache.Arena", lambda n, _: FakeArena(self, n))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, total))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.log.append("wait"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+
+    def empty_cache(self) -> None:
+        self.free, self.cached = self.free + self.cached, 0
+
+    def memory(self, **options) -> CacheMemory:
+        memory = make_memory(**options)
+        memory.device = torch.device("cuda")
+        return memory
+
+
+class FakeArena:
+    def __init__(self, gpu: FakeGpu, num_bytes: int) -> None:
+        self.gpu, self.num_bytes = gpu, num_bytes
+        self.can_unmap, self.is_mapped, self.data = gpu.can_unmap, False, torch.zeros(num_bytes)
+        self.map()
+
+    def map(self) -> None:
+        assert self.gpu.free >= self.num_bytes, "out of memory"
+        self.gpu.free -= self.num_bytes
+        self.is_mapped = True
+        self.gpu.log.append("map")
+
+    def unmap(self) -> None:
+        self.gpu.free += self.num_bytes
+        self.is_mapped = False
+        self.gpu.log.append("unmap")
+
+    def close(self) -> None:
+        if self.is_mapped:
+            self.unmap()
+        self.gpu.log.append("close")
+
+    def tensor(self, shape, dtype):
+        assert self.is_mapped
+        return self.data.view(torch.uint8)[: self.num_bytes].view(dtype).view(shape)
+
+
+KIB = 1024
+"""Bytes of a page."""
+
+
+def test_a_gpus_cache_takes_a_share_of_what_is_free_and_stays(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 101 * KIB)
+    memory = gpu.memory(memory_frac=0.5)
+    assert memory.choose_num_pages(10, 9) == 40
+    # Of 101 pages half are 50, and one is the scratch page.
+    assert memory.choose_num_pages(20, 9) == 49
+    data = memory.acquire(49).data
+    memory.release()
+    gpu.free = 0  # the trainer has taken the rest
+    assert memory.choose_num_pages(20, 9) == memory.choose_num_pages(3, 9) == 49
+    assert memory.acquire(49).data.data_ptr() == data.data_ptr()
+    assert gpu.log == ["map"]
+
+
+def test_a_gpus_cache_grows_only_where_it_gains(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 1000 * KIB)
+    memory = gpu.memory(memory_frac=0.5)
+    memory.acquire(memory.choose_num_pages(10, 9))
+    assert memory.choose_num_pages(11, 9) == 40  # 44 would be a tenth more
+    assert memory.choose_num_pages(12, 9) == 48
+    memory.acquire(48)
+    assert gpu.log == ["map", "wait", "unmap", "close", "map"]
+    # A request that the old cache cannot hold gets a new one, whatever the gain.
+    assert memory.choose_num_pages(1, 4 * 49) == 50
+
+
+def test_what_torch_keeps_makes_room_for_the_cache(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 100 * KIB)
+    gpu.free, gpu.cached = 10 * KIB, 90 * KIB
+    memory = gpu.memory(memory_frac=0.5)
+    assert memory.choose_num_pages(20, 9) == 49
+    gpu.free, gpu.cached = 10 * KIB, 90 * KIB
+    memory.acquire(49)
+    assert gpu.free == 50 * KIB
+
+
+def test_a_released_cache_comes_back_at_its_address(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 100 * KIB)
+    memory = gpu.memory(memory_frac=0.5, is_released=True)
+    address = memory.acquire(memory.choose_num_pages(20, 9)).data.data_ptr()
+    memory.release()
+    assert gpu.free == 100 * KIB
+    gpu.free = 80 * KIB  # a new cache would be smaller, but the old one still fits
+    assert memory.choose_num_pages(20, 9) == 49
+    assert memory.acquire(49).data.data_ptr() == address
+    memory.release()
+    gpu.free = 60 * KIB  # 50 are more than three quarters
+    assert memory.choose_num_pages(20, 9) == 29
+    memory.acquire(29)
+    assert gpu.free == 30 * KIB
+    assert gpu.log == [*["map", "wait", "unmap"] * 2, "wait", "close", "map"]
+
+
+def test_an_arena_that_cannot_be_unmapped_is_freed_with_one_warning(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 100 * KIB, can_unmap=False)
+    memory = gpu.memory(is_released=True)
+    memory.acquire(10)
+    with pytest.warns(UserWarning, match=r"release_kv.*cuda-bindings"):
+        memory.release()
+    assert (memory.num_pages, gpu.free) == (0, 100 * KIB)
+    memory.acquire(10)
+    with warnings.catch_warnings(action="error"):
+        memory.release()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24, 64])

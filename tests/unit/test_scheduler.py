@@ -1,33 +1,67 @@
-import pytest
+import random
 
-from qurl.rollout.local.cache import PagePool
-from qurl.rollout.local.scheduler import Group, Request, Scheduler
+import numpy as np
+import pytest
+import torch
+
+from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool
+from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
+from qurl.rollout.local.scheduler import Scheduler
 from qurl.types import Problem
 
 PAGE = 4
 
 
-def make_group(name: str, prompt_length: int, size: int) -> list[Request]:
+def make_group(name: str, prompt_length: int, size: int, max_tokens: int = 1000) -> list[Request]:
     problem = Problem(name, tuple(range(prompt_length)))
     group = Group(num_unadmitted=size)
-    return [Request(problem, group, key=i) for i in range(size)]
+    transcript = Transcript(size, max_tokens)
+    return [Request(i, problem, group, key=i, transcript=transcript) for i in range(size)]
 
 
-def make_scheduler(*groups: list[Request], pages: int, max_batch: int = 100) -> Scheduler:
+def make_request(name: str, prompt_length: int, max_tokens: int = 1000) -> Request:
+    return make_group(name, prompt_length, 1, max_tokens)[0]
+
+
+def make_scheduler(
+    *groups: list[Request], pages: int, max_batch: int = 100, lookahead: int = 0, save=None
+) -> Scheduler:
     requests = [request for group in groups for request in group]
-    return Scheduler(requests, PagePool(pages, PAGE), max_batch)
+    pool = PagePool(pages, PAGE)
+    return Scheduler(requests, pool, max_batch, lookahead=lookahead, save=save)
 
 
-def step(scheduler: Scheduler, max_tokens: int = 10**9) -> list[Request]:
-    """Admit, reserve, append a token to each running request, retire the finished ones."""
+def sample(request: Request, count: int = 1) -> None:
+    """Let a token 0 (or some) have been read."""
+    for _ in range(count):
+        one = np.array([0])
+        request.transcript.append(np.array([request.index]), one, one, 0)
+
+
+def step(scheduler: Scheduler) -> list[Request]:
+    """Admit, reserve, launch and read one step; returns who took part, in order of admission."""
     scheduler.admit()
-    running = list(scheduler.reserve())
+    assert scheduler.reserve()
+    scheduler.compact()
+    check(scheduler)
+    running = sorted(scheduler.running, key=lambda r: r.serial)
+    scheduler.advance()
     for request in running:
-        request.token_ids.append(0)
-        if len(request.token_ids) == max_tokens:
-            request.finish = "length"
-            scheduler.finish(request)
+        sample(request)
     return running
+
+
+def check(scheduler: Scheduler) -> None:
+    """What holds before every launch."""
+    assert scheduler.num_rows == scheduler.num_running <= scheduler.max_batch
+    for row, request in enumerate(scheduler.running):
+        assert request.row == row
+        assert scheduler.indices[row] == request.index
+        assert scheduler.lengths[row] == request.num_tokens <= len(request.pages) * PAGE
+        assert scheduler.table[row, : len(request.pages)].tolist() == request.pages
+        assert (scheduler.table[row, len(request.pages) :] == SCRATCH_PAGE).all()
+        assert scheduler.pool.pages_for(request.most_cached) >= len(request.pages)
+    assert (scheduler.table[scheduler.num_rows :] == SCRATCH_PAGE).all()
 
 
 def test_a_prompt_is_prefilled_once_and_its_full_pages_are_shared():
@@ -67,8 +101,7 @@ def test_the_prefix_is_held_for_members_that_wait_for_a_slot():
     group = make_group("a", prompt_length=11, size=3)
     scheduler = make_scheduler(group, pages=20, max_batch=1)
     assert len(scheduler.admit().prefills) == 1
-    group[0].finish = "stop"
-    scheduler.finish(group[0])
+    scheduler.leave(group[0])
     assert scheduler.pool.num_free == 20 - 3
     second = scheduler.admit()
     assert second.prefills == []
@@ -76,52 +109,52 @@ def test_the_prefix_is_held_for_members_that_wait_for_a_slot():
 
 
 def test_every_page_comes_back():
-    groups = [make_group(str(i), prompt_length=2 + 3 * i, size=3) for i in range(4)]
+    groups = [make_group(str(i), prompt_length=2 + 3 * i, size=3, max_tokens=6) for i in range(4)]
     scheduler = make_scheduler(*groups, pages=12, max_batch=5)
     while scheduler.has_work:
-        step(scheduler, max_tokens=6)
+        step(scheduler)
     assert scheduler.pool.num_free == 12
     assert all(len(r.token_ids) == 6 for group in groups for r in group)
 
 
 def test_finished_requests_make_room_at_once():
-    groups = [make_group(str(i), prompt_length=3, size=1) for i in range(5)]
-    scheduler = make_scheduler(*groups, pages=50, max_batch=2)
+    requests = [make_request(str(i), prompt_length=3, max_tokens=2) for i in range(5)]
+    scheduler = make_scheduler(requests, pages=50, max_batch=2)
     seen = []
     while scheduler.has_work:
-        seen.append([r.problem.id for r in step(scheduler, max_tokens=2)])
+        seen.append([r.problem.id for r in step(scheduler)])
     assert seen == [["0", "1"]] * 2 + [["2", "3"]] * 2 + [["4"]] * 2
 
 
 def test_pages_run_out_and_the_newest_request_yields():
     """3 pages of 4 and two requests of 4 tokens: at 5 tokens only one gets the third page."""
-    old, new = make_group("old", 4, 1)[0], make_group("new", 4, 1)[0]
+    old, new = make_request("old", 4), make_request("new", 4)
     scheduler = make_scheduler([old], [new], pages=3)
     assert step(scheduler) == [old, new]
     assert step(scheduler) == [old]
     assert scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [new]
     assert (new.token_ids, new.pages) == ([0], [])
-    scheduler.finish(old)
+    scheduler.leave(old)
     admission = scheduler.admit()
     assert [tokens for tokens, _ in admission.prefills] == [[0, 1, 2, 3]]
     assert len(new.pages) == 2
 
 
 def test_preempted_requests_resume_before_new_ones():
-    requests = [make_group(str(i), 4, 1)[0] for i in range(4)]
+    requests = [make_request(str(i), 4) for i in range(4)]
     scheduler = make_scheduler(requests, pages=5, max_batch=2)
-    step(scheduler)
-    assert [r.problem.id for r in scheduler.running] == ["0", "1"]
-    scheduler.running[0].token_ids += [0] * 8
-    scheduler.running[1].token_ids += [0] * 4
-    scheduler.reserve()
+    assert step(scheduler) == requests[:2]
+    for request, count in zip(requests[:2], (8, 4), strict=True):
+        sample(request, count)
+        scheduler.lengths[request.row] += count
+    assert scheduler.reserve()
     assert [r.problem.id for r in scheduler.running] == ["0"]
     assert [r.problem.id for r in scheduler.waiting] == ["1", "2", "3"]
 
 
 def test_newcomers_leave_a_free_page_to_each_running_request():
-    requests = [make_group(str(i), 3, 1)[0] for i in range(6)]
+    requests = [make_request(str(i), 3) for i in range(6)]
     scheduler = make_scheduler(requests, pages=6)
     scheduler.admit()
     assert len(scheduler.running) == 3
@@ -134,8 +167,10 @@ def test_a_held_prefix_gives_way_before_a_request_is_preempted():
     scheduler = make_scheduler(group, pages=4, max_batch=1)
     scheduler.admit()
     assert scheduler.pool.num_free == 1
-    group[0].token_ids += [0] * 7
-    assert scheduler.reserve() == [group[0]]
+    sample(group[0], 7)
+    scheduler.lengths[0] += 7
+    assert scheduler.reserve()
+    assert scheduler.running == [group[0]]
     assert len(group[0].pages) == 4
     assert group[0].group.prefix == []
     assert scheduler.num_preemptions == 0
@@ -144,9 +179,204 @@ def test_a_held_prefix_gives_way_before_a_request_is_preempted():
 @pytest.mark.parametrize("pages", [2, 3])
 def test_sharing_is_given_up_when_only_one_request_fits(pages):
     """Prompt of 6, 2 tokens each: 2 pages suffice for one request, sharing would take 3."""
-    group = make_group("a", prompt_length=6, size=3)
+    group = make_group("a", prompt_length=6, size=3, max_tokens=2)
     scheduler = make_scheduler(group, pages=pages)
     while scheduler.has_work:
-        step(scheduler, max_tokens=2)
+        step(scheduler)
     assert all(len(r.token_ids) == 2 for r in group)
     assert scheduler.pool.num_free == pages
+
+
+# Steps in flight
+
+
+def test_lengths_count_launched_steps_and_the_transcript_those_that_were_read():
+    request = make_request("a", prompt_length=3, max_tokens=9)
+    scheduler = make_scheduler([request], pages=9)
+    scheduler.admit()
+    for launched in range(5):
+        assert scheduler.lengths[0] == 3 + launched
+        scheduler.reserve()
+        scheduler.advance()
+    assert request.num_tokens == 3
+    assert len(request.pages) == 2
+
+
+def test_a_request_leaves_when_its_last_token_has_been_launched():
+    """A prompt of 3 and 2 tokens to sample: the second step is the last, and 4 are cached."""
+    request = make_request("a", prompt_length=3, max_tokens=2)
+    scheduler = make_scheduler([request], pages=1)
+    scheduler.admit()
+    for _ in range(2):
+        assert scheduler.has_work
+        assert scheduler.reserve()
+        scheduler.advance()
+    assert not scheduler.has_work
+    assert (request.row, scheduler.pool.num_free) == (None, 1)
+
+
+def test_nobody_is_preempted_while_tokens_are_unread():
+    old, new = make_request("old", 4), make_request("new", 4)
+    scheduler = make_scheduler([old, new], pages=3)
+    step(scheduler)
+    assert not scheduler.reserve(can_preempt=False)
+    assert scheduler.num_running == 2
+    assert scheduler.num_preemptions == 0
+    assert scheduler.reserve()
+    assert scheduler.running == [old]
+
+
+# Rows
+
+
+def test_a_gap_is_refilled_by_the_next_request():
+    requests = [make_request(str(i), 3) for i in range(4)]
+    scheduler = make_scheduler(requests, pages=50, max_batch=3)
+    scheduler.admit()
+    scheduler.leave(requests[1])
+    assert [r.row for r in scheduler.admit().started] == [1]
+    assert scheduler.compact() == []
+    assert scheduler.running == [requests[0], requests[3], requests[2]]
+
+
+def test_without_anyone_waiting_the_last_rows_move_into_the_gaps():
+    requests = [make_request(str(i), 3) for i in range(6)]
+    scheduler = make_scheduler(requests, pages=50)
+    scheduler.admit()
+    for gap in (0, 3, 4):
+        scheduler.leave(requests[gap])
+    assert scheduler.compact() == [(5, 0)]
+    assert scheduler.running == [requests[5], requests[1], requests[2]]
+    check(scheduler)
+    scheduler.leave(requests[2])
+    assert scheduler.compact() == []
+    assert scheduler.num_rows == 2
+
+
+def test_the_newest_yields_even_if_it_has_the_first_row():
+    requests = [make_request(str(i), 4) for i in range(3)]
+    scheduler = make_scheduler(requests, pages=5, max_batch=2)
+    scheduler.admit()
+    scheduler.leave(requests[0])
+    (newest,) = scheduler.admit().started
+    assert (newest, newest.row) == (requests[2], 0)
+    scheduler.lengths[:2] += 8  # three pages each
+    scheduler.reserve()
+    assert scheduler.running == [requests[1]]
+
+
+# Looking ahead
+
+
+def test_pages_are_reserved_ahead_for_all_rows_at_once():
+    """Lengths 4 and 6 look 8 tokens ahead, to 12 and 14: 3 and 4 pages."""
+    short, long = make_request("short", 4), make_request("long", 6)
+    scheduler = make_scheduler([short, long], pages=50, lookahead=8)
+    scheduler.admit()
+    scheduler.reserve()
+    assert [len(r.pages) for r in (short, long)] == [1, 2]  # nobody needs one yet
+    scheduler.advance()
+    scheduler.is_table_changed = False
+    scheduler.reserve()
+    assert [len(r.pages) for r in (short, long)] == [4, 4]  # 5 + 8 and 7 + 8 tokens
+    assert scheduler.is_table_changed
+    scheduler.is_table_changed = False
+    for _ in range(8):
+        scheduler.advance()
+        scheduler.reserve()
+    assert not scheduler.is_table_changed
+
+
+def test_nothing_is_reserved_that_a_request_cannot_use():
+    request = make_request("a", prompt_length=4, max_tokens=6)
+    scheduler = make_scheduler([request], pages=50, lookahead=100)
+    scheduler.admit()
+    scheduler.advance()
+    scheduler.reserve()
+    assert len(request.pages) == 3  # 4 + 6 - 1 tokens
+
+
+def test_pages_held_in_reserve_are_taken_back_before_anyone_is_preempted():
+    """12 pages, 5 for each request: when one needs 8, the other gives up what it does not."""
+    old, new = make_request("old", 4), make_request("new", 4)
+    scheduler = make_scheduler([old, new], pages=12, lookahead=12)
+    step(scheduler)
+    step(scheduler)
+    assert [len(r.pages) for r in (old, new)] == [5, 5]
+    sample(old, 26)
+    scheduler.lengths[old.row] += 26
+    assert scheduler.reserve(can_preempt=False)
+    assert len(old.pages) == 8
+    assert len(new.pages) == 2
+
+
+# Saved pages
+
+
+def test_a_preempted_request_gets_its_saved_pages_back():
+    old, new = make_request("old", 4), make_request("new", 4)
+    saved = {}
+
+    def save(pages):
+        tensor = torch.zeros(2, 2, len(pages), PAGE, 1, 1)
+        saved[tuple(pages)] = tensor
+        return tensor
+
+    scheduler = make_scheduler([old, new], pages=3, save=save)
+    step(scheduler)
+    pages = tuple(new.pages)
+    step(scheduler)
+    scheduler.leave(old)
+    admission = scheduler.admit()
+    assert list(saved) == [pages]
+    assert admission.prefills == []
+    ((tensor, target),) = admission.restores
+    assert tensor is saved[pages]
+    assert target == new.pages[:1]
+    assert new.saved is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_course_keeps_the_books(seed):
+    """Random prompts, ends and sizes: `check` holds at every launch and no page is lost."""
+    rng = random.Random(seed)
+    max_tokens = rng.randrange(1, 30)
+    groups = [
+        make_group(str(i), rng.randrange(1, 20), rng.randrange(1, 5), max_tokens)
+        for i in range(rng.randrange(1, 8))
+    ]
+    most = max(PagePool(1, PAGE).pages_for(g[0].most_cached) for g in groups)
+    scheduler = make_scheduler(
+        *groups,
+        pages=most + rng.randrange(12),
+        max_batch=rng.randrange(1, 9),
+        lookahead=rng.choice([0, 5, 64]),
+    )
+    steps = 0
+    while scheduler.has_work:
+        for request in step(scheduler):
+            if request.row is not None and rng.random() < 0.1:
+                scheduler.leave(request)
+        steps += 1
+    assert steps <= sum(len(g) for g in groups) * max_tokens
+    assert scheduler.pool.num_free == scheduler.pool.num_pages
+
+
+# Lengths
+
+
+def test_the_longest_expected_come_first_and_unknown_ones_before_all():
+    history = LengthHistory()
+    a, b, c, d = (Problem(name, (1,)) for name in "abcd")
+    history.record(a, 5)
+    history.record(c, 9)
+    history.record(a, 3)  # the longest counts
+    assert history.order([a, b, c, d]) == [1, 3, 2, 0]
+    assert history.order([a, a]) == [0, 1]
+
+
+def test_a_problem_is_known_in_every_epoch():
+    history = LengthHistory()
+    history.record(Problem("x@7", (1,)), 5)
+    history.record(Problem("y", (1,)), 9)
+    assert history.order([Problem(p, (1,)) for p in ("x@12", "y@2", "me@home")]) == [2, 1, 0]

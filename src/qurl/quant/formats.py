@@ -96,7 +96,7 @@ def quantize_activation(x: Tensor, format: Format) -> Quantized:
     columns = x.shape[-1]
     groups = F.pad(x, (0, -columns % format.block)).unflatten(-1, (-1, format.block))
     codes, scale = _code(groups, format.act_max, format.dtype)
-    codes = codes.flatten(-2)[..., :columns]
+    codes = codes.flatten(-2)[..., :columns].contiguous()
     return Quantized(codes, scale.squeeze(-1), format)  # scale [..., M, K / 128]
 
 

@@ -12,6 +12,7 @@ is the integer one on any hardware. FP8 codes take the same route (products exac
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,50 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
+@dataclass(frozen=True)
+class Partial:
+    """A product that whoever consumes it finishes, which saves a pass over memory.
+
+        y = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
+
+    in this order, so that integer codes give the same bits for every S.
+    """
+
+    acc: Tensor  # [S, M, N] int32 or float32
+    scale_x: Tensor | None  # [M, 1]
+    scale_w: Tensor | None  # [N, 1]
+    bias: Tensor | None  # [N]
+    dtype: torch.dtype
+
+
+Operand = Tensor | Quantized
+"""The input of a linear layer: numbers, or codes with one scale per token."""
+Product = Tensor | Partial
+"""The output of a linear layer, finished or not."""
+
+
+def finish(product: Product) -> Tensor:
+    """The product [M, N] as a tensor."""
+    if isinstance(product, Tensor):
+        return product
+    y = product.acc[0]
+    for part in product.acc[1:]:
+        y = y + part
+    y = y.float()
+    for scale in (product.scale_x, None if product.scale_w is None else product.scale_w.T):
+        y = y if scale is None else y * scale
+    return (y if product.bias is None else y + product.bias.float()).to(product.dtype)
+
+
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b with W in codes and x coded per token; the result has the dtype of x."""
-    y = matmul_codes(quantize_activation(x, weight.format), weight).to(x.dtype)
-    return y if bias is None else y + bias.to(y.dtype)
+    return multiply(quantize_activation(x, weight.format), weight, bias, x.dtype)
+
+
+def multiply(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + b of codes [..., M, K] and [N, K], rounded once to `dtype`."""
+    y = matmul_codes(x, weight)
+    return (y if bias is None else y + bias.to(y.dtype)).to(dtype)
 
 
 def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:

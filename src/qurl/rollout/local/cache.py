@@ -3,16 +3,32 @@
 A sequence owns a list of pages; its token at position p lives in `pages[p // page_size]`. Full
 pages can be shared, because nobody writes to them again. Page 0 belongs to no sequence: padding
 rows of a batch write there.
+
+In FP8 the cache holds codes, with one scale per layer, key or value, and head.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from qurl.rollout.local.arena import Arena
+from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Architecture
 
 SCRATCH_PAGE = 0
+FP8_MAX = 448.0
+KV_MARGIN = 4.0
+"""Range of an FP8 cache over what the canary prompt needs. That prompt is short, and E4M3 is a
+floating format: a range four times as wide costs two of its 17 binades and no precision."""
+MEMORY_CPU = 4 * 2**30
+"""Largest cache that `kv_tokens = 0` takes on a CPU; on a GPU it is a share of the free memory."""
+SMALL_GAIN = 1 / 8
+"""A cache that would grow by no more than this stays as it is: moving it costs all CUDA graphs."""
 
 
 class PagePool:
@@ -47,7 +63,7 @@ class PagePool:
             self._holders[page] += 1
         return list(pages)
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Drop one hold of each page; a page that nobody holds is free."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is released but nobody holds it"
@@ -56,16 +72,189 @@ class PagePool:
                 self._free.append(page)
 
 
-def allocate_kv(
-    arch: Architecture, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """[layers, 2, 1 + pages, page_size, kv_heads, head_dim], zero: masked keys must be finite."""
-    shape = (arch.num_layers, 2, 1 + num_pages, page_size, arch.num_kv_heads, arch.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers, in pages."""
+
+    data: Tensor  # [layers, 2, 1 + pages, page_size, kv_heads, head_dim]
+    scale: Tensor | None = None  # [layers, 2, kv_heads]: value = code * scale
+
+    @property
+    def page_size(self) -> int:
+        return self.data.shape[3]
+
+    def layer(self, index: int) -> LayerCache:
+        return LayerCache(self.data[index], None if self.scale is None else self.scale[index])
+
+    def copy_(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (source, target) each, in all layers."""
+        if not copies:
+            return
+        sources, targets = upload(torch.tensor(copies).T.contiguous(), self.data.device)
+        for layer in self._bytes():  # one by one: what is gathered lies in memory twice
+            layer[:, targets] = layer[:, sources]
+
+    def save(self, pages: Sequence[int]) -> Tensor:
+        """A copy of the pages in host memory."""
+        return self._bytes()[:, :, torch.tensor(pages, device=self.data.device)].cpu()
+
+    def restore_(self, saved: Tensor, pages: Sequence[int]) -> None:
+        """Put a saved copy into pages."""
+        index = torch.tensor(pages, device=self.data.device)
+        self._bytes()[:, :, index] = saved.to(self.data.device)
+
+    def _bytes(self) -> Tensor:
+        """Torch does not index FP8 on every device; bytes are as good for copies."""
+        return self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
 
 
-def copy_pages_(kv: Tensor, copies: list[tuple[int, int]]) -> None:
-    """Copy whole pages, (source, target) each, in all layers."""
-    if copies:
-        sources, targets = zip(*copies, strict=True)
-        kv[:, :, list(targets)] = kv[:, :, list(sources)]
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it.
+
+    The pinned copy may be dropped at once: torch's host allocator reuses it only after the stream
+    has read it.
+    """
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What the user decides about the cache."""
+
+    page_size: int
+    kv_tokens: int = 0
+    """Capacity; 0 = as large as needed, as far as memory permits."""
+    memory_frac: float = 0.8
+    """Most of a GPU's free memory that the cache takes."""
+    is_fp8: bool = False
+    is_released: bool = False
+    """Give a GPU's memory back after each generation."""
+
+
+class CacheMemory:
+    """The cache's memory: how large it is, and when it is given back.
+
+    A GPU's cache stays at its address, because CUDA graphs hold it. A CPU's lives as long as one
+    generation.
+    """
+
+    def __init__(
+        self, arch: Architecture, dtype: torch.dtype, device: torch.device, options: CacheOptions
+    ) -> None:
+        self.options = options
+        self.device = device
+        self.dtype = torch.float8_e4m3fn if options.is_fp8 else dtype
+        self.num_pages = 0
+        self._wanted = 0
+        """Pages that would have been best when the present number was chosen."""
+        self._arch = arch
+        self._arena: Arena | None = None
+        self._has_warned = False
+        self.scale: Tensor | None = None
+        if options.is_fp8:
+            self.scale = torch.ones(arch.num_layers, 2, arch.num_kv_heads, device=device)
+
+    @property
+    def page_bytes(self) -> int:
+        arch = self._arch
+        numbers = 2 * arch.num_layers * self.options.page_size * arch.num_kv_heads * arch.head_dim
+        return numbers * self.dtype.itemsize
+
+    def set_range_(self, amax: Tensor) -> None:
+        """FP8 scales from the largest magnitudes [layers, 2, kv_heads] of a sample."""
+        assert self.scale is not None
+        scale = KV_MARGIN * amax / FP8_MAX
+        self.scale.copy_(torch.where(amax == 0, 1.0, scale))
+
+    def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
+        """Pages for so many sequences of so many tokens, as far as memory permits.
+
+        A cache that is there already is kept where a new one would not be much larger.
+        """
+        if self.options.kv_tokens:
+            return self.options.kv_tokens // self.options.page_size
+        pages_each = -(-num_tokens // self.options.page_size)
+        # One more page each, for prompts that are held while part of their group waits.
+        wanted = num_sequences * (pages_each + 1)
+        large = self.num_pages * (1 + SMALL_GAIN)
+        is_settled = pages_each <= self.num_pages and wanted <= max(self._wanted, large)
+        if is_settled and self._is_at_hand():
+            return self.num_pages
+        self._wanted = wanted
+        frac = 1.0 if self.device.type == "cpu" else self.options.memory_frac
+        best = min(wanted, max(self._num_pages_in(frac * self.available_bytes()), 0))
+        is_kept = self._is_mapped and pages_each <= self.num_pages and best <= large
+        return self.num_pages if is_kept else best
+
+    def acquire(self, num_pages: int) -> KVCache:
+        """A cache of so many pages; the old one at the old address where it has as many."""
+        if num_pages != self.num_pages:
+            self._close()
+        arena = self._arena
+        if arena is None or not arena.is_mapped:
+            self._make_room((1 + num_pages) * self.page_bytes)
+        if arena is None:
+            arena = Arena((1 + num_pages) * self.page_bytes, self.device)
+        if not arena.is_mapped:
+            arena.map()
+        self._arena, self.num_pages = arena, num_pages
+        arch = self._arch
+        shape = (arch.num_layers, 2, 1 + num_pages, self.options.page_size)
+        data = arena.tensor((*shape, arch.num_kv_heads, arch.head_dim), self.dtype)
+        return KVCache(data, self.scale)
+
+    def release(self) -> None:
+        """The generation is over: give the memory back where that is wanted."""
+        if self._arena is None or (self.device.type == "cuda" and not self.options.is_released):
+            return
+        if self.device.type == "cuda" and self._arena.can_unmap:
+            torch.cuda.synchronize(self.device)  # a step that nobody waits for may still write
+            self._arena.unmap()
+            return
+        if self.device.type == "cuda" and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "rollout.release_kv frees the KV cache without keeping its address, so that CUDA "
+                "graphs are captured again at each rollout; install cuda-bindings",
+                stacklevel=2,
+            )
+        self._close()
+
+    def available_bytes(self) -> int:
+        """Memory that a cache could take, what the present one holds included."""
+        if self.device.type == "cpu":
+            return MEMORY_CPU
+        # Not torch's own count of unused blocks: those of CUDA graphs are in it.
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + ((1 + self.num_pages) * self.page_bytes if self._is_mapped else 0)
+
+    @property
+    def _is_mapped(self) -> bool:
+        return self._arena is not None and self._arena.is_mapped
+
+    def _is_at_hand(self) -> bool:
+        """Whether the present cache has its memory, or can have it again.
+
+        That is judged less strictly than the size of a new one, or any change in the trainer's
+        memory would move the cache.
+        """
+        if self._is_mapped or self.device.type == "cpu":
+            return self._is_mapped
+        share = (1 + self.options.memory_frac) / 2
+        return self.num_pages <= self._num_pages_in(share * self.available_bytes())
+
+    def _num_pages_in(self, num_bytes: float) -> int:
+        return int(num_bytes // self.page_bytes) - 1  # the scratch page
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Blocks that torch keeps for later are in the way of memory outside its allocator."""
+        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < num_bytes:
+            torch.cuda.empty_cache()
+
+    def _close(self) -> None:
+        if self._arena is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._arena.close()
+        self._arena, self.num_pages = None, 0

@@ -1,4 +1,4 @@
-"""The local engine: admit, prefill, reserve, decode, sample, until every request has finished."""
+"""The local engine: a quantized copy of the model in the trainer's process, and what it samples."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import EngineError
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
-from qurl.rollout.checks import check_finite, check_prompts
-from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool, allocate_kv, copy_pages_
-from qurl.rollout.local.decoder import ROWS, Rotations, decode, prefill, table_width, to_logits
-from qurl.rollout.local.scheduler import Admission, Group, Request, Scheduler
+from qurl.rollout.checks import check_prompts
+from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
+from qurl.rollout.local.decoder import prefill
+from qurl.rollout.local.generation import Generation
+from qurl.rollout.local.graphs import Actor, Stepper
+from qurl.rollout.local.ops import Rotations, choose_ops
+from qurl.rollout.local.requests import LengthHistory
 from qurl.rollout.local.weights import Weights
-from qurl.rollout.sampler import RowParams, request_key, sample, uniform
 from qurl.rollout.stop import StopRule
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
-PREFILL_TOKENS = 8192
-"""Most prompt tokens in one forward; a longer prompt goes alone."""
-KV_BYTES_CPU = 4 * 2**30
-"""Largest cache that `kv_tokens = 0` takes on a CPU; on a GPU it is a share of the free memory."""
-KV_SHARE_CUDA = 0.8
+PAGE_SIZE, PAGE_SIZE_CUDA = 16, 64
+"""What `page_size = 0` means: attention on a GPU reads 64 keys at once, fastest from one page."""
 
 
 class LocalEngine:
@@ -37,180 +35,193 @@ class LocalEngine:
         tokenizer: Any = None,
         *,
         quant: str = "none",
+        kv: str = "none",
         max_batch: int = 256,
-        page_size: int = 16,
+        page_size: int = 0,
         kv_tokens: int = 0,
+        kv_memory_frac: float = 0.8,
+        release_kv: bool = False,
+        deterministic: bool = False,
+        cuda_graphs: bool = True,
+        depth: int | None = None,
         dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`dtype` None: float32 on a CPU, bfloat16 on a GPU.
+        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`; and
 
-        `on_progress(num_completions, num_tokens)` is called when completions have finished.
+        `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
+        `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
+        `dtype` None: float32 on a CPU, bfloat16 on a GPU.
+        `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
+        of unfinished completions count.
         """
         device = next(model.parameters()).device
-        default = torch.float32 if device.type == "cpu" else torch.bfloat16
+        is_cuda = device.type == "cuda"
+        if kv not in ("none", "fp8"):
+            raise ValueError(f"kv = {kv!r} is not one of none, fp8")
         self.quant = quant
         self.tokenizer = tokenizer
         self.max_batch = max_batch
-        self.page_size = page_size
-        self.kv_tokens = kv_tokens
+        self.deterministic = deterministic
         self.on_progress = on_progress
         self.version = 0
         self.num_preemptions = 0
-        self.weights = Weights(model, quant, dtype or default, device)
+        self.num_steps = 0
+        self.lengths = LengthHistory()
+        dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)
+        self.weights = Weights(model, quant, dtype, device)
+        self.memory = CacheMemory(
+            self.weights.arch,
+            dtype,
+            device,
+            CacheOptions(
+                page_size=page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE),
+                kv_tokens=kv_tokens,
+                memory_frac=kv_memory_frac,
+                is_fp8=kv == "fp8",
+                is_released=release_kv,
+            ),
+        )
+        self.stepper = Stepper(
+            max_batch,
+            device,
+            use_graphs=is_cuda and cuda_graphs,
+            is_bucketed=is_cuda,
+            depth=int(is_cuda) if depth is None else depth,
+        )
+        self._ops = choose_ops(self.weights, deterministic=deterministic)
         self._rotations = Rotations.up_to(1, self.weights)
-        self._kv: Tensor | None = None
+        self._active: Generation | None = None
         self._model: Any = model
         self.sync(model, version=0)
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured and still valid."""
+        return self.stepper.num_graphs
+
+    @property
+    def depth(self) -> int:
+        return self.stepper.depth
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weights.lm_head.shape[0]
+
     def sync(self, model: nn.Module, *, version: int) -> SyncReport:
-        """Quantize the trainer's weights into the engine's buffers, in place, and verify them."""
-        start = time.perf_counter()
+        """Quantize the trainer's weights into the engine's buffers, in place, and verify them.
+
+        A generation under way gives its pages back, and goes on with the new weights when it is
+        resumed.
+        """
+        self._release_active()
+        start = self._clock()
         flip_frac = self.weights.load_(model)
+        loaded = self._clock()
         self._model, self.version = model, version
         ids = canary_ids(model)
         gap = verify(
             score_with(model, ids),
-            self.score(ids),
+            self._score_canary(ids),
             bound=canary_bound(self.quant, self.weights.dtype),
             version=version,
         )
         self.weights.check(model, version)
-        seconds = time.perf_counter() - start
-        return SyncReport(version, seconds, self.weights.num_bytes, flip_frac, True, gap)
+        return SyncReport(
+            version,
+            loaded - start,
+            self.weights.num_bytes,
+            flip_frac,
+            True,
+            gap,
+            verify_seconds=self._clock() - loaded,
+        )
 
-    @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill."""
-        self._extend_rotations(len(token_ids))
-        hidden = prefill(self.weights, self._rotations, [token_ids])
-        logprobs = to_logits(self.weights, hidden[:-1]).log_softmax(-1)
-        targets = torch.tensor(token_ids[1:], device=logprobs.device)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1)
+        return self._score(token_ids)
 
-    @torch.no_grad()
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
+        generation = self.start(problems, params)
+        try:
+            generation.run()
+            return generation.rollouts()
+        finally:
+            generation.release()
+
+    def start(self, problems: Sequence[Problem], params: SamplingParams) -> Generation:
+        """The same, to be run step by step. One generation at a time has pages: the one that was
+        under way gives its own back, and computes keys and values again when it is resumed."""
         check_prompts(problems, params, self._model)
         stop = StopRule.of(self._model, self.tokenizer, params)
-        if not problems:
-            return []
-        groups = [_make_group(problem, params) for problem in problems]
-        requests = [request for group in groups for request in group]
-        scheduler = Scheduler(requests, self._prepare_pool(requests, params), self.max_batch)
-        row_params = RowParams.stack([params], self.weights.device)
-        while scheduler.has_work:
-            self._prefill(scheduler.admit())
-            self._step(scheduler.reserve(), row_params)
-            if self._retire(scheduler, stop) and self.on_progress:
-                finished = [r for r in requests if r.finish]
-                self.on_progress(len(finished), sum(len(r.token_ids) for r in finished))
-        self.num_preemptions += scheduler.num_preemptions
-        self._kv = None  # the trainer needs the memory for gradients and activations
-        return [
-            Rollout(
-                problem,
-                [stop.complete(r.token_ids, r.logprobs, r.finish) for r in group],  # type: ignore[arg-type]
-                self.version,
-                params.temperature,
-            )
-            for problem, group in zip(problems, groups, strict=True)
-        ]
+        self._release_active()
+        return Generation(self, problems, params, stop)
 
-    def _prefill(self, admission: Admission) -> None:
-        """Compute the keys and values of admitted prompts, several per forward, then copy pages."""
-        batch: list[tuple[list[int], list[int]]] = []
-        for job in admission.prefills:
-            if batch and sum(len(t) for t, _ in [*batch, job]) > PREFILL_TOKENS:
-                self._prefill_batch(batch)
-                batch = []
-            batch.append(job)
-        if batch:
-            self._prefill_batch(batch)
-        assert self._kv is not None
-        copy_pages_(self._kv, admission.copies)
-
-    def _prefill_batch(self, batch: Sequence[tuple[list[int], list[int]]]) -> None:
-        prompts, tables = zip(*batch, strict=True)
-        prefill(self.weights, self._rotations, prompts, self._kv, tables)
-
-    def _step(self, running: Sequence[Request], row_params: RowParams) -> None:
-        """One more token for every running request."""
-        kv, device = self._kv, self.weights.device
-        assert kv is not None
-        padding = -len(running) % ROWS
-        width = table_width(max(len(r.pages) for r in running), self.page_size)
-        table = [r.pages + [SCRATCH_PAGE] * (width - len(r.pages)) for r in running]
-        table += [[SCRATCH_PAGE] * width] * padding
-        columns = [(r.last_token, r.num_tokens - 1, r.key, len(r.token_ids)) for r in running]
-        rows = F.pad(torch.tensor(columns), (0, 0, 0, padding)).to(device)
-        tokens, positions, keys, counters = rows.unbind(1)
-        logits = decode(
-            self.weights, self._rotations, kv, tokens, positions, torch.tensor(table).to(device)
-        )
-        drawn, logprobs = sample(logits, uniform(keys, counters), row_params)
-        # Shorter than the padded batch on purpose.
-        results = zip(running, drawn.tolist(), logprobs.tolist(), strict=False)
-        for request, token, logprob in results:
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-
-    def _retire(self, scheduler: Scheduler, stop: StopRule) -> int:
-        """Let finished requests leave the batch; returns how many."""
-        num_before = len(scheduler.running)
-        for request in list(scheduler.running):
-            check_finite(request.logprobs[-1], request.problem, len(request.logprobs) - 1)
-            request.finish = stop.finish(request.token_ids)
-            if request.finish:
-                scheduler.finish(request)
-        return num_before - len(scheduler.running)
-
-    def _prepare_pool(self, requests: Sequence[Request], params: SamplingParams) -> PagePool:
-        """A cache for these requests, held until they have finished."""
-        longest = max(requests, key=lambda r: r.num_tokens)
+    def lend(self, generation: Generation) -> PagePool:
+        """Cache, rows and `actor` for a generation, until it gives them back."""
+        self._release_active()
+        problem, params = generation.longest_problem, generation.params
         # The last token is never cached.
-        num_tokens = longest.num_tokens + params.max_tokens - 1
+        num_tokens = len(problem.prompt_ids) + params.max_tokens - 1
+        num_sequences = min(self.max_batch, len(generation.problems) * params.group_size)
+        num_pages = self.memory.choose_num_pages(num_sequences, num_tokens)
+        self._check_room(problem, params, num_pages)
         self._extend_rotations(num_tokens)
-        num_pages = self._choose_num_pages(len(requests), -(-num_tokens // self.page_size))
-        if num_pages * self.page_size < num_tokens:
-            raise EngineError(
-                f"problem {longest.problem.id!r} needs {num_tokens} tokens of KV cache (prompt "
-                f"{longest.num_tokens} and max_tokens {params.max_tokens}), but the cache holds "
-                f"{num_pages * self.page_size} (kv_tokens = {self.kv_tokens}, page_size = "
-                f"{self.page_size}); raise rollout.kv_tokens or lower sampling.max_tokens"
-            )
-        weights = self.weights
-        self._kv = allocate_kv(
-            weights.arch, num_pages, self.page_size, weights.dtype, weights.device
+        cache = self.memory.acquire(num_pages)
+        self.actor = Actor(self.weights, self._ops, self._rotations, cache)
+        self.stepper.prepare(self.actor, num_tokens, params)
+        self._active = generation
+        return PagePool(num_pages, cache.page_size)
+
+    def take_back(self, generation: Generation) -> None:
+        """The generation needs its cache no more."""
+        if self._active is generation:
+            self._active = None
+            self.memory.release()
+
+    def _release_active(self) -> None:
+        if self._active is not None:
+            self._active.release()
+
+    def _check_room(self, problem: Problem, params: SamplingParams, num_pages: int) -> None:
+        options, num_prompt = self.memory.options, len(problem.prompt_ids)
+        num_tokens = num_prompt + params.max_tokens - 1
+        if num_pages * options.page_size >= num_tokens:
+            return
+        gib = self.memory.available_bytes() / 2**30
+        raise EngineError(
+            f"problem {problem.id!r} needs {num_tokens} tokens of KV cache (prompt {num_prompt} "
+            f"and max_tokens {params.max_tokens}), but the cache holds "
+            f"{num_pages * options.page_size} (kv_tokens = {options.kv_tokens}, page_size = "
+            f"{options.page_size}; with kv_tokens = 0 what max_batch = {self.max_batch} sequences "
+            f"need, within kv_memory_frac = {options.memory_frac:g} of {gib:.2f} GiB free); raise "
+            "rollout.kv_tokens or rollout.kv_memory_frac, or lower sampling.max_tokens"
         )
-        return PagePool(num_pages, self.page_size)
 
-    def _choose_num_pages(self, num_requests: int, pages_each: int) -> int:
-        """Capacity: `kv_tokens`, or room for a full batch as far as memory permits."""
-        if self.kv_tokens:
-            return self.kv_tokens // self.page_size
-        # One more page each, for prompts that are held while part of their group waits.
-        wanted = min(self.max_batch, num_requests) * (pages_each + 1)
-        arch, itemsize = self.weights.arch, self.weights.dtype.itemsize
-        page_bytes = 2 * arch.num_layers * self.page_size * arch.num_kv_heads * arch.head_dim
-        return min(wanted, self._kv_bytes_limit() // (page_bytes * itemsize))
+    @torch.no_grad()
+    def _score(self, token_ids: Sequence[int], kv_amax: Tensor | None = None) -> Tensor:
+        self._extend_rotations(len(token_ids))
+        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_amax=kv_amax)
+        logits = self._ops.head(hidden[:-1], self.weights.lm_head).float()
+        targets = torch.tensor(token_ids[1:], device=logits.device)
+        return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
-    def _kv_bytes_limit(self) -> int:
-        if self.weights.device.type == "cpu":
-            return KV_BYTES_CPU
-        device = self.weights.device
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(KV_SHARE_CUDA * (free + cached))
+    def _score_canary(self, token_ids: Sequence[int]) -> Tensor:
+        """Its keys and values also give an FP8 cache its range."""
+        if self.memory.scale is None:
+            return self._score(token_ids)
+        amax = torch.zeros_like(self.memory.scale)
+        scores = self._score(token_ids, amax)
+        self.memory.set_range_(amax)
+        return scores
 
     def _extend_rotations(self, length: int) -> None:
         if length > len(self._rotations):
             self._rotations = Rotations.up_to(length, self.weights)
 
-
-def _make_group(problem: Problem, params: SamplingParams) -> list[Request]:
-    group = Group(num_unadmitted=params.group_size)
-    return [
-        Request(problem, group, request_key(params.seed, problem.id, sample))
-        for sample in range(params.group_size)
-    ]
+    def _clock(self) -> float:
+        """Seconds, when the device has done all it was told to."""
+        if self.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.weights.device)
+        return time.perf_counter()

@@ -4,105 +4,157 @@ A request's last token is never in the cache before it is decoded: prefill cover
 the last, and every sampled token, the first included, comes out of a decode step. So a prompt is
 computed once for its whole group, each member starts by copying only the partly filled page that it
 will write to, and a preempted request resumes like a new one with a longer prompt.
+
+Decode steps are launched before the tokens of earlier ones are read. The scheduler therefore counts
+launched steps, and the `Transcript` holds what has been read.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from qurl.rollout.local.cache import PagePool
-from qurl.types import Problem
+import numpy as np
+from torch import Tensor
 
+from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool
+from qurl.rollout.local.requests import Request
 
-@dataclass(eq=False)
-class Group:
-    """Requests with the same prompt."""
-
-    num_unadmitted: int
-    prefix: list[int] = field(default_factory=list)
-    """Pages of the prompt, held for members that are yet to come."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One completion in the making."""
-
-    problem: Problem
-    group: Group
-    key: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
-    pages: list[int] = field(default_factory=list)
-    is_new: bool = True
-    """Never admitted so far."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.problem.prompt_ids) + len(self.token_ids)
-
-    @property
-    def last_token(self) -> int:
-        return self.token_ids[-1] if self.token_ids else self.problem.prompt_ids[-1]
-
-    @property
-    def cached_tokens(self) -> list[int]:
-        """What prefill computes: everything but the last token."""
-        return [*self.problem.prompt_ids, *self.token_ids][:-1]
+LOOKAHEAD = 64
+"""Tokens that pages are reserved ahead for, so that the page table seldom changes."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Work to do before newly admitted requests decode: prefill first, then copy pages."""
+    """Newly admitted requests, and what to do before they decode, in this order."""
 
     prefills: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(tokens, pages) each."""
+    restores: list[tuple[Tensor, list[int]]] = field(default_factory=list)
+    """(saved keys and values, pages) each."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, target page) each."""
+    started: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
-    """Admits requests in order, as batch slots and pages permit."""
+    """Admits requests in order, as rows of the batch and pages permit.
 
-    def __init__(self, requests: Iterable[Request], pool: PagePool, max_batch: int) -> None:
+    A running request keeps its row until `compact`. Per row, `lengths` counts the tokens that are
+    cached after the coming step, and `table` [rows, pages] holds its pages.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        pool: PagePool,
+        max_batch: int,
+        *,
+        lookahead: int = LOOKAHEAD,
+        save: Callable[[list[int]], Tensor] | None = None,
+    ) -> None:
+        """`save` keeps the pages of a preempted request; without it they are computed again."""
         self.pool = pool
         self.max_batch = max_batch
         self.waiting = deque(requests)
-        self.running: list[Request] = []
+        self.num_running = 0
         self.num_preemptions = 0
+        self.is_table_changed = False
+        most_pages = max((pool.pages_for(r.most_cached) for r in self.waiting), default=0)
+        self.table = np.full((max_batch, most_pages), SCRATCH_PAGE, np.int32)
+        self.indices = np.zeros(max_batch, np.int64)
+        self.lengths = np.zeros(max_batch, np.int64)
+        self._capacities = np.zeros(max_batch, np.int64)
+        self._limits = np.zeros(max_batch, np.int64)
+        self._rows: list[Request | None] = []
+        self._serials = itertools.count()
+        self._lookahead = lookahead
+        self._save = save
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.num_running)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def running(self) -> list[Request]:
+        """In the order of their rows."""
+        return [r for r in self._rows if r is not None]
 
     def admit(self) -> Admission:
         """Move requests from waiting to running."""
         admission = Admission()
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and self.num_running < self.max_batch:
             if not self._admit_next(admission):
                 break
-        if not self.running and self.waiting:
+        if not self.num_running and self.waiting:
             # Alone and still no room: holding a prefix for later members is what does not fit.
             self._drop_prefixes()
             self._admit_alone(self.waiting[0], admission)
         return admission
 
-    def reserve(self) -> list[Request]:
-        """The running requests, each with room for its last token; preempts when pages run out."""
-        for request in list(self.running):
-            while self._missing_pages(request) and request in self.running:
-                if self.pool.num_free:
-                    request.pages += self.pool.allocate(1)
-                elif not self._drop_prefixes():
-                    self._preempt(self.running[-1])
-        return self.running
+    def reserve(self, *, can_preempt: bool = True) -> bool:
+        """Room for the token of the coming step in every row.
 
-    def finish(self, request: Request) -> None:
-        self.running.remove(request)
-        self._release(request)
+        When pages run out the newest requests are preempted, or where that may not happen the
+        answer is False.
+        """
+        short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
+        if len(short) == 0:
+            return True
+        needy = [request for row in short if (request := self._rows[row]) is not None]
+        for request in sorted(needy, key=lambda r: r.serial):
+            while request.row is not None and self._num_missing(request) > 0:
+                if self.pool.num_free:
+                    self._extend(request, 1)
+                elif not (self._drop_prefixes() or self._take_back()):
+                    if not can_preempt:
+                        return False
+                    self._preempt(max(self.running, key=lambda r: r.serial))
+        self._look_ahead()
+        return True
+
+    def compact(self) -> list[tuple[int, int]]:
+        """Close the gaps between rows: (source row, target row) of each request that moves."""
+        if self.num_running == self.num_rows:
+            return []
+        gaps = [row for row in range(self.num_running) if self._rows[row] is None]
+        beyond = [row for row in range(self.num_running, self.num_rows) if self._rows[row]]
+        moves = list(zip(beyond, gaps, strict=True))
+        for source, target in moves:
+            self._move(source, target)
+        del self._rows[self.num_running :]
+        return moves
+
+    def advance(self) -> None:
+        """A step has been launched; requests that have now sampled all they may leave the batch."""
+        lengths = self.lengths[: self.num_rows]
+        lengths += 1
+        for row in np.flatnonzero(lengths > self._limits[: self.num_rows]):
+            request = self._rows[row]
+            assert request is not None, "steps are launched without gaps"
+            self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Take a running request out of the batch, and its pages.
+
+        A step in flight may still write to these pages. Whoever gets them next writes later in
+        the same stream and reads only what it wrote.
+        """
+        row = request.row
+        assert row is not None
+        self._rows[row], request.row = None, None
+        self.num_running -= 1
+        self.pool.release(request.pages)
+        request.pages = []
+        self.lengths[row] = self._capacities[row] = self._limits[row] = 0
+        self.table[row] = SCRATCH_PAGE
+        self.is_table_changed = True
 
     def _admit_next(self, admission: Admission) -> bool:
         request = self.waiting[0]
@@ -133,40 +185,96 @@ class Scheduler:
             request.pages = pool.share(group.prefix[:num_full]) + own
             if num_prefix > num_full:
                 admission.copies.append((group.prefix[-1], own[0]))
-        self._start(request)
+        self._start(request, admission)
         return True
 
     def _admit_alone(self, request: Request, admission: Admission) -> None:
         """With pages of its own for everything."""
         request.pages = self.pool.allocate(self.pool.pages_for(request.num_tokens))
-        if request.num_tokens > 1:
+        if request.saved is not None:
+            admission.restores.append((request.saved, request.pages[: request.saved.shape[2]]))
+            request.saved = None
+        elif request.num_tokens > 1:
             admission.prefills.append((request.cached_tokens, request.pages))
-        self._start(request)
+        self._start(request, admission)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, admission: Admission) -> None:
         assert self.waiting.popleft() is request
-        self.running.append(request)
+        if self.num_running == self.num_rows:
+            self._rows.append(None)
+        row = self._rows.index(None)
+        self._rows[row], request.row, request.serial = request, row, next(self._serials)
+        self.num_running += 1
         request.group.num_unadmitted -= request.is_new
         request.is_new = False
+        self.indices[row] = request.index
+        self.lengths[row] = request.num_tokens
+        self._limits[row] = request.most_cached
+        self._write_pages(request)
+        admission.started.append(request)
 
     def _has_room(self, num_pages: int) -> bool:
         """Leaves a free page to each running request, or the newcomer would soon be preempted."""
-        return self.pool.num_free >= num_pages + len(self.running)
+        return self.pool.num_free >= num_pages + self.num_running
 
-    def _missing_pages(self, request: Request) -> bool:
-        return self.pool.pages_for(request.num_tokens) > len(request.pages)
+    def _num_missing(self, request: Request) -> int:
+        """Pages that the request lacks for the coming step; negative: that it has in reserve."""
+        assert request.row is not None
+        return self.pool.pages_for(int(self.lengths[request.row])) - len(request.pages)
+
+    def _extend(self, request: Request, num_pages: int) -> None:
+        request.pages += self.pool.allocate(num_pages)
+        self._write_pages(request)
+
+    def _look_ahead(self) -> None:
+        """Pages for some tokens more, unless that would leave no page to a newcomer."""
+        rows, page_size = slice(self.num_rows), self.pool.page_size
+        lengths = np.minimum(self.lengths[rows] + self._lookahead, self._limits[rows])
+        missing = -(-lengths // page_size) - self._capacities[rows] // page_size
+        short = np.flatnonzero(missing > 0)
+        if self._has_room(int(missing[short].sum())):
+            for row in short:
+                request = self._rows[row]
+                assert request is not None, "gaps need nothing"
+                self._extend(request, int(missing[row]))
+
+    def _take_back(self) -> bool:
+        """Free the pages that were reserved ahead; whether there were any."""
+        before = self.pool.num_free
+        for request in self.running:
+            if (surplus := -self._num_missing(request)) > 0:
+                self.pool.release(request.pages[-surplus:])
+                del request.pages[-surplus:]
+                self._write_pages(request)
+        return self.pool.num_free > before
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; tokens are kept, keys and values computed again."""
-        assert len(self.running) > 1, "a single request fits: the engine has checked"
-        self.running.remove(request)
-        self._release(request)
+        """Back to the head of the queue; tokens are kept, keys and values saved or recomputed."""
+        assert self.num_running > 1, "a single request fits: the engine has checked"
+        num_cached = request.num_tokens - 1
+        if self._save is not None and num_cached > 0:
+            request.saved = self._save(request.pages[: self.pool.pages_for(num_cached)])
+        self.leave(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _release(self, request: Request) -> None:
-        self.pool.release(request.pages)
-        request.pages = []
+    def _write_pages(self, request: Request) -> None:
+        row, pages = request.row, request.pages
+        assert row is not None
+        self.table[row, : len(pages)] = pages
+        self.table[row, len(pages) :] = SCRATCH_PAGE
+        self._capacities[row] = len(pages) * self.pool.page_size
+        self.is_table_changed = True
+
+    def _move(self, source: int, target: int) -> None:
+        request = self._rows[source]
+        assert request is not None
+        self._rows[source], self._rows[target], request.row = None, request, target
+        for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
+            array[target] = array[source]
+        self.lengths[source] = self._capacities[source] = self._limits[source] = 0
+        self.table[source] = SCRATCH_PAGE
+        self.is_table_changed = True
 
     def _drop_prefixes(self) -> bool:
         """Give up prompts held for members still waiting; whether that freed a page."""

@@ -2,18 +2,23 @@
 
 Projections live in engine-owned buffers that are allocated once and rewritten in place, so their
 addresses never change. q, k, v and gate, up are row ranges of one fused buffer each, because codes
-and per-channel scales simply stack; formats with 128x128 tiles are not fused, since a tile could
-span two projections.
+and scales simply stack; with 128x128 tiles they do where no tile would span two projections.
 
 Norms, embedding and lm_head stay in full precision. Where dtype and device agree they share the
 trainer's storage, which relies on optimizers that update parameters in place: every sync points at
 the parameters anew, and between syncs the engine sees them change.
+
+On a GPU a sync is one CUDA graph of all quantizations and copies, recorded for the addresses that
+it reads: as long as the trainer's parameters stay where they are, it is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from torch import Tensor, nn
 
 from qurl.errors import EngineError, ModelError
 from qurl.quant import Format, Quantized, get_format, linear, quantize
+from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,30 +57,21 @@ class Projection:
         format: Format | None,
         dtype: torch.dtype,
         device: torch.device,
+        native_codes: bool,
     ) -> None:
         rows, columns = sum(m.out_features for m in modules), modules[0].in_features
-        self.weight = _empty_weight(rows, columns, format, dtype, device)
+        codes_dtype = format.dtype if format is not None and native_codes else torch.float32
+        self.weight: Quantized | Tensor
+        if format is None:
+            self.weight = torch.zeros(rows, columns, dtype=dtype, device=device)
+        else:
+            self.weight = Quantized(
+                torch.zeros(rows, columns, device=device).to(codes_dtype),
+                torch.ones(_num_scales(rows, columns, format), device=device),
+                format,
+            )
         has_bias = any(m.bias is not None for m in modules)
         self.bias = torch.zeros(rows, dtype=dtype, device=device) if has_bias else None
-
-    def load_(self, modules: Sequence[nn.Linear]) -> int:
-        """Rewrite codes, scales and bias in place; returns how many codes changed."""
-        flips, start = 0, 0
-        for module in modules:
-            rows = slice(start, start := start + module.out_features)
-            flips += self._load_rows_(rows, module.weight.detach())
-            if self.bias is not None and module.bias is not None:
-                self.bias[rows] = module.bias.detach()
-        return flips
-
-    def holds(self, modules: Sequence[nn.Linear], probe: int) -> bool:
-        """Whether one row (or strip of tiles) of each module, coded again, is what is stored."""
-        start = 0
-        for module in modules:
-            if not self._holds_row(module.weight.detach(), start, probe % module.out_features):
-                return False
-            start += module.out_features
-        return True
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Quantized):
@@ -90,31 +87,14 @@ class Projection:
         weight = self.weight
         return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
-    def _load_rows_(self, rows: slice, source: Tensor) -> int:
-        if not isinstance(self.weight, Quantized):
-            self.weight[rows] = source
-            return 0
-        fresh = quantize(source, self.weight.format)
-        codes = self.weight.codes[rows]
-        # Compared as numbers: a zero that changes its sign is no flip.
-        flips = int((codes.float() != fresh.codes.float()).sum())
-        codes.copy_(fresh.codes)
-        scale = self.weight.scale
-        (scale if self.weight.format.block else scale[rows]).copy_(fresh.scale)
-        return flips
-
-    def _holds_row(self, source: Tensor, start: int, row: int) -> bool:
-        stored = self.weight
-        if not isinstance(stored, Quantized):
-            return torch.equal(stored[start + row], source[row].to(stored.dtype))
-        block = stored.format.block
-        first = row - row % block if block else row
-        fresh = quantize(source[first : first + (block or 1)], stored.format)
-        rows = slice(start + first, start + first + len(fresh.codes))
-        scale = stored.scale[first // block, None] if block else stored.scale[rows]
-        return torch.equal(stored.codes[rows].float(), fresh.codes.float()) and torch.equal(
-            scale, fresh.scale
-        )
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a multiplication reads."""
+        if isinstance(self.weight, Quantized):
+            yield from (self.weight.codes, self.weight.scale)
+        else:
+            yield self.weight
+        if self.bias is not None:
+            yield self.bias
 
 
 @dataclass
@@ -133,14 +113,144 @@ class Layer:
         yield from (*self.qkv, self.o, *self.gate_up, self.down)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One projection of the trainer, and the rows of the engine's buffers that hold it."""
+
+    layer: int
+    module: nn.Linear
+    projection: Projection
+    start: int
+    """First of the rows."""
+
+    @property
+    def source(self) -> Tensor:
+        return self.module.weight.detach()
+
+    @property
+    def weight(self) -> Quantized | Tensor:
+        stored, rows = self.projection.weight, self._rows
+        if not isinstance(stored, Quantized):
+            return stored[rows]
+        block = stored.format.block or 1
+        scales = slice(rows.start // block, -(-rows.stop // block))
+        return Quantized(stored.codes[rows], stored.scale[scales], stored.format)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.projection.bias is None else self.projection.bias[self._rows]
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self.start, self.start + self.module.out_features)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What shares one scale, a row or a tile, of the trainer's weight and as it is stored."""
+
+    layer: int
+    source: Tensor
+    stored: Tensor
+    scale: Tensor | None
+
+    @staticmethod
+    def of(part: Part, number: int) -> Probe:
+        """The `number`-th row or tile, counted round and round."""
+        weight, source = part.weight, part.source
+        if not isinstance(weight, Quantized):
+            row = number % len(source)
+            return Probe(part.layer, source[row], weight[row], None)
+        block = weight.format.block
+        down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
+        scale = weight.scale[down, across]
+        if block is None:
+            return Probe(part.layer, source[down], weight.codes[down], scale)
+        at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
+        tiles = (_pad_tile(t[at], block) for t in (source, weight.codes))
+        return Probe(part.layer, *tiles, scale)
+
+
+class Transfer:
+    """All that a sync writes: weights to quantize, and tensors to copy as they are.
+
+    On a GPU it is recorded when it first runs and replayed from then on, because launching each
+    kernel from Python would take longer than the kernels.
+    """
+
+    def __init__(
+        self,
+        codings: Sequence[tuple[Tensor, Quantized]],
+        copies: Sequence[tuple[Tensor, Tensor]],
+        device: torch.device,
+    ) -> None:
+        self._codings = codings
+        self._copies = copies
+        self._kernel = _find_kernel(codings, device)
+        sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
+        self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._flips_of = self._flips.split(sizes)
+        self._num_flips = torch.zeros((), dtype=torch.int64, device=device)
+        self._can_record = device.type == "cuda" and (not codings or self._kernel is not None)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> int:
+        """Write everything, wait for it, and return how many codes changed."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._write()  # before recording: a kernel is compiled when it is first launched
+            if self._can_record:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    self._write()
+        return int(self._num_flips)
+
+    def _write(self) -> None:
+        if self._kernel:
+            for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
+                self._kernel(source, target, flips.view_as(target.scale))
+            torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
+        else:
+            self._num_flips.zero_()
+            for source, target in self._codings:
+                self._num_flips += _requantize_(source, target)
+        for target, source in self._copies:
+            target.copy_(source)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sync from parameters at given addresses, and what is shared with them."""
+
+    key: tuple[tuple[int, torch.dtype], ...]
+    """Address and dtype of every parameter."""
+    transfer: Transfer
+    norms: Sequence[Mapping[str, Tensor]]
+    """Of each layer."""
+    embedding: Tensor
+    norm: Tensor
+    lm_head: Tensor
+
+
 class Weights:
     """All weights of the actor."""
 
-    def __init__(self, model: Any, quant: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        quant: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        native_codes: bool | None = None,
+    ) -> None:
+        """`native_codes`: keep codes in the format's 8 bits, as kernels read them. Else they are
+        FP32 numbers, which is what a CPU multiplies. None: 8 bits on a GPU only."""
         self.arch = read_architecture(model)
         self.dtype = dtype
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
+        self.native_codes = device.type == "cuda" if native_codes is None else native_codes
         self.is_loaded = False
         body = model.model
         self.layers = [
@@ -150,6 +260,7 @@ class Weights:
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
         self._copies: dict[str, Tensor] = {}
+        self._plan: Plan | None = None
         self.embedding: Tensor
         self.norm: Tensor
         self.lm_head: Tensor
@@ -158,43 +269,51 @@ class Weights:
     def num_bytes(self) -> int:
         return sum(p.num_bytes for layer in self.layers for p in layer.projections())
 
+    def addresses(self) -> tuple[int, ...]:
+        """Of all tensors that the decoder reads; recorded decoding holds while they are equal."""
+        tensors = [t for layer in self.layers for p in layer.projections() for t in p.tensors()]
+        tensors += [t for layer in self.layers for t in layer.norms.values()]
+        tensors += [self.embedding, self.norm, self.lm_head]
+        return tuple(t.data_ptr() for t in tensors)
+
     @torch.no_grad()
     def load_(self, model: Any) -> float:
         """Take over the trainer's weights; returns the share of codes that changed.
 
         0 the first time, when there is nothing to compare with, and without quantization.
         """
-        body, flips = model.model, 0
-        for index, (layer, source) in enumerate(zip(self.layers, body.layers, strict=True)):
-            flips += sum(p.load_(modules) for p, modules in self._pairs(layer, source))
-            for name, module in source.named_modules():
-                if (kind := name.rpartition(".")[2]) in _NORMS:
-                    key = f"layers.{index}.{kind}"
-                    layer.norms[kind] = self._share(key, module.weight, torch.float32)
-        self.embedding = self._share("embedding", body.embed_tokens.weight, self.dtype)
-        self.norm = self._share("norm", body.norm.weight, torch.float32)
-        is_tied = model.lm_head.weight is body.embed_tokens.weight
-        self.lm_head = (
-            self.embedding if is_tied else self._share("lm_head", model.lm_head.weight, self.dtype)
-        )
+        key = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
+        if self._plan is None or self._plan.key != key:
+            self._plan = self._make_plan(model, key)
+        plan = self._plan
+        flips = plan.transfer.run()
+        for layer, norms in zip(self.layers, plan.norms, strict=True):
+            layer.norms.update(norms)
+        self.embedding, self.norm, self.lm_head = plan.embedding, plan.norm, plan.lm_head
         num_codes = sum(p.num_codes for layer in self.layers for p in layer.projections())
         was_loaded, self.is_loaded = self.is_loaded, True
         return flips / num_codes if num_codes and was_loaded else 0.0
 
     @torch.no_grad()
     def check(self, model: Any, version: int) -> None:
-        """Spot-check the copy: one row of every projection, another one at each version.
+        """Spot-check the copy: one row or tile of every projection, another one at each version.
 
         The canary prompt sees whether the whole computes sensibly, but quantization noise hides a
         small error there; this finds a stale, misplaced or damaged row exactly.
         """
-        for index, (layer, source) in enumerate(zip(self.layers, model.model.layers, strict=True)):
-            for projection, modules in self._pairs(layer, source):
-                if not projection.holds(modules, probe=7919 * version):
-                    raise EngineError(
-                        f"sync of version {version} failed: a projection of layer {index} in the "
-                        "engine is not the quantized copy of the trainer's"
-                    )
+        classes: dict[tuple[torch.Size, torch.dtype], list[Probe]] = defaultdict(list)
+        for part in self._parts(model):
+            probe = Probe.of(part, 7919 * version)
+            classes[probe.source.shape, probe.source.dtype].append(probe)
+        layers = [probe.layer for probes in classes.values() for probe in probes]
+        differs = torch.cat([_differ(probes, self.format) for probes in classes.values()])
+        if failed := [
+            layer for layer, is_bad in zip(layers, differs.tolist(), strict=True) if is_bad
+        ]:
+            raise EngineError(
+                f"sync of version {version} failed: a projection of layer {min(failed)} in the "
+                "engine is not the quantized copy of the trainer's"
+            )
 
     def _allocate_layer(self, source: Any, window: int | None) -> Layer:
         attention, mlp = source.self_attn, source.mlp
@@ -207,6 +326,23 @@ class Weights:
             window=window,
         )
 
+    def _allocate(self, modules: Sequence[nn.Linear]) -> Projection:
+        return Projection(modules, self.format, self.dtype, self.device, self.native_codes)
+
+    def _fuse(self, modules: Sequence[nn.Linear]) -> tuple[Sequence[nn.Linear], ...]:
+        """Which projections share a buffer: all, unless a tile would span two of them."""
+        block = (self.format and self.format.block) or 1
+        can_fuse = all(m.out_features % block == 0 for m in modules)
+        return (modules,) if can_fuse else tuple([m] for m in modules)
+
+    def _parts(self, model: Any) -> Iterator[Part]:
+        for index, (layer, source) in enumerate(zip(self.layers, model.model.layers, strict=True)):
+            for projection, modules in self._pairs(layer, source):
+                start = 0
+                for module in modules:
+                    yield Part(index, module, projection, start)
+                    start += module.out_features
+
     def _pairs(self, layer: Layer, source: Any) -> Iterator[tuple[Projection, Sequence[nn.Linear]]]:
         """Each projection of the engine with the trainer's modules that it holds."""
         attention, mlp = source.self_attn, source.mlp
@@ -216,37 +352,92 @@ class Weights:
         yield layer.o, [attention.o_proj]
         yield layer.down, [mlp.down_proj]
 
-    def _fuse(self, modules: Sequence[nn.Linear]) -> tuple[Sequence[nn.Linear], ...]:
-        """Which projections share a buffer: all, or in block formats none."""
-        is_blocked = self.format is not None and self.format.block is not None
-        return tuple([m] for m in modules) if is_blocked else (modules,)
+    def _make_plan(self, model: Any, key: tuple[tuple[int, torch.dtype], ...]) -> Plan:
+        codings: list[tuple[Tensor, Quantized]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for part in self._parts(model):
+            weight = part.weight
+            if isinstance(weight, Quantized):
+                codings.append((part.source, weight))
+            else:
+                copies.append((weight, part.source))
+            if part.bias is not None and part.module.bias is not None:
+                copies.append((part.bias, part.module.bias.detach()))
 
-    def _allocate(self, modules: Sequence[nn.Linear]) -> Projection:
-        return Projection(modules, self.format, self.dtype, self.device)
+        def share(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+            """The parameter's own storage where dtype and device agree, else our copy of it."""
+            source = parameter.detach()
+            if source.dtype == dtype and source.device == self.device:
+                return source
+            if name not in self._copies:
+                self._copies[name] = torch.empty(source.shape, dtype=dtype, device=self.device)
+            copies.append((self._copies[name], source))
+            return self._copies[name]
 
-    def _share(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter's own storage where dtype and device agree, else our copy, rewritten."""
-        source = parameter.detach()
-        if source.dtype == dtype and source.device == self.device:
-            return source
-        if name not in self._copies:
-            self._copies[name] = torch.empty(source.shape, dtype=dtype, device=self.device)
-        return self._copies[name].copy_(source)
+        body = model.model
+        norms = [
+            {
+                kind: share(f"layers.{index}.{kind}", module.weight, torch.float32)
+                for name, module in layer.named_modules()
+                if (kind := name.rpartition(".")[2]) in _NORMS
+            }
+            for index, layer in enumerate(body.layers)
+        ]
+        embedding = share("embedding", body.embed_tokens.weight, self.dtype)
+        norm = share("norm", body.norm.weight, torch.float32)
+        is_tied = model.lm_head.weight is body.embed_tokens.weight
+        lm_head = embedding if is_tied else share("lm_head", model.lm_head.weight, self.dtype)
+        transfer = Transfer(codings, copies, self.device)
+        return Plan(key, transfer, norms, embedding, norm, lm_head)
 
 
-def _empty_weight(
-    rows: int, columns: int, format: Format | None, dtype: torch.dtype, device: torch.device
-) -> Quantized | Tensor:
-    if format is None:
-        return torch.zeros(rows, columns, dtype=dtype, device=device)
-    # The CPU multiplies codes as FP32 numbers, so it keeps them as such; a GPU keeps the 8 bits.
-    storage = torch.float32 if device.type == "cpu" else format.dtype
-    tiles = (-(-rows // format.block), -(-columns // format.block)) if format.block else (rows, 1)
-    return Quantized(
-        torch.zeros(rows, columns, device=device).to(storage),
-        torch.ones(tiles, dtype=torch.float32, device=device),
-        format,
+def _num_scales(rows: int, columns: int, format: Format) -> tuple[int, int]:
+    block = format.block
+    return (-(-rows // block), -(-columns // block)) if block else (rows, 1)
+
+
+def _find_kernel(
+    codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
+) -> Callable[[Tensor, Quantized, Tensor], None] | None:
+    """The fused quantizer, where device, format and sources permit."""
+    if not codings or device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
+
+    target, format = Target.of(device), codings[0][1].format
+    has_sources = all(
+        s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s, _ in codings
     )
+    if not has_sources or not (format.is_integer or target.has_fp8):
+        return None
+    return partial(requantize_, pdl=target.has_pdl)
+
+
+def _requantize_(source: Tensor, target: Quantized) -> Tensor:
+    """Rewrite codes and scale in place; returns how many codes changed."""
+    fresh = quantize(source, target.format)
+    # Compared as numbers: a zero that changes its sign is no flip.
+    flips = (target.codes.float() != fresh.codes.float()).sum()
+    target.codes.copy_(fresh.codes)
+    target.scale.copy_(fresh.scale)
+    return flips
+
+
+def _differ(probes: Sequence[Probe], format: Format | None) -> Tensor:
+    """Which probes [n], all of one shape, are not what quantizing their source gives."""
+    source = torch.stack([p.source for p in probes])
+    stored = torch.stack([p.stored for p in probes])
+    if format is None:
+        return (source.to(stored.dtype) != stored).any(-1)
+    fresh = quantize(source.flatten(0, -2), format)
+    scale = torch.stack([p.scale for p in probes if p.scale is not None])
+    differs = fresh.codes.float() != stored.flatten(0, -2).float()
+    return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale)
+
+
+def _pad_tile(x: Tensor, block: int) -> Tensor:
+    rows, columns = x.shape
+    return F.pad(x, (0, block - columns, 0, block - rows))
 
 
 def read_architecture(model: Any) -> Architecture:

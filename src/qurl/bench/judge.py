@@ -1,0 +1,89 @@
+"""Is it right? A wrong engine is not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl.bench.contenders import Setup
+from qurl.bench.workload import Workload
+from qurl.errors import EngineError
+from qurl.policy import apply_head, hidden_states
+from qurl.rollout.canary import canary_bound
+from qurl.types import Completion, Problem
+
+NUM_CHECKED = 4
+"""Completions whose log-probs are computed again, spread over the batch."""
+NUM_PARTS = 4
+"""Parts of the completions that must be right each: errors may begin at some length."""
+RELATIVE_BOUND = 0.6
+"""Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.25 on
+random weights, log-probs of other tokens about 1.3; W4A4 gives up to 1.2, so it is not asked."""
+LOGITS_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Computes log-probs again with the trainer's own forward."""
+
+    model: Any
+    setup: Setup
+
+    def gap(self, problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> float:
+        """Mean |log-prob difference| of some completions; raises where rounding is no excuse."""
+        pairs = [(p, c) for p, group in zip(problems, groups, strict=True) for c in group]
+        chosen = pairs[:: max(1, len(pairs) // NUM_CHECKED)][:NUM_CHECKED]
+        expected = torch.stack([score_completion(self.model, p, c).cpu() for p, c in chosen])
+        sampled = torch.tensor([c.logprobs for _, c in chosen])
+        gaps = (expected - sampled).abs()  # [completions, T]
+        parts = [*gaps, *gaps.chunk(NUM_PARTS, dim=1)]
+        worst, bound = max(part.mean().item() for part in parts), self._bound(expected)
+        # NaN is neither above nor below.
+        if not (gaps.isfinite().all() and worst <= bound):
+            raise EngineError(
+                f"{self.setup.engine} {self.setup.shape.name} {self.setup.quant} kv="
+                f"{self.setup.kv}: log-probs differ from the trainer's forward by {worst:.4g} in "
+                f"the mean, and rounding explains {bound:.4g}; a wrong engine is not measured"
+            )
+        return gaps.mean().item()
+
+    def _bound(self, expected: Tensor) -> float:
+        bound = canary_bound(self.setup.quant, next(self.model.parameters()).dtype)
+        if self.setup.quant == "int4":
+            return bound
+        # Random weights predict next to nothing: even log-probs of other tokens lie within the
+        # format's bound, but not within their own spread.
+        spread = (expected - expected.mean()).abs().mean().item()
+        return min(bound, RELATIVE_BOUND * spread)
+
+
+@torch.no_grad()
+def score_completion(model: Any, problem: Problem, completion: Completion) -> Tensor:
+    """log pi [T] of a completion's tokens, by the model's own forward at temperature 1."""
+    parameter = next(model.parameters())
+    ids = torch.tensor([[*problem.prompt_ids, *completion.token_ids]], device=parameter.device)
+    first = len(problem.prompt_ids)
+    states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
+    pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
+    scores = [
+        apply_head(model, piece).float().log_softmax(-1).gather(-1, targets[:, None])
+        for piece, targets in pieces
+    ]
+    return torch.cat(scores).squeeze(-1)
+
+
+def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:
+    """As many tokens as were asked for, and finite log-probs."""
+    lengths = [len(c.token_ids) for group in groups for c in group]
+    if lengths != [workload.new_tokens] * workload.num_sequences:
+        raise EngineError(
+            f"{workload.num_sequences} completions of {workload.new_tokens} tokens were asked for, "
+            f"and {len(lengths)} with {sum(lengths)} tokens in all came back"
+        )
+    if not all(math.isfinite(x) for group in groups for c in group for x in c.logprobs):
+        raise EngineError("the engine sampled tokens whose log-probs are not finite")

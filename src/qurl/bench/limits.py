@@ -1,0 +1,107 @@
+"""What the hardware allows: no engine can generate faster than it reads weights and keys.
+
+One decode step of B sequences at context c takes at least
+
+    t(B, c) = max(W / BW, 2 B P_body / F_body + 2 B P_head / F_head) + B c kv / BW
+    W       = P_body b_w + P_head b_h        bytes of weights
+    kv      = 2 L n_kv d b_kv                bytes of keys and values per token
+
+BW in bytes/s and F in FLOP/s are what the device really reaches. A rollout takes at least the sum
+of t over its contexts; its prefill is left out, so a share of this limit counts prefill as a loss.
+A sync reads every master weight and writes every weight of the engine's copy once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qurl.bench.shapes import Shape
+from qurl.bench.timing import measure_bandwidth, measure_flops
+from qurl.bench.workload import Workload
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device reaches in practice."""
+
+    bandwidth: float
+    """BW, bytes per second."""
+    flops_wide: float
+    """F of 16-bit numbers; on a CPU of FP32."""
+    flops_narrow: float
+    """F of 8-bit codes."""
+
+
+SPEEDS: Mapping[str, Speed] = {
+    # Copies reach 4.3 TB/s (reads alone up to 4.6) and cuBLAS 790 TFLOP/s; 8 bits are taken to be
+    # twice as fast.
+    "NVIDIA H200": Speed(bandwidth=4.3e12, flops_wide=790e12, flops_narrow=1580e12),
+}
+"""By the name that torch reports."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes per number, and which numbers the projections multiply."""
+
+    body: int
+    head: int
+    kv: int
+    is_narrow: bool
+    """Whether the projections multiply 8-bit codes in 8-bit units."""
+
+    @staticmethod
+    def of(quant: str, kv: str, device_type: str) -> Storage:
+        """The engine's; on a CPU everything is FP32, codes too."""
+        wide = 4 if device_type == "cpu" else 2
+        is_narrow = quant != "none" and device_type != "cpu"
+        return Storage(
+            body=1 if is_narrow else wide,
+            head=wide,
+            kv=wide if kv == "none" else 1,
+            is_narrow=is_narrow,
+        )
+
+
+def find_speed(device: torch.device, bandwidth: float | Literal["table", "measured"]) -> Speed:
+    """From the table where the device is in it, measured elsewhere; `bandwidth` in TB/s wins."""
+    known = SPEEDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None:
+        wide = measure_flops(device)
+        narrow = wide if device.type == "cpu" else 2 * wide
+    else:
+        wide, narrow = known.flops_wide, known.flops_narrow
+    if isinstance(bandwidth, float | int):
+        return Speed(bandwidth * 1e12, wide, narrow)
+    if known is None or bandwidth == "measured":
+        return Speed(measure_bandwidth(device), wide, narrow)
+    return known
+
+
+def step_limit(shape: Shape, storage: Storage, speed: Speed, batch: int, context: float) -> float:
+    """t(B, c) in seconds."""
+    weights = shape.num_body * storage.body + shape.num_head * storage.head
+    flops_body = speed.flops_narrow if storage.is_narrow else speed.flops_wide
+    compute = 2 * batch * (shape.num_body / flops_body + shape.num_head / speed.flops_wide)
+    keys = batch * context * shape.kv_numbers_per_token * storage.kv
+    return max(weights / speed.bandwidth, compute) + keys / speed.bandwidth
+
+
+def rollout_limit(shape: Shape, storage: Storage, speed: Speed, workload: Workload) -> float:
+    """Seconds of all decode steps; step i attends to the prompt and i new tokens."""
+    # t is linear in the context, so the mean context gives the mean step.
+    mean_context = workload.prompt_tokens + (workload.new_tokens - 1) / 2
+    step = step_limit(shape, storage, speed, workload.num_sequences, mean_context)
+    return workload.new_tokens * step
+
+
+def sync_bytes(shape: Shape, storage: Storage, master_bytes: int) -> int:
+    """Bytes that a sync must read and write. What both sides hold alike is shared, not copied."""
+    body = shape.num_body * (master_bytes + storage.body)
+    if master_bytes == storage.head:
+        return body
+    return body + (shape.num_parameters - shape.num_body) * (master_bytes + storage.head)

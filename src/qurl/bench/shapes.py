@@ -1,0 +1,120 @@
+"""Models of real shapes with random weights: speed does not depend on what the weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qurl.errors import ConfigError
+
+MAX_POSITIONS = 32768
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Qwen2 model."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    is_tied: bool
+    """Whether the head is the embedding."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_body(self) -> int:
+        """Weights of the projections, which formats quantize."""
+        kv_width = self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (self.hidden + kv_width)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def num_head(self) -> int:
+        """Weights of lm_head; the embedding has as many."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        biases = self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.num_body + self.num_head * (1 if self.is_tied else 2) + biases + norms
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SHAPES: Mapping[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", 256, 4, 4, 2, 512, 1024, is_tied=True),
+        Shape("0.5B", 896, 24, 14, 2, 4864, 151936, is_tied=True),
+        Shape("1.5B", 1536, 28, 12, 2, 8960, 151936, is_tied=True),
+        Shape("3B", 2048, 36, 16, 2, 11008, 151936, is_tied=True),
+        Shape("7B", 3584, 28, 28, 4, 18944, 152064, is_tied=False),
+        Shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
+    )
+}
+"""Those of Qwen2.5, and a tiny one for machines without a GPU."""
+
+
+def get_shape(name: str) -> Shape:
+    if name not in SHAPES:
+        raise ConfigError(f"model {name!r} is not one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def model_config(shape: Shape) -> dict[str, Any]:
+    """The keys of a Qwen2 `config.json`."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.is_tied,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "bos_token_id": shape.vocabulary - 2,
+        "eos_token_id": shape.vocabulary - 1,
+    }
+
+
+def build_model(
+    shape: Shape, device: torch.device, dtype: torch.dtype | None = None, *, seed: int = 0
+) -> Any:
+    """A transformers model, made on the device; None: bfloat16 there, float32 on a CPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    config = Qwen2Config(**model_config(shape))
+    # No copy of the weights ever exists on the host or in another precision.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
+        _randomize_biases_(model)
+    return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def _randomize_biases_(model: nn.Module) -> None:
+    """transformers starts with zeros, which would hide a bias that is left out."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.normal_(std=0.02)

@@ -1,0 +1,147 @@
+"""`qurl bench sync`: how long the engine takes to follow the trainer.
+
+The master weights are the trainer's, in BF16 or FP32. Loading them into the engine is bound by
+bytes (`qurl.bench.limits.sync_bytes`); verifying the copy is timed apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from qurl.assembly import pick_device
+from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
+from qurl.bench.record import Record
+from qurl.bench.shapes import Shape, build_model, get_shape
+from qurl.bench.table import Column, head, row, split_list
+from qurl.bench.timing import Timing, paused_gc
+from qurl.errors import ConfigError
+from qurl.quant.formats import FORMATS
+from qurl.rollout import build_engine
+
+MASTERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WARM_UP = 2
+"""The first sync of a model may record launches that later ones replay."""
+
+COLUMNS = (
+    Column("model", "model"),
+    Column("quant", "quant", width=9),
+    Column("master", "master"),
+    Column("load_ms", "load ms", ".3f", width=9),
+    Column("verify_ms", "verify ms", ".3f"),
+    Column("gigabytes", "GB moved", ".2f"),
+    Column("gigabytes_per_s", "GB/s", ",.0f", width=7),
+    Column("limit_ms", "limit ms", ".3f", width=9),
+    Column("limit_share", "of limit", ".1%"),
+)
+
+
+@dataclass(frozen=True)
+class SyncBench:
+    """Seconds from trained weights to an engine that samples from them."""
+
+    model: str = "1.5B"
+    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
+    quant: str = "int8"
+    """Formats: none, int8, fp8, fp8-block, int4; several with commas."""
+    master: str = "bf16,fp32"
+    """Precision of the trainer's weights: bf16, fp32; several with commas."""
+    repeats: int = 5
+    """Measured syncs; the median counts."""
+    bandwidth: float | Literal["table", "measured"] = "table"
+    """Of the limit: TB/s, or from the table of devices, or measured now by a copy."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes the GPU where there is one."""
+    seed: int = 0
+    """Of the weights."""
+    out: Path | None = None
+    """JSON file that results are added to; benchmarks/results/sync.json without it."""
+
+
+@dataclass(frozen=True)
+class SyncFigures:
+    """What was measured of one configuration."""
+
+    load_seconds: tuple[float, ...]
+    verify_seconds: tuple[float, ...]
+    load_ms: float
+    verify_ms: float
+    gigabytes: float
+    """Read and written at least."""
+    gigabytes_per_s: float
+    limit_ms: float
+    limit_share: float
+    engine_bytes: int
+    """Size of the engine's copy."""
+
+
+def run_sync(bench: SyncBench) -> list[SyncFigures]:
+    """Measure every configuration in turn; print a row for each and save it at once."""
+    device = pick_device(bench.device)
+    if bench.repeats < 1:
+        raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
+    cases = [
+        (get_shape(model), master, quant)
+        for model in split_list("model", bench.model)
+        for master in split_list("master", bench.master, tuple(MASTERS))
+        for quant in split_list("quant", bench.quant, ("none", *FORMATS))
+    ]
+    record = Record("sync", bench.out)
+    speed = find_speed(device, bench.bandwidth)
+    print(head(COLUMNS))
+    results = []
+    for shape, master, quant in cases:
+        figures = measure_sync(shape, master, quant, bench, speed, device)
+        settings = {
+            "model": shape.name,
+            "quant": quant,
+            "master": master,
+            "repeats": bench.repeats,
+            "seed": bench.seed,
+        }
+        print(row(COLUMNS, settings | dataclasses.asdict(figures)), flush=True)
+        record.add(
+            f"{shape.name} {quant} master={master}",
+            device,
+            settings=settings,
+            speed=dataclasses.asdict(speed),
+            figures=dataclasses.asdict(figures),
+        )
+        results.append(figures)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(f"saved to {record.path}")
+    return results
+
+
+def measure_sync(
+    shape: Shape, master: str, quant: str, bench: SyncBench, speed: Speed, device: torch.device
+) -> SyncFigures:
+    """The engine verifies every sync, so a wrong copy raises here."""
+    dtype = MASTERS[master]
+    model = build_model(shape, device, dtype, seed=bench.seed)
+    engine = build_engine("local", model, quant=quant)
+    with paused_gc():
+        reports = [engine.sync(model, version=i) for i in range(WARM_UP + bench.repeats)]
+    reports = reports[WARM_UP:]
+    load = Timing(tuple(r.seconds for r in reports))
+    verify = Timing(tuple(r.verify_seconds for r in reports))
+    num_bytes = sync_bytes(shape, Storage.of(quant, "none", device.type), dtype.itemsize)
+    limit = num_bytes / speed.bandwidth
+    return SyncFigures(
+        load_seconds=load.seconds,
+        verify_seconds=verify.seconds,
+        load_ms=1e3 * load.median,
+        verify_ms=1e3 * verify.median,
+        gigabytes=num_bytes / 1e9,
+        gigabytes_per_s=num_bytes / 1e9 / load.median,
+        limit_ms=1e3 * limit,
+        limit_share=limit / load.median,
+        engine_bytes=reports[-1].bytes,
+    )

@@ -1,0 +1,121 @@
+"""Clocks: how long work takes, on a CPU and on a GPU, and how fast the device is at best."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+COPY_BYTES_CUDA = 2**30
+"""Far larger than any L2."""
+COPY_BYTES_CPU = 2**26
+MATRIX_CUDA = 8192
+MATRIX_CPU = 512
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of several runs of the same work."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """No garbage collection in between: its pauses depend on what else the process holds."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def time_call(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Wall-clock seconds until the device has finished, and what `work` returned."""
+    with paused_gc():
+        synchronize(device)
+        start = time.perf_counter()
+        result = work()
+        synchronize(device)
+        return time.perf_counter() - start, result
+
+
+def measure(
+    work: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int = 1
+) -> Timing:
+    """Wall-clock seconds of each repeat."""
+    for _ in range(warm_up):
+        work()
+    return Timing(tuple(time_call(work, device)[0] for _ in range(repeats)))
+
+
+def measure_graph(
+    work: Callable[[], Any], device: torch.device, *, calls: int = 10, repeats: int = 5
+) -> Timing:
+    """Seconds of one call, launched without the host: `calls` of them in one CUDA graph.
+
+    On a CPU there is no graph, and the host is the device.
+    """
+    if device.type != "cuda":
+        return measure(work, device, repeats=repeats)
+    graph = _capture(work, calls, device)
+    seconds = []
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / calls)
+    return Timing(tuple(seconds[1:]))  # the first replay also uploads the graph
+
+
+def _capture(work: Callable[[], Any], calls: int, device: torch.device) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        work()  # compiles and allocates what a capture may not
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            work()
+    return graph
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy, reads and writes together."""
+    size = COPY_BYTES_CUDA if device.type == "cuda" else COPY_BYTES_CPU
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = measure_graph(lambda: target.copy_(source), device)
+    return 2 * size / timing.median
+
+
+def measure_flops(device: torch.device) -> float:
+    """FLOP per second of a square matrix product, in BF16 on a GPU and FP32 on a CPU."""
+    is_cuda = device.type == "cuda"
+    size = MATRIX_CUDA if is_cuda else MATRIX_CPU
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    matrix = torch.randn(size, size, dtype=dtype, device=device)
+    out = torch.empty_like(matrix)
+    timing = measure_graph(lambda: torch.mm(matrix, matrix, out=out), device)
+    return 2 * size**3 / timing.median

@@ -1,0 +1,149 @@
+"""vLLM as a contender: in this process, with the same shapes, formats, prompts and lengths.
+
+Its weights are its own random ones: speed is compared, not the tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from qurl.bench.shapes import Shape, model_config
+from qurl.bench.workload import Workload
+from qurl.errors import ConfigError, EngineError
+from qurl.types import Completion, Problem, SamplingParams
+
+if TYPE_CHECKING:
+    from qurl.bench.contenders import Setup
+
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "int8": {},  # the model's configuration says so
+    "fp8": {"quantization": "fp8"},
+}
+"""Arguments of `vllm.LLM` by our name of the format."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no second process: less overhead, and it can be traced
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled on first use
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+}
+"""vLLM is set up by environment variables; those that are set already win."""
+KV_SLACK = 1.1
+
+
+def check_vllm(quant: str) -> None:
+    if quant not in FORMATS:
+        raise ConfigError(f"--against vllm can run {', '.join(FORMATS)}, not --quant {quant}")
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "--against vllm needs the package 'vllm', which is not installed. "
+            "Install it with: pip install vllm"
+        )
+
+
+class VllmContender:
+    """`vllm.LLM` with random weights."""
+
+    def __init__(self, setup: Setup, workloads: Sequence[Workload]) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._vllm: Any = importlib.import_module("vllm")
+        self._folder = tempfile.TemporaryDirectory(prefix="qurl-vllm-")
+        config = model_config(setup.shape) | {"torch_dtype": "bfloat16"}
+        if setup.quant == "int8":
+            config["quantization_config"] = int8_config()
+        Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self.llm = self._vllm.LLM(
+            model=self._folder.name,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            generation_config="vllm",
+            max_model_len=max(w.prompt_tokens + w.new_tokens for w in workloads),
+            max_num_seqs=max(w.num_sequences for w in workloads),
+            kv_cache_memory_bytes=kv_bytes(setup.shape, setup.kv, workloads),
+            kv_cache_dtype="auto" if setup.kv == "none" else setup.kv,
+            disable_log_stats=True,
+            seed=0,
+            **FORMATS[setup.quant],
+        )
+        if setup.quant == "int8":
+            self.llm.apply_model(fill_codes_)
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any:
+        return self.llm.generate(
+            [{"prompt_token_ids": list(problem.prompt_ids)} for problem in problems],
+            self._vllm.SamplingParams(
+                n=params.group_size,
+                temperature=params.temperature,
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                seed=None,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+            ),
+            use_tqdm=False,
+        )
+
+    def read(self, result: Any) -> list[list[Completion]]:
+        return [[_to_completion(output) for output in request.outputs] for request in result]
+
+    def facts(self) -> dict[str, Any]:
+        config = self.llm.llm_engine.vllm_config
+        return {
+            "version": self._vllm.__version__,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "block_size": config.cache_config.block_size,
+        }
+
+
+def kv_bytes(shape: Shape, kv: str, workloads: Sequence[Workload]) -> int:
+    """Room for every sequence of the largest workload at its full length."""
+    tokens = max(w.num_sequences * (w.prompt_tokens + w.new_tokens) for w in workloads)
+    return int(KV_SLACK * tokens * shape.kv_numbers_per_token * (2 if kv == "none" else 1))
+
+
+def int8_config() -> dict[str, Any]:
+    """W8A8 in the words of compressed-tensors: a scale per channel, and per token on the fly."""
+    operand = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": operand | {"strategy": "channel", "dynamic": False},
+        "input_activations": operand | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def fill_codes_(model: nn.Module) -> None:
+    """vLLM's random loader leaves integers uninitialised; give them a bell curve."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.int8:
+            values = torch.randn(parameter.shape, dtype=torch.float16, device=parameter.device)
+            parameter.data.copy_(values.mul_(32).round_().clamp_(-127, 127))
+
+
+def _to_completion(output: Any) -> Completion:
+    logprobs = [
+        step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    return Completion(list(output.token_ids), logprobs, text="", finish="length")

@@ -1,0 +1,344 @@
+"""Matrix products of codes, at decode sizes bound by reading the weights.
+
+    y[m, n] = (sum_k x[m, k] w[n, k]) * scale_x[m] * scale_w[n] + bias[n]
+
+Weights are on the side of the matrix unit that takes 64 rows at a time, tokens on the side that
+takes as few as 8 (swap-AB): a batch of 16 sequences wastes nothing. Few output tiles leave
+multiprocessors idle, so K can be cut into S parts (split-K); the parts are not added here but by
+whoever consumes the product, in a fixed order, which costs no pass of its own and no atomics.
+
+The gate and up projections of an MLP are one product whose channels alternate (gate 0, up 0, gate
+1, ...): a tile holds both and goes on to silu(gate) * up by itself. The largest magnitude of each
+token comes along, because the quantizer behind it needs it.
+
+"fp8-block" scales every 128 columns apart. The same kernel multiplies BF16 numbers, for results
+that do not depend on the batch; where they may, cuBLAS is used.
+
+Shapes: M tokens, N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qurl.quant.formats import BLOCK, Quantized
+from qurl.quant.linear import Operand, Partial, Product
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is computed."""
+
+    tokens: int
+    """Tokens per tile."""
+    channels: int
+    """Output channels per tile."""
+    depth: int
+    """Input channels per step."""
+    splits: int = 0
+    """Parts of K that are left to the consumer to add; 0 = one part, finished here."""
+    warps: int = 4
+    stages: int = 4
+    """Loads in flight."""
+    prefetch: int = 0
+    """Steps of weights asked for before the kernel waits for the one that makes its input."""
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, self.splits)
+
+
+@triton.jit
+def _prefetch_weights(
+    w, first_channel, first_column, N, K, CHANNELS: tl.constexpr, LINES: tl.constexpr
+):
+    """Ask L2 for LINES cache lines of each channel's row."""
+    channels = first_channel + tl.arange(0, CHANNELS)
+    columns = first_column + tl.arange(0, LINES) * (
+        128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+    )
+    channels = tl.minimum(channels, N - 1).to(tl.int64)
+    columns = tl.minimum(columns, K - 1)
+    pointers = w + channels[:, None] * K + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["M", "steps_per_split"])
+def gemm_kernel(
+    x,
+    w,
+    w_pointer,
+    y,
+    scale_x,
+    scale_w,
+    bias,
+    amax,
+    M,
+    N,
+    K,
+    steps_per_split,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    IS_FINISHED: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_BLOCKED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile y[TOKENS, CHANNELS] of one part of K."""
+    num_token_tiles = tl.cdiv(M, TOKENS)
+    # Tiles that share weights are neighbours, so that the second finds them in L2.
+    first_token = (tl.program_id(0) % num_token_tiles) * TOKENS
+    first_channel = (tl.program_id(0) // num_token_tiles) * CHANNELS
+    part = tl.program_id(1)
+    first_step = part * steps_per_split
+    last_step = tl.minimum(first_step + steps_per_split, tl.cdiv(K, DEPTH))
+
+    if PDL:
+        if PREFETCH_LINES > 0:
+            _prefetch_weights(
+                w_pointer, first_channel, first_step * DEPTH, N, K, CHANNELS, PREFETCH_LINES
+            )
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    tokens = first_token + tl.arange(0, TOKENS)
+    channels = first_channel + tl.arange(0, CHANNELS)
+    depth = tl.arange(0, DEPTH)
+    acc = tl.zeros((CHANNELS, TOKENS), tl.int32 if IS_INTEGER else tl.float32)
+    for step in range(first_step, last_step):
+        column = step * DEPTH
+        if HAS_DESCRIPTORS:
+            w_tile = w.load([first_channel, column])
+            x_tile = x.load([first_token, column])
+        else:
+            columns = column + depth
+            w_tile = tl.load(
+                w + channels.to(tl.int64)[:, None] * K + columns[None, :],
+                mask=(channels < N)[:, None] & (columns < K)[None, :],
+                other=0.0,
+            )
+            x_tile = tl.load(
+                x + tokens.to(tl.int64)[:, None] * K + columns[None, :],
+                mask=(tokens < M)[:, None] & (columns < K)[None, :],
+                other=0.0,
+            )
+        if IS_BLOCKED:
+            num_groups = tl.cdiv(K, DEPTH)
+            sx = tl.load(scale_x + tokens.to(tl.int64) * num_groups + step, tokens < M, 0.0)
+            sw = tl.load(scale_w + (channels // DEPTH) * num_groups + step, channels < N, 0.0)
+            acc += tl.dot(w_tile, x_tile.T) * sx[None, :] * sw[:, None]
+        elif IS_INTEGER:
+            acc = tl.dot(w_tile, x_tile.T, acc, out_dtype=tl.int32)
+        else:
+            # FP8 sums lose bits in the matrix unit: every step is added up in FP32 outside.
+            acc = tl.dot(w_tile, x_tile.T, acc, max_num_imprecise_acc=DEPTH)
+
+    out = acc.T
+    num_columns = N
+    if IS_FINISHED:
+        value = out.to(tl.float32)
+        if HAS_SCALE:
+            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
+            value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
+        if HAS_BIAS:
+            value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
+        out = value.to(y.dtype.element_ty)
+        if IS_GATED:
+            gate, up = tl.split(out.to(tl.float32).reshape(TOKENS, CHANNELS // 2, 2))
+            out = (gate / (1.0 + tl.exp(-gate)) * up).to(y.dtype.element_ty)
+            num_columns = N // 2
+            channels = first_channel // 2 + tl.arange(0, CHANNELS // 2)
+            if HAS_AMAX:
+                # NaN becomes an infinite scale, which makes NaN of the whole row again.
+                size = tl.abs(out.to(tl.float32))
+                size = tl.where(size == size, size, float("inf"))
+                tl.atomic_max(amax + tokens, tl.max(size, 1), tokens < M, sem="relaxed")
+    at = (part.to(tl.int64) * M + tokens.to(tl.int64))[:, None] * num_columns + channels[None, :]
+    tl.store(y + at, out, (tokens < M)[:, None] & (channels < num_columns)[None, :])
+
+
+def multiply(
+    x: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    plan: Plan,
+    *,
+    pdl: bool = False,
+) -> Product:
+    """x W^T + b for x [M, K] and W [N, K], both codes or both numbers, as planned."""
+    operands = _Operands.of(x, weight)
+    is_finished = plan.splits == 0
+    acc_dtype = torch.int32 if operands.is_integer else torch.float32
+    M, N, _ = operands.sizes
+    y = torch.empty(
+        (plan.num_parts, M, N), dtype=dtype if is_finished else acc_dtype, device=operands.x.device
+    )
+    _launch(operands, bias, y, plan, pdl=pdl)
+    if is_finished:
+        return y[0]
+    scales = (operands.scale_x, operands.scale_w) if operands.has_scale else (None, None)
+    return Partial(y, *scales, bias, dtype)
+
+
+def multiply_gated(
+    x: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    plan: Plan,
+    amax: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """silu(gate) * up [M, N / 2], where channels of W alternate between gate and up.
+
+    `amax` [M], zero before, receives the largest magnitude of each row.
+    """
+    operands = _Operands.of(x, weight)
+    assert plan.splits == 0, "a gated product is finished here"
+    M, N, _ = operands.sizes
+    assert N % 2 == 0
+    y = torch.empty((M, N // 2), dtype=dtype, device=operands.x.device)
+    _launch(operands, bias, y, plan, is_gated=True, amax=amax, pdl=pdl)
+    return y
+
+
+@dataclass(frozen=True)
+class _Operands:
+    x: Tensor
+    w: Tensor
+    scale_x: Tensor | None
+    scale_w: Tensor | None
+    is_blocked: bool
+
+    @staticmethod
+    def of(x: Operand, weight: Operand) -> _Operands:
+        if isinstance(x, Quantized) and isinstance(weight, Quantized):
+            is_blocked = weight.format.block is not None
+            return _Operands(x.codes, weight.codes, x.scale, weight.scale, is_blocked)
+        assert isinstance(x, Tensor), "codes times numbers"
+        assert isinstance(weight, Tensor), "numbers times codes"
+        return _Operands(x, weight, None, None, is_blocked=False)
+
+    def __post_init__(self) -> None:
+        for tensor in (self.x, self.w, self.scale_x, self.scale_w):
+            assert tensor is None or tensor.is_contiguous()
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        return self.x.shape[0], self.w.shape[0], self.w.shape[1]
+
+    @property
+    def is_integer(self) -> bool:
+        return not self.x.dtype.is_floating_point
+
+    @property
+    def has_scale(self) -> bool:
+        """Scales that apply to the finished sum; those of blocks apply inside."""
+        return self.scale_x is not None and not self.is_blocked
+
+
+def _launch(
+    operands: _Operands,
+    bias: Tensor | None,
+    y: Tensor,
+    plan: Plan,
+    *,
+    is_gated: bool = False,
+    amax: Tensor | None = None,
+    pdl: bool,
+) -> None:
+    M, N, K = operands.sizes
+    x, w = operands.x, operands.w
+    assert not operands.is_blocked or plan.depth == BLOCK, "block scales are per step of K"
+    has_descriptors = _can_describe(x) and _can_describe(w)
+    steps = triton.cdiv(K, plan.depth)
+    gemm_kernel[(triton.cdiv(M, plan.tokens) * triton.cdiv(N, plan.channels), plan.num_parts)](
+        _describe(x, plan.tokens, plan.depth) if has_descriptors else x,
+        _describe(w, plan.channels, plan.depth) if has_descriptors else w,
+        w,
+        y,
+        operands.scale_x,
+        operands.scale_w,
+        bias,
+        amax,
+        M,
+        N,
+        K,
+        triton.cdiv(steps, plan.num_parts),
+        TOKENS=plan.tokens,
+        CHANNELS=plan.channels,
+        DEPTH=plan.depth,
+        IS_FINISHED=plan.splits == 0,
+        IS_INTEGER=operands.is_integer,
+        HAS_SCALE=operands.has_scale,
+        HAS_BIAS=bias is not None,
+        IS_BLOCKED=operands.is_blocked,
+        IS_GATED=is_gated,
+        HAS_AMAX=amax is not None,
+        HAS_DESCRIPTORS=has_descriptors,
+        PREFETCH_LINES=_prefetch_lines(plan, w) if pdl else 0,
+        PDL=pdl,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,  # product and bias round apart, as in `finish`
+    )
+
+
+def library_product(
+    x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """cuBLAS's product, or None where it has none with our scales."""
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    assert isinstance(x, Quantized)
+    assert isinstance(weight, Quantized)
+    is_fp8 = x.codes.dtype == torch.float8_e4m3fn and weight.format.block is None
+    is_aligned = all(n % 16 == 0 for n in weight.codes.shape)
+    if not (is_fp8 and is_aligned and x.codes.is_cuda and dtype == torch.bfloat16):
+        return None
+    y = torch._scaled_mm(
+        x.codes, weight.codes.T, scale_a=x.scale, scale_b=weight.scale.T, out_dtype=dtype
+    )
+    return y if bias is None else y + bias
+
+
+def _can_describe(matrix: Tensor) -> bool:
+    """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
+    capable = not matrix.is_cuda or torch.cuda.get_device_capability(matrix.device) >= (9, 0)
+    return is_aligned and capable
+
+
+def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _prefetch_lines(plan: Plan, weight: Tensor) -> int:
+    """Cache lines of 128 bytes per channel, a power of two."""
+    lines = plan.prefetch * plan.depth * weight.itemsize // 128
+    return triton.next_power_of_2(lines) if lines else 0

@@ -1,0 +1,123 @@
+"""Which plan computes which product: measured for known devices, a rule of thumb elsewhere.
+
+`qurl bench gemm` measures every (format, N, K, M) with its consumer behind it and writes the table.
+Formats share entries by what they multiply: "int8", "fp8" or "bf16".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+
+import triton
+
+from qurl.errors import EngineError
+from qurl.quant.formats import BLOCK, Format
+from qurl.quant.kernels.gemm import Plan
+from qurl.quant.kernels.target import Target
+
+TABLES = {"NVIDIA H200": "plans_h200.json"}
+"""Device names, as torch reports them, and their measured tables."""
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
+"""Numbers of tokens that are measured; others take the plan of the next larger one."""
+_FIXED_TOKENS = 64
+"""In deterministic mode the cut of K is that of this many tokens, whatever the batch."""
+
+Choice = Plan | None
+"""None: the vendor's library is faster (cuBLAS)."""
+
+
+class Plans:
+    """The plans of one device."""
+
+    def __init__(self, target: Target, *, deterministic: bool = False) -> None:
+        self.target = target
+        self.deterministic = deterministic
+        name = TABLES.get(target.name)
+        self._table = (
+            read_table(resources.files(__package__).joinpath(name).read_text()) if name else {}
+        )
+        self.choose = functools.cache(self._choose)
+
+    def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
+        """The plan for x [tokens, depth] times W [channels, depth]."""
+        bucket = bucket_of(tokens)
+        if not self.deterministic or kind == "int8":
+            key = (kind, channels, depth, bucket)
+            return (
+                self._table[key]
+                if key in self._table
+                else self._default(kind, bucket, channels, depth)
+            )
+        # The order of a floating-point sum is the cut of K: it must not follow the batch.
+        fixed = self._table.get((kind, channels, depth, _FIXED_TOKENS))
+        fixed = fixed or rule_of_thumb(kind, _FIXED_TOKENS, channels, depth, self.target.num_sms)
+        return dataclasses.replace(fixed, tokens=min(bucket, fixed.tokens))
+
+    def _default(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
+        if kind == "bf16":
+            return None
+        return rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)
+
+
+def bucket_of(tokens: int) -> int:
+    return next((b for b in BUCKETS if b >= tokens), BUCKETS[-1])
+
+
+def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: int) -> Plan:
+    """Tiles of 64 or 128 channels, and K cut until there are two tiles per multiprocessor."""
+    tile_tokens = min(tokens, 128)
+    tile_channels = 128 if channels >= 128 * num_sms or tokens > 64 else 64
+    step = 64 if kind == "bf16" else BLOCK
+    tiles = triton.cdiv(tokens, tile_tokens) * triton.cdiv(channels, tile_channels)
+    splits = min(2 * num_sms // tiles, triton.cdiv(depth, step) // 4, 16)
+    return Plan(
+        tokens=tile_tokens,
+        channels=tile_channels,
+        depth=step,
+        splits=splits if splits > 1 else 0,
+        warps=8 if tile_tokens * tile_channels > 64 * 128 else 4,
+        stages=4,
+    )
+
+
+def kind_of(format: Format | None, target: Target) -> str:
+    """What is multiplied; raises where the device cannot."""
+    if format is None:
+        return "bf16"
+    if format.is_integer:
+        return "int8"
+    if not target.has_fp8:
+        raise EngineError(
+            f"quant.format = {format.name!r} needs FP8 matrix instructions (compute capability 8.9 "
+            f"or newer), and {target.name} has {target.capability}; use quant.format = 'int8'"
+        )
+    return "fp8-block" if format.block else "fp8"
+
+
+def read_table(text: str) -> Mapping[tuple[str, int, int, int], Choice]:
+    """Entries "kind,N,K,M": {plan fields} or null, of a JSON file."""
+    plans = json.loads(text)["plans"]
+    return {_parse_key(k): None if v is None else Plan(**v) for k, v in plans.items()}
+
+
+def write_table(plans: Mapping[tuple[str, int, int, int], Choice], about: Mapping[str, str]) -> str:
+    entries = {
+        ",".join(map(str, key)): None if plan is None else dataclasses.asdict(plan)
+        for key, plan in sorted(plans.items())
+    }
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items())
+    return f'{{"about": {json.dumps(dict(about))},\n "plans": {{\n{lines}\n }}}}\n'
+
+
+def _parse_key(text: str) -> tuple[str, int, int, int]:
+    kind, *sizes = text.split(",")
+    channels, depth, tokens = map(int, sizes)
+    return kind, channels, depth, tokens
+
+
+def _shipped(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text()

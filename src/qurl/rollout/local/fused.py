@@ -1,0 +1,188 @@
+"""The decoder's operations in Triton, for GPUs: ten kernels a layer, none of which asks the host.
+
+Products are chosen per shape (`qurl.quant.kernels.plans`), attention over prompts is torch's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from qurl.quant import Quantized
+from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
+from qurl.quant.kernels.plans import Choice, Plans, kind_of
+from qurl.quant.kernels.target import Target
+from qurl.quant.linear import Operand, Product, finish
+from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
+from qurl.rollout.local.kernels.rope import rotate_and_store
+from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, quantize_with, swiglu
+from qurl.rollout.local.kernels.sampling import sample_rows
+from qurl.rollout.local.kernels.step import begin_step
+from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.reference import attend_prompts
+from qurl.rollout.local.weights import Layer, Projection, Weights
+from qurl.rollout.sampler import RowParams, sample, uniform
+
+_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+
+class FusedOps:
+    """Triton kernels; on a CPU they run in Triton's interpreter, for tests."""
+
+    row_multiple = 1
+
+    def __init__(self, weights: Weights, *, deterministic: bool = False) -> None:
+        self.weights = weights
+        self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
+        self.target = Target.of(weights.device)
+        self.pdl = self.target.has_pdl
+        self.kind = kind_of(self.format, self.target)
+        self.deterministic = deterministic
+        self.plans = Plans(self.target, deterministic=deterministic)
+
+    def begin(
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
+    ) -> tuple[Tensor, Places]:
+        embedding = self.weights.embedding
+        x, slots = begin_step(embedding, tokens, positions, table, page_size, pdl=self.pdl)
+        return x, Places(positions, slots)
+
+    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
+        eps = self.arch.norm_eps
+        return add_norm(x, delta, norm, eps, self.format, self.dtype, pdl=self.pdl)
+
+    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
+        eps, norm = self.arch.norm_eps, self.weights.norm
+        h = add_norm(x, delta, norm, eps, None, self.dtype, pdl=self.pdl)
+        assert isinstance(h, Tensor)
+        return h
+
+    def project(self, projections: Sequence[Projection], h: Operand) -> Product:
+        products = [self._project(p.weight, p.bias, h) for p in projections]
+        return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        arch = self.arch
+        return rotate_and_store(
+            qkv,
+            places.positions,
+            places.slots,
+            rotations.cos,
+            rotations.sin,
+            layer.norms.get("q_norm"),
+            layer.norms.get("k_norm"),
+            arch.norm_eps,
+            None if cache is None else cache.data,
+            None if cache is None else cache.scale,
+            arch.num_heads,
+            arch.num_kv_heads,
+            arch.head_dim,
+            self.dtype,
+            keep_kv=True,
+            pdl=self.pdl,
+        )
+
+    def attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+    ) -> Operand:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = _attend_packed(q, k, v, lengths, window)
+        else:
+            out = attend_prompts(q, k, v, lengths, window)
+        return out if self.format is None else quantize_rows(out, self.format, pdl=self.pdl)
+
+    def attend_pages(
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+    ) -> Operand:
+        num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
+        return attend_pages(
+            q,
+            cache.data,
+            table,
+            positions,
+            window,
+            cache.scale,
+            self.format,
+            num_chunks=num_chunks,
+            pdl=self.pdl,
+        )
+
+    def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
+        # Zeroed by the norm, raised by the product: a kernel less than zeroing it apart.
+        amax = torch.empty(x.shape[0], device=x.device)
+        norm, eps = layer.norms["post_attention_layernorm"], self.arch.norm_eps
+        h = add_norm(x, delta, norm, eps, self.format, self.dtype, clear=amax, pdl=self.pdl)
+        return self.project((layer.down,), self._gate_and_up(layer, h, amax))
+
+    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+        if self.deterministic:
+            plan = self._plan(lm_head, h)
+            assert plan is not None, "deterministic plans never name the library"
+            return finish(multiply(h, lm_head, None, torch.float32, plan, pdl=self.pdl))
+        if not h.is_cuda:
+            return F.linear(h, lm_head).float()
+        # Not rounded to BF16: a log-prob would inherit the last bit of a logit, 1/8 at 16.
+        return torch.mm(h, lm_head.T, out_dtype=torch.float32)
+
+    def sample(
+        self, logits: Tensor, keys: Tensor, counters: Tensor, params: RowParams
+    ) -> tuple[Tensor, Tensor]:
+        if params.has_filter:
+            return sample(logits.float(), uniform(keys, counters), params)
+        return sample_rows(logits, params.temperature, keys, counters, pdl=self.pdl)
+
+    def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
+        """silu(gate) * up, where possible in the epilogue of the product."""
+        projection = layer.gate_up[0]
+        plan = self._plan(projection.weight, h)
+        if plan is None or plan.splits or not layer.has_alternating_gate:
+            product = self.project(layer.gate_up, h)
+            is_alternating = layer.has_alternating_gate
+            return swiglu(product, self.format, self.dtype, is_alternating, pdl=self.pdl)
+        weight, bias = projection.weight, projection.bias
+        if self.format is None:
+            return multiply_gated(h, weight, bias, self.dtype, plan, pdl=self.pdl)
+        y = multiply_gated(h, weight, bias, self.dtype, plan, amax, pdl=self.pdl)
+        return quantize_with(y, amax, self.format, pdl=self.pdl)
+
+    def _plan(self, weight: Operand, h: Operand) -> Choice:
+        is_coded = isinstance(weight, Quantized)
+        matrix = weight.codes if is_coded else weight
+        rows = (h.codes if isinstance(h, Quantized) else h).shape[0]
+        return self.plans.choose(self.kind if is_coded else "bf16", rows, *matrix.shape)
+
+    def _project(self, weight: Operand, bias: Tensor | None, h: Operand) -> Product:
+        plan = self._plan(weight, h)
+        if plan is not None:
+            return multiply(h, weight, bias, self.dtype, plan, pdl=self.pdl)
+        product = library_product(h, weight, bias, self.dtype)
+        assert product is not None, "the table names the library only where it has the product"
+        return product
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+) -> Tensor:
+    """torch's flash attention over packed prompts: q [N, H, D], k and v [N, H_kv, D]."""
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = bounds.to(q.device, non_blocking=True)
+    longest = max(lengths)
+    left = -1 if window is None else window - 1
+    options = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
+    out = varlen.varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, window_size=(left, 0), **options
+    )
+    assert isinstance(out, Tensor)
+    return out.flatten(1)

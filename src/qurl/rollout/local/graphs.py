@@ -1,0 +1,299 @@
+"""Decode steps over fixed buffers: computed at once on a CPU, replayed CUDA graphs on a GPU.
+
+What a step needs to know of its rows lies on the device, and the step itself moves it on to the
+next token. So the host can launch step n + 1 before it has seen what step n sampled.
+
+Shapes: B rows of the buffers, P pages of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qurl.errors import EngineError
+from qurl.rollout.local.cache import KVCache, upload
+from qurl.rollout.local.decoder import decode, prefill, table_width
+from qurl.rollout.local.ops import Ops, Rotations
+from qurl.rollout.local.weights import Weights
+from qurl.rollout.sampler import RowParams
+from qurl.types import SamplingParams
+
+PREFILL_TOKENS = 8192
+"""Most prompt tokens in one forward; a longer prompt goes alone."""
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
+ROW_STEP = 512
+"""Between the buckets beyond the last of `ROW_BUCKETS`."""
+FEWEST_KEYS = 1024
+"""Width buckets are this many keys, twice as many, and so on."""
+TOKEN, POSITION, COUNTER, KEY, ACTIVE = range(5)
+
+
+def row_bucket(num_rows: int) -> int:
+    """Rows of the smallest graph that has so many."""
+    for bucket in ROW_BUCKETS:
+        if num_rows <= bucket:
+            return bucket
+    return _round_up(num_rows, ROW_STEP)
+
+
+def key_bucket(num_keys: int) -> int:
+    """Keys of the narrowest graph that has so many."""
+    return max(FEWEST_KEYS, 1 << (num_keys - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The quantized copy, ready to run."""
+
+    weights: Weights
+    ops: Ops
+    rotations: Rotations
+    cache: KVCache
+
+    def prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Compute keys and values of (tokens, pages) each, several jobs per forward."""
+        batch, num_tokens = [], 0
+        for job in jobs:
+            if batch and num_tokens + len(job[0]) > PREFILL_TOKENS:
+                self._prefill(batch)
+                batch, num_tokens = [], 0
+            batch.append(job)
+            num_tokens += len(job[0])
+        if batch:
+            self._prefill(batch)
+
+    def addresses(self) -> tuple[object, ...]:
+        """Everything a graph of a step holds on to: it is valid while this stays the same."""
+        data, scale = self.cache.data, self.cache.scale
+        return (
+            *self.weights.addresses(),
+            *(data.data_ptr(), data.shape, 0 if scale is None else scale.data_ptr()),
+            *(self.rotations.cos.data_ptr(), self.rotations.sin.data_ptr()),
+        )
+
+    def _prefill(self, batch: Sequence[tuple[list[int], list[int]]]) -> None:
+        prompts, tables = zip(*batch, strict=True)
+        prefill(self.weights, self.ops, self.rotations, prompts, self.cache, tables)
+
+
+class Rows:
+    """The state of the batch on the device. A row that nobody uses is all zero: token 0 at
+    position 0 of the scratch page, and it stays so because it is not active."""
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
+        """TOKEN to decode, its POSITION, COUNTER and KEY of the random number, ACTIVE (0 or 1)."""
+        self.table = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
+        self.output = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        """Tokens, and the bits of their FP32 log-probs: one copy brings both to the host."""
+        self._num_used = 0
+
+    def clear_(self) -> None:
+        """Empty all rows."""
+        self.numbers.zero_()
+        self.table.zero_()
+        self._num_used = 0
+
+    def start_(self, rows: Sequence[int], numbers: Sequence[tuple[int, int, int, int]]) -> None:
+        """Let rows begin with token, position, counter and key each."""
+        columns = torch.tensor([(row, *n, 1) for row, n in zip(rows, numbers, strict=True)])
+        columns = upload(columns.T.contiguous(), self.numbers.device)
+        self.numbers.index_copy_(1, columns[0], columns[1:])
+        self._num_used = max(self._num_used, 1 + max(rows))
+
+    def move_(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move rows, (source, target) each. Only the device knows their newest token."""
+        if moves:
+            sources, targets = upload(torch.tensor(moves).T.contiguous(), self.numbers.device)
+            self.numbers.index_copy_(1, targets, self.numbers.index_select(1, sources))
+
+    def keep_(self, num_rows: int) -> None:
+        """Empty all rows but the first ones, so that they can be padding."""
+        if self._num_used > num_rows:
+            self.numbers[:, num_rows : self._num_used] = 0
+            self.table[num_rows : self._num_used] = 0
+        self._num_used = num_rows
+
+    def write_table_(self, table: np.ndarray) -> None:
+        """The pages [rows, pages] of the first rows."""
+        rows, columns = table.shape
+        self.table[:rows, :columns] = upload(torch.from_numpy(table), self.table.device)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has been launched, and where its results will be."""
+
+    num_rows: int
+    results: Tensor  # [2, B] int32, in host memory
+    is_done: torch.cuda.Event | None
+
+
+class Stepper:
+    """Launches decode steps and hands out their results."""
+
+    def __init__(
+        self,
+        max_batch: int,
+        device: torch.device,
+        *,
+        use_graphs: bool,
+        is_bucketed: bool,
+        depth: int,
+    ) -> None:
+        """`depth` steps may be launched before the results of the first of them are read.
+
+        `is_bucketed` rounds rows and keys up to few sizes, so that there are few graphs.
+        """
+        self.max_batch = max_batch
+        self.device = device
+        self.use_graphs = use_graphs
+        self.is_bucketed = is_bucketed
+        self.depth = depth
+        self.rows = Rows(0, 0, device)
+        self._params = RowParams.stack([SamplingParams()], device)
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._addresses: tuple[object, ...] = ()
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(device) if use_graphs else None
+        self._num_launched = 0
+        self._results: list[Tensor] = []
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def prepare(self, actor: Actor, num_tokens: int, params: SamplingParams) -> None:
+        """Empty rows for sequences of up to `num_tokens`, sampled like this."""
+        self._actor = actor
+        num_rows = _round_up(self.max_batch, actor.ops.row_multiple)
+        page_size = actor.cache.page_size
+        num_pages = -(-_round_up(num_tokens, FEWEST_KEYS) // page_size)
+        num_columns = table_width(num_pages, page_size)
+        if self.rows.table.shape[0] != num_rows or self.rows.table.shape[1] < num_columns:
+            self.rows = Rows(num_rows, num_columns, self.device)
+            self._results = self._allocate_results(num_rows)
+        self.rows.clear_()
+        self._set_params(params)
+        if self.use_graphs:
+            addresses = (*actor.addresses(), self.rows.numbers.data_ptr(), num_rows)
+            addresses = (*addresses, self.rows.table.data_ptr(), self.rows.table.shape)
+            if addresses != self._addresses:
+                self._drop_graphs()
+            self._addresses = addresses
+
+    def launch(self, num_rows: int, num_keys: int) -> Step:
+        """One more token for the first rows, none of which sees more than `num_keys` keys."""
+        rows, columns = self._padded(num_rows), self._num_columns(num_keys)
+        columns = min(columns, self.rows.table.shape[1])
+        if self.use_graphs:
+            self._graph(rows, columns).replay()
+        else:
+            self._compute(rows, columns)
+        return self._copy_results(num_rows)
+
+    def read(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs of a step's rows; waits for the step, and for no later one.
+
+        The arrays are valid until the next launch.
+        """
+        if step.is_done is not None:
+            step.is_done.synchronize()
+        tokens, logprobs = step.results.numpy()[:, : step.num_rows]
+        return tokens, logprobs.view(np.float32)
+
+    def _padded(self, num_rows: int) -> int:
+        rows = min(row_bucket(num_rows), self.max_batch) if self.is_bucketed else num_rows
+        return _round_up(rows, self._actor.ops.row_multiple)
+
+    def _num_columns(self, num_keys: int) -> int:
+        page_size = self._actor.cache.page_size
+        if self.is_bucketed:
+            return -(-key_bucket(num_keys) // page_size)
+        return table_width(-(-num_keys // page_size), page_size)
+
+    def _compute(self, rows: int, columns: int) -> None:
+        """Decode, sample, and move the state on to the next token."""
+        actor, numbers, output = self._actor, self.rows.numbers[:, :rows], self.rows.output
+        token, position, counter, key, active = numbers
+        table = self.rows.table[:rows, :columns]
+        logits = decode(
+            actor.weights, actor.ops, actor.rotations, actor.cache, token, position, table
+        )
+        drawn, logprobs = actor.ops.sample(logits, key, counter, self._params)
+        output[0, :rows] = drawn
+        output[1, :rows] = logprobs.float().view(torch.int32)
+        torch.mul(drawn, active, out=token)
+        numbers[POSITION : COUNTER + 1].add_(active)
+
+    def _graph(self, rows: int, columns: int) -> torch.cuda.CUDAGraph:
+        key = (rows, columns, self._params.has_filter)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(rows, columns)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"the CUDA graph of a decode step of {rows} rows and {columns} pages cannot be "
+                    f"captured: {error}; lower rollout.kv_memory_frac or rollout.max_batch if "
+                    "memory is short"
+                ) from error
+        return self._graphs[key]
+
+    def _capture(self, rows: int, columns: int) -> torch.cuda.CUDAGraph:
+        """Record one step. It runs once before: kernels cannot be compiled during a capture."""
+        assert self._stream is not None
+        main = torch.cuda.current_stream(self.device)
+        numbers = self.rows.numbers.clone()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            self._compute(rows, columns)
+            # It has written the keys that it will write again, but as a step it does not count.
+            self.rows.numbers.copy_(numbers)
+        main.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the trainer may use the GPU meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            self._compute(rows, columns)
+        return graph
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _set_params(self, params: SamplingParams) -> None:
+        """In place: graphs hold the addresses."""
+        fresh = RowParams.stack([params], self.device)
+        for name in ("temperature", "top_p", "top_k"):
+            getattr(self._params, name).copy_(getattr(fresh, name))
+        self._params = replace(self._params, has_filter=fresh.has_filter)
+
+    def _allocate_results(self, num_rows: int) -> list[Tensor]:
+        """A ring: while the host reads one, the steps in flight write the others."""
+        is_pinned = self.device.type == "cuda"
+        shape = (2, num_rows)
+        return [
+            torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned)
+            for _ in range(self.depth + 1)
+        ]
+
+    def _copy_results(self, num_rows: int) -> Step:
+        results = self._results[self._num_launched % len(self._results)]
+        self._num_launched += 1
+        results.copy_(self.rows.output, non_blocking=True)
+        is_done = None
+        if self.device.type == "cuda":
+            is_done = torch.cuda.Event()
+            is_done.record()
+        return Step(num_rows, results, is_done)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,491 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright neither `tl.static_range` nor what a jitted function returns can be iterated.)
+"""Attention of one query per sequence over its pages, split along the keys.
+
+    out = sum_j exp(s[j]) v[j] / sum_j exp(s[j]),   s[j] = q . k[j] / sqrt(D)
+
+over the keys j with position - window < j <= position. They are cut into chunks of fixed length.
+`split_kernel` attends within one chunk, for all query heads that share a key head, and leaves of
+each head the largest score, the sum of weights and the weighted sum of values; `combine_kernel`
+merges the chunks of a sequence in ascending order and quantizes the row. How keys are cut depends
+neither on the batch nor on its longest sequence, and so neither do the bits of a row.
+
+An FP8 cache is read as pairs of codes, 16 bits each: a pair is what `ldmatrix` moves and transposes
+in one piece. In registers both codes turn into FP16, exactly, so that products and sums are those
+of 16-bit attention: even dimensions meet the first codes of the pairs, odd ones the second. FP16
+and not BF16, because E4M3 to FP16 is one instruction and to BF16 four; a query outside its range is
+brought into it by a power of two, which goes into the scale of the scores.
+
+Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from qurl.quant.formats import BLOCK, Format, Quantized
+from qurl.quant.linear import Operand
+from qurl.rollout.local.kernels.product import (
+    DTYPES,
+    EXACT,
+    await_inputs,
+    narrow,
+    next_power_of_2,
+    quantize_row,
+)
+
+CHUNK = 256
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+_COMBINED = 32768  # numbers that a program of `combine_kernel` loads at once: 128 KiB in flight
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut, which shows in the last bits of a result."""
+
+    chunk: int = CHUNK
+    """Keys of one program."""
+    block: int = 64
+    """Keys of one step of its loop."""
+    num_warps: int = 4
+    num_stages: int = 3
+    """Steps whose keys and values are on their way or in use at the same time."""
+    keys_first: bool = True
+    """Whether the tensor cores see keys as rows: then heads are padded to 8 and not to 16."""
+
+
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Tiling for a cache of this dtype; it must not depend on anything but the model."""
+    row_bytes = head_dim * dtype.itemsize
+    return Tiling(block=64 if row_bytes <= 256 else 32, num_warps=4 if row_bytes >= 128 else 2)
+
+
+def chunks_for(num_tokens: int, chunk: int = CHUNK) -> int:
+    """Chunks that hold so many keys."""
+    return max(-(-num_tokens // chunk), 1)
+
+
+def attend_pages(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    window: int | None,
+    kv_scale: Tensor | None,
+    format: Format | None,
+    *,
+    num_chunks: int,
+    pdl: bool,
+    tiling: Tiling | None = None,
+) -> Operand:
+    """Attention [B, H * D] of q [B, H, D] over the pages table [B, P] of kv.
+
+    kv [2, pages, page_size, H_kv, D] holds numbers of q's dtype, or FP8 codes with kv_scale
+    [2, H_kv]. Keys up to and with positions [B] are seen. `num_chunks` may exceed what the longest
+    sequence needs; a row for which it or the table is too short is NaN.
+    """
+    tiling = tiling or choose_tiling(q.shape[2], kv.dtype)
+    parts = q.new_empty(q.shape[0], num_chunks, *q.shape[1:], dtype=torch.float32)
+    stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
+    cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, "PDL": pdl, "launch_pdl": pdl}
+    args = {
+        **_sources(q, kv, table, kv_scale),
+        **_shapes(q, kv, tiling),
+        **cut,
+        "positions": positions,
+        "parts": parts,
+        "stats": stats,
+        "num_chunks": num_chunks,
+    }
+    batch, kv_heads = q.shape[0], kv.shape[3]
+    assert positions.shape == (batch,)
+    # Sequences before chunks: those of a group then read their common prompt at the same time.
+    split_kernel[(kv_heads, batch, num_chunks)](**args)
+    num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
+    operand = _empty_operand(batch, q[0].numel(), format, q)
+    _combine(parts, stats, positions, num_keys, operand, cut)
+    return operand
+
+
+def _sources(q: Tensor, kv: Tensor, table: Tensor, kv_scale: Tensor | None) -> dict[str, Any]:
+    """What `split_kernel` reads, FP8 codes in pairs."""
+    assert q.is_contiguous()
+    assert kv.is_contiguous()
+    assert table.dtype == torch.int32
+    assert table.stride(1) == 1
+    assert table.shape[0] == q.shape[0]
+    if kv_scale is None:
+        assert kv.dtype == q.dtype
+    else:
+        assert kv.dtype == torch.float8_e4m3fn
+        assert kv_scale.is_contiguous()
+        assert kv_scale.shape == (2, kv.shape[3])
+        kv = kv.view(torch.int16)
+    return {
+        "q": q,
+        "k": kv[0],
+        "v": kv[1],
+        "kv_scale": kv_scale,
+        "table": table,
+        "table_stride": table.stride(0),
+        "num_pages": table.shape[1],
+    }
+
+
+def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
+    """The constants of `split_kernel`."""
+    _, heads, head_dim = q.shape
+    _, _, page_size, kv_heads, _ = kv.shape
+    assert kv.shape[4] == head_dim
+    assert heads % kv_heads == 0
+    assert tiling.chunk % tiling.block == 0
+    has_codes = kv.dtype != q.dtype
+    width = head_dim // 2 if has_codes else head_dim
+    group = heads // kv_heads
+    operand = torch.float16 if has_codes and q.dtype == torch.bfloat16 else q.dtype
+    return {
+        "SOFTMAX_SCALE": math.log2(math.e) / math.sqrt(head_dim),
+        "H": heads,
+        "H_KV": kv_heads,
+        "D": head_dim,
+        "GROUP": group,
+        "WIDTH": width,
+        "HEADS": max(next_power_of_2(group), 8 if tiling.keys_first else 16),
+        "DIMS": max(next_power_of_2(width), 16),
+        "OPERAND": DTYPES[operand],
+        "PAGE_SIZE": page_size,
+        "BLOCK": tiling.block,
+        "STAGES": tiling.num_stages,
+        "KEYS_FIRST": tiling.keys_first,
+        "num_warps": tiling.num_warps,
+    }
+
+
+def _combine(
+    parts: Tensor,
+    stats: Tensor,
+    positions: Tensor,
+    num_keys: int,
+    operand: Operand,
+    cut: dict[str, Any],
+) -> None:
+    batch, num_chunks, heads, head_dim = parts.shape
+    width = max(next_power_of_2(heads * head_dim), BLOCK)
+    columns = head_dim & -head_dim  # a power of two, so that no row of the tile has two heads
+    unroll = min(max(_COMBINED // width, 1), 8)
+    is_quantized = isinstance(operand, Quantized)
+    args = {
+        **cut,
+        "out": operand.codes if is_quantized else operand,
+        "out_scale": operand.scale if is_quantized else None,
+        "LARGEST": float(operand.format.act_max) if is_quantized else 0.0,
+        "GROUP": (operand.format.block if is_quantized else None) or width,
+        "H": heads,
+        "D": head_dim,
+        "R": width // columns,
+        "C": columns,
+        "UNROLL": unroll,
+        "num_warps": min(max(unroll * width // 2048, 4), 16),
+        **EXACT,
+    }
+    combine_kernel[(batch,)](
+        parts=parts,
+        stats=stats,
+        positions=positions,
+        num_chunks=num_chunks,
+        num_keys=num_keys,
+        **args,
+    )
+
+
+def _empty_operand(rows: int, width: int, format: Format | None, like: Tensor) -> Operand:
+    if format is None:
+        return like.new_empty(rows, width)
+    groups = 1 if format.block is None else -(-width // format.block)
+    return Quantized(
+        like.new_empty(rows, width, dtype=format.dtype),
+        like.new_empty(rows, groups, dtype=torch.float32),
+        format,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_pages", "num_chunks"])
+def split_kernel(
+    q,
+    k,
+    v,
+    kv_scale,
+    table,
+    positions,
+    parts,
+    stats,
+    table_stride,
+    num_pages,
+    num_chunks,
+    SOFTMAX_SCALE: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per key head, sequence and chunk.
+
+    GROUP query heads, padded to HEADS, meet keys of WIDTH numbers or pairs of codes, padded to
+    DIMS. Tiles are [heads, keys] and [heads, dims]; with KEYS_FIRST their transposes.
+    """
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(2)
+    await_inputs(PDL)
+    position = tl.load(positions + sequence).to(tl.int32)
+    low = chunk * CHUNK
+    if WINDOW:
+        low = tl.maximum(low, (position - WINDOW + 1) // BLOCK * BLOCK)
+    high = tl.minimum(tl.minimum((chunk + 1) * CHUNK, position + 1), num_pages * PAGE_SIZE)
+    if low >= high:
+        return
+
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIMS)
+    keys = tl.arange(0, BLOCK)
+    is_query = _per_head(heads < GROUP, KEYS_FIRST) & _per_item(dims < WIDTH, KEYS_FIRST)
+    source = q + (sequence * H + kv_head * GROUP) * D
+    source += _per_head(heads * D, KEYS_FIRST) + _per_item(dims * (D // WIDTH), KEYS_FIRST)
+    query = tl.load(source, mask=is_query, other=0.0)
+    acc = tl.zeros(query.shape, dtype=tl.float32)
+    scale = SOFTMAX_SCALE
+    if kv_scale is not None:
+        odd_query = tl.load(source + 1, mask=is_query, other=0.0)
+        odd_acc = tl.zeros(query.shape, dtype=tl.float32)
+        power = _power_of_two(tl.maximum(tl.abs(query), tl.abs(odd_query)), KEYS_FIRST)
+        inverse = _per_head(tl.div_rn(1.0, power), KEYS_FIRST)
+        query = (query * inverse).to(OPERAND)
+        odd_query = (odd_query * inverse).to(OPERAND)
+        scale *= _per_head(power * tl.load(kv_scale + kv_head), KEYS_FIRST)
+
+    top = tl.full([HEADS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK, HEADS] if KEYS_FIRST else [HEADS, BLOCK], dtype=tl.float32)
+    table += sequence * table_stride
+    page = _load_page(table, low, keys, high, PAGE_SIZE, BLOCK)
+    for start in tl.range(low, high, BLOCK, num_stages=STAGES):
+        is_seen = start + keys < high
+        if WINDOW:
+            is_seen &= start + keys > position - WINDOW
+        if PAGE_SIZE % BLOCK == 0:
+            base = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * (H_KV * WIDTH)
+            offsets = keys * (H_KV * WIDTH)
+        else:
+            base = 0
+            offsets = page.to(tl.int64) * PAGE_SIZE + (start + keys) % PAGE_SIZE
+            offsets *= H_KV * WIDTH
+        # A step ahead, so that no load of keys has to wait for the load of their page.
+        page = _load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
+        base += kv_head * WIDTH
+        k_tile = _load_tile(k + base, offsets, dims, is_seen, WIDTH, KEYS_FIRST)
+        v_tile = _load_tile(v + base, offsets, dims, is_seen, WIDTH, not KEYS_FIRST)
+        if kv_scale is not None:
+            k_tile, odd_k = _decode(k_tile)
+            v_tile, odd_v = _decode(v_tile)
+            scores = _times(odd_query, odd_k, None, KEYS_FIRST)
+            scores = _times(query, k_tile, scores, KEYS_FIRST)
+        else:
+            scores = _times(query, k_tile, None, KEYS_FIRST)
+        scores = tl.where(_per_item(is_seen, KEYS_FIRST), scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 0 if KEYS_FIRST else 1))
+        weights = tl.exp2(scores - _per_head(new_top, KEYS_FIRST))
+        fade = _per_head(tl.exp2(top - new_top), KEYS_FIRST)
+        top = new_top
+        total = total * fade + weights
+        weights = narrow(weights, OPERAND)
+        acc = _times(weights, v_tile, acc * fade, KEYS_FIRST)
+        if kv_scale is not None:
+            odd_acc = _times(weights, odd_v, odd_acc * fade, KEYS_FIRST)
+
+    if KEYS_FIRST:
+        acc = tl.trans(acc)
+    if kv_scale is not None:
+        acc = tl.interleave(acc, tl.trans(odd_acc) if KEYS_FIRST else odd_acc)
+        acc *= tl.load(kv_scale + H_KV + kv_head)
+    is_head = heads < GROUP
+    index = (sequence * num_chunks + chunk) * H + kv_head * GROUP + heads
+    tl.store(stats + 2 * index, top, mask=is_head)
+    tl.store(stats + 2 * index + 1, tl.sum(total, 0 if KEYS_FIRST else 1), mask=is_head)
+    columns = tl.arange(0, DIMS * (D // WIDTH))
+    mask = is_head[:, None] & (columns < D)[None, :]
+    tl.store(parts + (index * D)[:, None] + columns[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_keys"])
+def combine_kernel(
+    parts,
+    stats,
+    positions,
+    out,
+    out_scale,
+    num_chunks,
+    num_keys,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    UNROLL: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per sequence: its row as a tile [R, C], UNROLL chunks at once."""
+    sequence = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, R)
+    is_row = rows < H * D // C
+    head = rows // (D // C)
+    columns = tl.arange(0, C)
+    await_inputs(PDL)
+    position = tl.load(positions + sequence).to(tl.int32)
+    last = tl.minimum(position // CHUNK, num_chunks - 1)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0) // CHUNK
+
+    # Padding starts with a sum of 1 and stays 0 / 1.
+    top = tl.where(is_row, float("-inf"), 0.0)
+    total = tl.where(is_row, 0.0, 1.0)
+    acc = tl.zeros([R, C], dtype=tl.float32)
+    # From a multiple of UNROLL, so that what is added together depends on nothing but the position.
+    for start in tl.range(first // UNROLL * UNROLL, last + 1, UNROLL):
+        tops, totals, values = (), (), ()
+        new_top = top
+        for chunk in tl.static_range(UNROLL):
+            mask = is_row & (start + chunk >= first) & (start + chunk <= last)
+            part = sequence * num_chunks + start + chunk
+            stat = stats + 2 * (part * H + head)
+            value = parts + part * (H * D) + (rows * C)[:, None] + columns[None, :]
+            tops += (tl.load(stat, mask=mask, other=float("-inf")),)
+            totals += (tl.load(stat + 1, mask=mask, other=0.0),)
+            values += (tl.load(value, mask=mask[:, None], other=0.0),)
+            new_top = tl.maximum(new_top, tops[chunk])
+        fade = tl.exp2(top - new_top)
+        top = new_top
+        total *= fade
+        acc *= fade[:, None]
+        for chunk in tl.static_range(UNROLL):
+            weight = tl.exp2(tops[chunk] - top)
+            total += totals[chunk] * weight
+            acc += values[chunk] * weight[:, None]
+    # No chunk or no page for the last keys: better no number than a wrong one.
+    total = tl.where(position < num_keys, total, float("nan"))
+
+    values = tl.reshape(acc / total[:, None], [R * C // GROUP, GROUP])
+    groups = tl.arange(0, R * C // GROUP)[:, None]
+    columns = groups * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = columns < H * D
+    dtype = out.dtype.element_ty
+    if out_scale is not None:
+        values, scale = quantize_row(values, mask, LARGEST, not dtype.is_floating())
+        out_scale += sequence * tl.cdiv(H * D, GROUP)
+        tl.store(out_scale + groups, scale, mask=groups * GROUP < H * D)
+    tl.store(out + sequence * (H * D) + columns, narrow(values, dtype), mask=mask)
+
+
+@triton.jit
+def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The page of each key from `start` on; one for all where blocks do not cross pages."""
+    at = start
+    if PAGE_SIZE % BLOCK != 0:
+        at += keys
+    return tl.load(table + at // PAGE_SIZE, mask=at < high, other=0)
+
+
+@triton.jit
+def _load_tile(source, offsets, dims, is_seen, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Keys or values [dims, keys], or the transpose. Unseen ones, which may be NaN, are zero."""
+    offsets = _per_item(offsets, KEYS_FIRST) + _per_head(dims, KEYS_FIRST)
+    mask = _per_item(is_seen, KEYS_FIRST) & _per_head(dims < WIDTH, KEYS_FIRST)
+    return tl.load(source + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def _per_head(x, KEYS_FIRST: tl.constexpr):
+    """A number for each first index of a tile; with KEYS_FIRST for each last one."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
+
+
+@triton.jit
+def _per_item(x, KEYS_FIRST: tl.constexpr):
+    """A number for each last index of a tile; with KEYS_FIRST for each first one."""
+    return x[:, None] if KEYS_FIRST else x[None, :]
+
+
+@triton.jit
+def _times(x, y, acc, KEYS_FIRST: tl.constexpr):
+    """x y + acc; with KEYS_FIRST all of them are given transposed."""
+    if _INTERPRETED:  # It would multiply the bits of BF16.
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    if KEYS_FIRST:
+        product = tl.dot(y.to(x.dtype), x, acc, input_precision="ieee")
+    else:
+        product = tl.dot(x, y.to(x.dtype), acc, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _power_of_two(magnitude, KEYS_FIRST: tl.constexpr):
+    """2^e of each head, 2^e <= largest magnitude < 2^(e + 1); at least the smallest normal one."""
+    largest = tl.max(magnitude.to(tl.float32), 0 if KEYS_FIRST else 1)
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(pairs):
+    """The first and the second E4M3 code of each pair, in FP16."""
+    if _INTERPRETED:
+        first = _decode_one(pairs)
+        second = _decode_one(pairs >> 8)
+    else:
+        # Triton's own conversion, one byte at a time, takes three times as many instructions.
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, $2, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }""",
+            "=r,=r,r",
+            args=[pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return first, second
+
+
+@triton.jit
+def _decode_one(code):
+    """The code in the low byte: its bits, moved up, are FP16 of a number 2^8 times smaller."""
+    magnitude = ((code & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    magnitude = tl.where(code & 0x7F == 0x7F, float("nan"), magnitude)
+    return tl.where(code & 0x80 == 0, magnitude, -magnitude).to(tl.float16)

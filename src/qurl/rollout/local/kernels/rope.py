@@ -1,0 +1,234 @@
+"""From the fused q, k, v projection to attention: head norms, rotary embedding, cache write.
+
+    a, b = halves of a head;  a' = a cos - b sin;  b' = b cos + a sin
+    cache = k' and v in the compute dtype, or fp8(clamp(value / kv_scale, -448, 448))
+
+One launch. A program takes a few heads of one token, whether of q, k or v. FP32 until the results
+are rounded to the compute dtype, and each head on its own, so that nothing depends on M.
+
+Shapes: M tokens, H heads, D head_dim, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qurl.quant.linear import Product
+from qurl.rollout.local.kernels.product import (
+    EXACT,
+    await_inputs,
+    divide,
+    load_channels,
+    load_product,
+    narrow,
+    next_power_of_2,
+    product_args,
+    product_shape,
+)
+
+_FP8_MAX = tl.constexpr(448.0)
+_NUM_WARPS = 4
+_TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions in a program: 16-byte loads of 32-bit parts
+
+
+def rotate_and_store(
+    qkv: Product,
+    positions: Tensor,
+    slots: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv: Tensor | None,
+    kv_scale: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    keep_kv: bool,
+    pdl: bool,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
+
+    `positions` [M] look up `cos` and `sin` [P, D / 2]; `q_norm` and `k_norm` [D] are RMS norms of
+    each head before the rotation. Where `slots` [M] = page * page_size + offset are given, k and v
+    go to one layer of the cache, kv [2, pages, page_size, H_kv, D]; FP8 with kv_scale [2, H_kv].
+    """
+    rows, columns = product_shape(qkv)
+    assert columns == (num_heads + 2 * num_kv_heads) * head_dim
+    assert _fits(positions, (rows,), torch.int64)
+    assert _fits(slots, (rows,), torch.int64)
+    assert _fits(cos, (len(cos), head_dim // 2), torch.float32)
+    assert _fits(sin, cos.shape, torch.float32)
+    assert _fits(q_norm, (head_dim,), torch.float32)
+    assert _fits(k_norm, (head_dim,), torch.float32)
+    assert (q_norm is None) == (k_norm is None)
+    if slots is None:
+        kv = kv_scale = None
+    else:
+        assert kv is not None
+        assert _fits(kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), kv.dtype)
+        assert (kv.dtype == torch.float8_e4m3fn) == (kv_scale is not None)
+        assert _fits(kv_scale, (2, num_kv_heads), torch.float32)
+    q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
+    k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
+    half = next_power_of_2(head_dim // 2)
+    heads = max(_TILE // half, 1)
+    args: dict[str, Any] = {
+        **product_args(qkv),
+        "plane_stride": 0 if kv is None else kv.stride(0),
+        "num_rows": rows,
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEADS": heads,
+        "HALF": half,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": _NUM_WARPS,
+        # Else the compiler saves registers by waiting for some numbers before it loads others.
+        "maxnreg": 64,
+        **EXACT,
+    }
+    rotate_kernel[(rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+        positions=positions,
+        slots=slots,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        kv=kv,
+        kv_scale=kv_scale,
+        q_out=q,
+        k_out=k,
+        v_out=v,
+        **args,
+    )
+    return q if k is None or v is None else (q, k, v)
+
+
+def _fits(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a tensor, if there is one, is what the kernel takes it for."""
+    return tensor is None or (
+        tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype and tensor.is_contiguous()
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rotate_kernel(
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    positions,
+    slots,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    kv,
+    kv_scale,
+    q_out,
+    k_out,
+    v_out,
+    num_rows,
+    plane_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per token and HEADS heads, as tiles [HEADS, HALF] of either half of a head."""
+    N: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    is_lane = lane < HEAD_DIM // 2
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    mask = is_head & is_lane
+
+    at_a = head * HEAD_DIM + lane
+    at_b = at_a + HEAD_DIM // 2
+    scale_a = load_channels(scale_w, at_a, mask)
+    scale_b = load_channels(scale_w, at_b, mask)
+    shift_a = load_channels(bias, at_a, mask)
+    shift_b = load_channels(bias, at_b, mask)
+    kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+    if kv_scale is not None:
+        # [2, H_kv] in the order of the heads.
+        scale_at = kv_scale + head - NUM_HEADS
+        scale = tl.load(scale_at, mask=is_head & ~is_query, other=1.0)
+    if q_norm is not None:
+        gain_a = _load_gain(q_norm, k_norm, is_query, lane, is_lane)
+        gain_b = _load_gain(q_norm, k_norm, is_query, lane + HEAD_DIM // 2, is_lane)
+    await_inputs(PDL)
+    angle = tl.load(positions + row) * (HEAD_DIM // 2) + lane
+    if slots is not None:
+        slot = tl.load(slots + row)
+    a = load_product(acc, scale_x, scale_a, shift_a, row, at_a, mask, num_rows, N, S, DTYPE)
+    b = load_product(acc, scale_x, scale_b, shift_b, row, at_b, mask, num_rows, N, S, DTYPE)
+    c = tl.load(cos + angle, mask=is_lane, other=0.0)
+    s = tl.load(sin + angle, mask=is_lane, other=0.0)
+
+    normed_a, normed_b = a, b
+    if q_norm is not None:
+        squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)
+        normed_a = gain_a * (a * inverse)
+        normed_b = gain_b * (b * inverse)
+    turned_a = normed_a * c - normed_b * s
+    turned_b = normed_b * c + normed_a * s
+    a = tl.where(is_value, a, turned_a)
+    b = tl.where(is_value, b, turned_b)
+
+    q_at = q_out + row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + lane
+    _store_pair(q_at, a, b, mask & is_query, HEAD_DIM)
+    kv_at = kv_head * HEAD_DIM + lane
+    if k_out is not None:
+        kept_at = row * (NUM_KV_HEADS * HEAD_DIM) + kv_at
+        _store_pair(k_out + kept_at, a, b, mask & ~is_query & ~is_value, HEAD_DIM)
+        _store_pair(v_out + kept_at, a, b, mask & is_value, HEAD_DIM)
+    if kv is not None:
+        dtype: tl.constexpr = q_out.dtype.element_ty
+        a = narrow(a, dtype).to(tl.float32)
+        b = narrow(b, dtype).to(tl.float32)
+        if kv_scale is not None:
+            # Clamped before the division, which must not overflow; 448 scale / scale rounds to 448.
+            bound = _FP8_MAX * scale
+            a = divide(tl.clamp(a, -bound, bound, tl.PropagateNan.ALL), scale)
+            b = divide(tl.clamp(b, -bound, bound, tl.PropagateNan.ALL), scale)
+        slot_at = slot * (NUM_KV_HEADS * HEAD_DIM)
+        plane_at = tl.where(is_value, plane_stride, 0).to(tl.int64)
+        _store_pair(kv + plane_at + slot_at + kv_at, a, b, mask & ~is_query, HEAD_DIM)
+
+
+@triton.jit
+def _load_gain(q_norm, k_norm, is_query, lane, mask):
+    """The norm's weight for heads of q and of k."""
+    q_gain = tl.load(q_norm + lane, mask=mask, other=0.0)
+    k_gain = tl.load(k_norm + lane, mask=mask, other=0.0)
+    return tl.where(is_query, q_gain, k_gain)
+
+
+@triton.jit
+def _store_pair(pointers, a, b, mask, HEAD_DIM: tl.constexpr):
+    """Both halves of heads, rounded to what they are stored as."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    tl.store(pointers, narrow(a, dtype), mask=mask)
+    tl.store(pointers + HEAD_DIM // 2, narrow(b, dtype), mask=mask)

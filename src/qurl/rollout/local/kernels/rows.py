@@ -1,0 +1,438 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright neither `tl.static_range` nor what a jitted function returns can be iterated.)
+"""Row-wise operations between two projections: residual and norm, SwiGLU, quantization.
+
+    add_norm   x += delta;  h = weight * (x * rsqrt(mean(x^2) + eps))
+    swiglu     h = gate / (1 + exp(-gate)) * up
+    then       codes and scale of h (`qurl.quant.formats`), or h rounded to the compute dtype
+
+FP32 throughout, and each row on its own: neither tiles nor the order of a sum depend on M.
+
+Shapes: M rows, K columns of the result; tiles are [G, C], as in `product.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qurl.quant.formats import Format, Quantized
+from qurl.quant.linear import Operand, Product
+from qurl.rollout.local.kernels.product import (
+    EXACT,
+    await_inputs,
+    divide,
+    largest,
+    load_channels,
+    load_product,
+    magnitude,
+    narrow,
+    next_power_of_2,
+    product_args,
+    product_shape,
+    quantize_row,
+    scale_for,
+)
+
+_REGISTERS = 65536  # of a multiprocessor
+_MAX_TILES = 8  # of a row in registers; a longer row is read twice
+_MAX_TILES_IN_PARTS = 5  # where loads of several parts need registers too
+
+
+def add_norm(
+    x: Tensor,
+    delta: Product | None,
+    weight: Tensor,
+    eps: float,
+    format: Format | None,
+    dtype: torch.dtype,
+    *,
+    clear: Tensor | None = None,
+    pdl: bool,
+) -> Operand:
+    """x [M, K] += delta, in place, in FP32; returns its RMS norm times weight [K].
+
+    `clear` [M] is set to zero on the way, for a later kernel that takes maxima into it.
+    """
+    rows, width = x.shape
+    assert x.dtype == weight.dtype == torch.float32
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert delta is None or product_shape(delta) == (rows, width)
+    assert clear is None or clear.shape == (rows,)
+    operand = _empty_operand(rows, width, format, dtype, x.device)
+    block = next_power_of_2(width)
+    # Four columns, one load, per thread: with few rows the latency of loads is what counts.
+    num_warps = min(max(block // 128, 4), 32)
+    args = {
+        **product_args(delta),
+        **_operand_args(operand, block),
+        "num_rows": rows,
+        "K": width,
+        "PDL": pdl,
+        "num_warps": num_warps,
+        # Else the compiler saves registers by waiting for one part before it loads the next.
+        "maxnreg": min(_REGISTERS // (32 * num_warps), 255),
+        "launch_pdl": pdl,
+        **EXACT,
+    }
+    add_norm_kernel[(rows,)](x=x, weight=weight, eps=eps, clear=clear, **args)
+    return operand
+
+
+def swiglu(
+    gate_up: Product,
+    format: Format | None,
+    dtype: torch.dtype,
+    is_alternating: bool = False,
+    *,
+    pdl: bool,
+) -> Operand:
+    """silu(gate) * up of gate_up [M, 2 K].
+
+    The gate is the first half of the columns; where they alternate, every other one from the first.
+    """
+    rows, columns = product_shape(gate_up)
+    assert columns % 2 == 0
+    device = gate_up.device if isinstance(gate_up, Tensor) else gate_up.acc.device
+    operand = _empty_operand(rows, columns // 2, format, dtype, device)
+    _map_rows(gate_up, operand, None, pdl, GATED=True, ALTERNATING=is_alternating)
+    return operand
+
+
+def quantize_rows(x: Tensor, format: Format, *, pdl: bool) -> Quantized:
+    """`qurl.quant.formats.quantize_activation` of x [M, K]."""
+    return _quantize(x, None, format, pdl)
+
+
+def quantize_with(x: Tensor, amax: Tensor, format: Format, *, pdl: bool) -> Quantized:
+    """`quantize_rows`, with max|x| [M] of each row known; a format in blocks has no use for it."""
+    assert amax.shape == x.shape[:1]
+    assert amax.dtype == torch.float32
+    return _quantize(x, amax if format.block is None else None, format, pdl)
+
+
+def _quantize(x: Tensor, amax: Tensor | None, format: Format, pdl: bool) -> Quantized:
+    rows, width = x.shape
+    operand = _empty_operand(rows, width, format, x.dtype, x.device)
+    assert isinstance(operand, Quantized)
+    _map_rows(x, operand, amax, pdl, GATED=False, ALTERNATING=False)
+    return operand
+
+
+def _map_rows(
+    product: Product, operand: Operand, amax: Tensor | None, pdl: bool, **flags: bool
+) -> None:
+    """Fill the operand from a product; one program has a whole row only where a scale needs it."""
+    out, format = (
+        (operand.codes, operand.format) if isinstance(operand, Quantized) else (operand, None)
+    )
+    rows, width = out.shape
+    block = next_power_of_2(width)
+    has_whole_rows = format is not None and format.block is None and amax is None
+    num_warps = min(max(block // 256, 4), 16) if has_whole_rows else 4
+    # Eight columns of a tile per thread: two 16-byte loads of 32-bit parts, or one of BF16.
+    tile = min(block, num_warps * 32 * 8)
+    num_tiles = triton.cdiv(width, tile)
+    args = {
+        **product_args(product),
+        **_operand_args(operand, tile),
+        **flags,
+        "num_rows": rows,
+        "K": width,
+        "PDL": pdl,
+        "num_warps": num_warps,
+        "launch_pdl": pdl,
+        **EXACT,
+    }
+    if not has_whole_rows:
+        map_tile_kernel[(rows, num_tiles)](amax=amax, **args)
+        return
+    del args["G"]
+    fits = num_tiles <= (_MAX_TILES if args["S"] <= 1 else _MAX_TILES_IN_PARTS)
+    kernel = map_row_kernel if fits else map_long_row_kernel
+    kernel[(rows,)](**args)
+
+
+def _empty_operand(
+    rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
+) -> Operand:
+    if format is None:
+        return torch.empty(rows, width, dtype=dtype, device=device)
+    groups = 1 if format.block is None else -(-width // format.block)
+    return Quantized(
+        torch.empty(rows, width, dtype=format.dtype, device=device),
+        torch.empty(rows, groups, dtype=torch.float32, device=device),
+        format,
+    )
+
+
+def _operand_args(operand: Operand, tile: int) -> dict[str, Any]:
+    """The arguments of a kernel that writes an operand in tiles of so many columns."""
+    if isinstance(operand, Tensor):
+        return {"out": operand, "out_scale": None, "LARGEST": 0.0, "G": 1, "C": tile}
+    group = operand.format.block or tile
+    return {
+        "out": operand.codes,
+        "out_scale": operand.scale,
+        "LARGEST": float(operand.format.act_max),
+        "G": max(tile // group, 1),
+        "C": group,
+    }
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_norm_kernel(
+    x,
+    weight,
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    out,
+    out_scale,
+    clear,
+    num_rows,
+    eps,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row, the whole row in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, G)[:, None]
+    columns = groups * C + tl.arange(0, C)[None, :]
+    mask = columns < K
+    gain = load_channels(weight, columns, mask)
+    scale = load_channels(scale_w, columns, mask)
+    shift = load_channels(bias, columns, mask)
+    await_inputs(PDL)
+    values = tl.load(x + row * K + columns, mask=mask, other=0.0)
+    if acc is not None:
+        values += load_product(
+            acc, scale_x, scale, shift, row, columns, mask, num_rows, K, S, DTYPE
+        )
+        tl.store(x + row * K + columns, values, mask=mask)
+    mean = tl.sum(tl.sum(values * values, axis=1), axis=0) / K
+    values = gain * (values * tl.rsqrt(mean + eps))
+    _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
+    if clear is not None:
+        tl.store(clear + row, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def map_row_kernel(
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    out,
+    out_scale,
+    num_rows,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ALTERNATING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row of several tiles with one scale, held in registers until it is known."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.arange(0, 1)[:, None]
+    peak = tl.zeros([1, C], dtype=tl.int32)
+    tiles = ()
+    for tile in tl.static_range((K + C - 1) // C):
+        values = _load_tile(
+            acc,
+            scale_x,
+            scale_w,
+            bias,
+            row,
+            first + tile,
+            num_rows,
+            K,
+            C,
+            S,
+            DTYPE,
+            GATED,
+            ALTERNATING,
+        )
+        peak = tl.maximum(peak, magnitude(values))
+        tiles = tiles + (values,)  # noqa: RUF005 (Triton has no unpacking)
+    scale = scale_for(largest(peak), LARGEST)
+    tl.store(out_scale + row + first, scale)
+    for tile in tl.static_range((K + C - 1) // C):
+        _store_codes(out, row, first + tile, tiles[tile], scale, K, C)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def map_long_row_kernel(
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    out,
+    out_scale,
+    num_rows,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ALTERNATING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`map_row_kernel` for any width: tiles are computed twice, from the same bits to the same."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.arange(0, 1)[:, None]
+    peak = tl.zeros([1, C], dtype=tl.int32)
+    for tile in tl.range((K + C - 1) // C):
+        values = _load_tile(
+            acc,
+            scale_x,
+            scale_w,
+            bias,
+            row,
+            first + tile,
+            num_rows,
+            K,
+            C,
+            S,
+            DTYPE,
+            GATED,
+            ALTERNATING,
+        )
+        peak = tl.maximum(peak, magnitude(values))
+    scale = scale_for(largest(peak), LARGEST)
+    tl.store(out_scale + row + first, scale)
+    for tile in tl.range((K + C - 1) // C):
+        values = _load_tile(
+            acc,
+            scale_x,
+            scale_w,
+            bias,
+            row,
+            first + tile,
+            num_rows,
+            K,
+            C,
+            S,
+            DTYPE,
+            GATED,
+            ALTERNATING,
+        )
+        _store_codes(out, row, first + tile, values, scale, K, C)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def map_tile_kernel(
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    amax,
+    out,
+    out_scale,
+    num_rows,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ALTERNATING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row and tile, where a tile needs at most the maximum of its row."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * G + tl.arange(0, G)[:, None]
+    values = _load_tile(
+        acc, scale_x, scale_w, bias, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING
+    )
+    if amax is None:
+        _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
+    else:
+        scale = scale_for(tl.load(amax + row + tl.zeros_like(groups)), LARGEST)
+        tl.store(out_scale + row + groups, scale, mask=groups == 0)
+        _store_codes(out, row, groups, values, scale, K, C)
+
+
+@triton.jit
+def _load_tile(
+    acc,
+    scale_x,
+    scale_w,
+    bias,
+    row,
+    groups,
+    num_rows,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ALTERNATING: tl.constexpr,
+):
+    """FP32 values [G, C] of a row before they are quantized, zero beyond K.
+
+    Group g is columns C * groups[g] onwards.
+    """
+    N: tl.constexpr = 2 * K if GATED else K
+    WIDTH: tl.constexpr = 2 * C if ALTERNATING else C
+    columns = groups * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = columns < (N if ALTERNATING else K)
+    scale = load_channels(scale_w, columns, mask)
+    shift = load_channels(bias, columns, mask)
+    if GATED and not ALTERNATING:
+        up_scale = load_channels(scale_w, columns + K, mask)
+        up_shift = load_channels(bias, columns + K, mask)
+    values = load_product(acc, scale_x, scale, shift, row, columns, mask, num_rows, N, S, DTYPE)
+    if GATED:
+        if ALTERNATING:
+            values, up = tl.split(tl.reshape(values, [values.shape[0], C, 2]))
+        else:
+            up = load_product(
+                acc, scale_x, up_scale, up_shift, row, columns + K, mask, num_rows, N, S, DTYPE
+            )
+        values = values / (1.0 + tl.exp(-values)) * up
+    return values
+
+
+@triton.jit
+def _store_tile(
+    out, out_scale, row, groups, values, K: tl.constexpr, C: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Store values [G, C] as an operand; each group has its own scale, if any."""
+    columns = groups * C + tl.arange(0, C)[None, :]
+    mask = columns < K
+    dtype: tl.constexpr = out.dtype.element_ty
+    if out_scale is None:
+        numbers = values
+    else:
+        numbers, scale = quantize_row(values, mask, LARGEST, out.dtype.element_ty.is_int())
+        num_groups: tl.constexpr = (K + C - 1) // C
+        tl.store(out_scale + row * num_groups + groups, scale, mask=groups < num_groups)
+    tl.store(out + row * K + columns, narrow(numbers, dtype), mask=mask)
+
+
+@triton.jit
+def _store_codes(out, row, groups, values, scale, K: tl.constexpr, C: tl.constexpr):
+    """Store codes of values [G, C] whose scale is known."""
+    columns = groups * C + tl.arange(0, C)[None, :]
+    codes = narrow(divide(values, scale), out.dtype.element_ty)
+    tl.store(out + row * K + columns, codes, mask=columns < K)

@@ -1,0 +1,224 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright what a jitted function returns cannot be iterated.)
+"""Sampling and log-probs in one pass over the vocabulary: `qurl.rollout.sampler.sample` in Triton.
+
+    x = logits / T;   p = softmax(x);   token = the first one with p[0] + ... + p[token] > u
+    log p[token] = x[token] - max x - log sum exp(x - max x)
+
+`summarise_kernel` leaves of each block of the vocabulary the largest x and the sum of exponentials.
+`sample_kernel` finds the block that u falls into, reads that one again and finds the token. Sums
+over blocks and over the chosen block's tokens are FP64, in an order that depends on V alone.
+
+A greedy row (T = 0) has the first of its largest logits and log-prob under T = 1. Where the logits
+have NaN, no finite number or +inf, the log-prob is NaN and the token some valid one.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qurl.rollout.local.kernels.product import await_inputs, next_power_of_2
+
+MAX_BLOCK = 4096
+
+
+def sample_rows(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    counters: Tensor,
+    *,
+    pdl: bool,
+    block: int = MAX_BLOCK,
+    out_tokens: Tensor | None = None,
+    out_logprobs: Tensor | None = None,
+    out_entropy: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A token [B] int64 and its log-prob [B] for each row of logits [B, V].
+
+    Temperature is [B] or [1]; the random number of a row is `uniform(keys, counters)`. Results go
+    to the given tensors where there are any; the entropy of a row is computed only for one.
+    """
+    rows, vocabulary = logits.shape
+    tokens = keys.new_empty(rows) if out_tokens is None else out_tokens
+    logprobs = temperature.new_empty(rows) if out_logprobs is None else out_logprobs
+    assert logits.is_contiguous()
+    assert temperature.dtype == torch.float32
+    assert temperature.shape in ((1,), (rows,))
+    assert temperature.is_contiguous()
+    _check_vectors(rows, torch.int64, keys, counters, tokens)
+    _check_vectors(rows, torch.float32, logprobs, *([] if out_entropy is None else [out_entropy]))
+
+    block = min(block, next_power_of_2(vocabulary))
+    num_blocks = -(-vocabulary // block)
+    peaks, sums, moments = logits.new_empty(3, rows, num_blocks, dtype=torch.float32)
+    shared: dict[str, Any] = {
+        "logits": logits,
+        "temperature": temperature,
+        "peaks": peaks,
+        "sums": sums,
+        "moments": None if out_entropy is None else moments,
+        "V": vocabulary,
+        "BLOCK": block,
+        "NUM_BLOCKS": num_blocks,
+        "HAS_ROWS": len(temperature) > 1,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
+    summary: dict[str, Any] = {**shared, "num_warps": 4}
+    draw: dict[str, Any] = {
+        **shared,
+        "keys": keys,
+        "counters": counters,
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "entropies": out_entropy,
+        "PADDED_BLOCKS": next_power_of_2(num_blocks),
+        "num_warps": 8,
+    }
+    summarise_kernel[(num_blocks, rows)](**summary)
+    sample_kernel[(rows,)](**draw)
+    return tokens, logprobs
+
+
+def _check_vectors(rows: int, dtype: torch.dtype, *vectors: Tensor) -> None:
+    for vector in vectors:
+        assert vector.shape == (rows,)
+        assert vector.dtype == dtype
+        assert vector.is_contiguous()
+
+
+@triton.jit
+def summarise_kernel(
+    logits,
+    temperature,
+    peaks,
+    sums,
+    moments,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per block and row: max x, sum exp(x - max x), sum exp(x - max x) (x - max x)."""
+    await_inputs(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    _, divisor = _load_temperature(temperature, row, HAS_ROWS)
+    x = _load_scaled(logits, row, block, divisor, V, BLOCK)
+    peak = tl.max(x, 0)
+    x -= tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.exp(x)
+    index = row * NUM_BLOCKS + block
+    tl.store(peaks + index, peak)
+    tl.store(sums + index, tl.sum(mass, 0))
+    if moments is not None:
+        tl.store(moments + index, tl.sum(tl.where(mass > 0, mass * x, 0.0), 0))
+
+
+@triton.jit
+def sample_kernel(
+    logits,
+    temperature,
+    peaks,
+    sums,
+    moments,
+    keys,
+    counters,
+    tokens,
+    logprobs,
+    entropies,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
+    await_inputs(PDL)
+    row = tl.program_id(0)
+    is_greedy, divisor = _load_temperature(temperature, row, HAS_ROWS)
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    index = row * NUM_BLOCKS + blocks
+    is_block = blocks < NUM_BLOCKS
+    peak = tl.load(peaks + index, mask=is_block, other=float("-inf"))
+    total = tl.load(sums + index, mask=is_block, other=0.0)
+    top = tl.max(peak, 0)
+    mass = (total * tl.exp(peak - top)).to(tl.float64)
+    random = _uniform(keys, counters, row)
+    block, share, whole = _choose(mass, random, peak == top, is_greedy, PADDED_BLOCKS)
+
+    x = _load_scaled(logits, row, block, divisor, V, BLOCK)
+    token_mass = tl.exp(x - tl.max(x, 0)).to(tl.float64)
+    lane, _, _ = _choose(token_mass, share, x == top, is_greedy, BLOCK)
+    token = tl.minimum(block * BLOCK + lane, V - 1)
+    chosen = tl.sum(tl.where(tl.arange(0, BLOCK) == lane, x, 0.0), 0)
+    log_whole = tl.log(whole)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, ((chosen - top).to(tl.float64) - log_whole).to(tl.float32))
+    if entropies is not None:
+        moment = tl.load(moments + index, mask=is_block, other=0.0)
+        moment = (moment + total * (peak - top)) * tl.exp(peak - top)
+        mean = tl.sum(tl.where(mass > 0, moment, 0.0).to(tl.float64), 0) / whole
+        tl.store(entropies + row, (log_whole - mean).to(tl.float32))
+
+
+@triton.jit
+def _choose(mass, share, is_largest, is_greedy, N: tl.constexpr):
+    """The first index whose cumulative mass exceeds share * whole, or the first of the largest.
+
+    Also where between the cumulative masses before and at the index that share lies, and the whole.
+    """
+    at = tl.arange(0, N)
+    cumulative = tl.cumsum(mass, 0)
+    whole = tl.sum(tl.where(at == N - 1, cumulative, 0.0), 0)
+    # Below the whole even when the product rounds up to it, so that something exceeds it.
+    target = tl.minimum(share * whole, whole * (1 - 2.0**-52))
+    is_possible = mass > 0
+    is_hit = tl.where(is_greedy, is_largest, (cumulative > target) & is_possible)
+    first = tl.min(tl.where(is_hit, at, N), 0)
+    # A parallel scan need not be monotone in its last bit; and with NaN nothing exceeds anything.
+    last = tl.max(tl.where(is_possible, at, 0), 0)
+    index = tl.where(first < N, first, last)
+    before = tl.sum(tl.where(at == index - 1, cumulative, 0.0), 0)
+    own = tl.sum(tl.where(at == index, mass, 0.0), 0)
+    return index, tl.maximum(target - before, 0.0) / own, whole
+
+
+@triton.jit
+def _load_temperature(temperature, row, HAS_ROWS: tl.constexpr):
+    """Whether the row is greedy, and what its logits are divided by."""
+    value = tl.load(temperature + (row if HAS_ROWS else 0))
+    return value == 0, tl.where(value == 0, 1.0, value)
+
+
+@triton.jit
+def _load_scaled(logits, row, block, divisor, V: tl.constexpr, BLOCK: tl.constexpr):
+    """x of a block's tokens, -inf beyond the vocabulary."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
+    x = x.to(tl.float32)
+    if divisor != 1.0:
+        x = tl.div_rn(x, divisor)
+    return x
+
+
+@triton.jit
+def _uniform(keys, counters, row):
+    """`qurl.rollout.sampler.uniform` of a row: splitmix64."""
+    key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    counter = tl.load(counters + row).to(tl.uint64, bitcast=True)
+    z = key + (counter + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.float64) * 2.0**-53

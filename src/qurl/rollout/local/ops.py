@@ -1,0 +1,135 @@
+"""The operations that the decoder is made of; there is one set for torch and one in Triton.
+
+An `Operand` is what a projection takes (numbers, or codes with a scale per token), a `Product` what
+it gives (finished, or parts that the next operation sums up). Whatever the set, a row's result does
+not depend on the other rows.
+
+Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qurl.quant.linear import Operand, Product
+from qurl.rollout.local.weights import Layer, Projection, Weights
+from qurl.rollout.sampler import RowParams
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """cos and sin of every position: looked up, so that they cannot depend on the batch."""
+
+    cos: Tensor  # [positions, D / 2]
+    sin: Tensor  # [positions, D / 2]
+
+    @staticmethod
+    def up_to(length: int, weights: Weights) -> Rotations:
+        length = -(-length // 1024) * 1024
+        angles = torch.arange(length, device=weights.device).float()[:, None] * weights.inv_freq
+        return Rotations(angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale)
+
+    def __len__(self) -> int:
+        return self.cos.shape[0]
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer."""
+
+    data: Tensor  # [2, pages, page_size, H_kv, D]
+    scale: Tensor | None  # [2, H_kv]: value = code * scale, where the cache holds codes
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where packed tokens stand: in their sequences, and in the cache."""
+
+    positions: Tensor  # [N] int64
+    slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
+
+
+class Ops(Protocol):
+    """One implementation of the decoder's operations."""
+
+    row_multiple: int
+    """Packed tokens come in multiples of this."""
+
+    def begin(
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
+    ) -> tuple[Tensor, Places]:
+        """Embeddings [B, hidden] of one token per sequence in FP32, and where they stand."""
+        ...
+
+    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
+        """x [N, hidden] += delta, in place; then RMSNorm, as the next projection wants it."""
+        ...
+
+    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
+        """The same with the last norm, for the head: never quantized."""
+        ...
+
+    def project(self, projections: Sequence[Projection], h: Operand) -> Product:
+        """h W^T + b; several projections give their outputs side by side."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots."""
+        ...
+
+    def attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+    ) -> Operand:
+        """Causal attention within each packed prompt."""
+        ...
+
+    def attend_pages(
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+    ) -> Operand:
+        """One query per sequence over its pages table [B, P], up to and with its position."""
+        ...
+
+    def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
+        """x += delta, in place; norm, gate and up, silu(gate) * up, down."""
+        ...
+
+    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+        """FP32 logits [N, V]."""
+        ...
+
+    def sample(
+        self, logits: Tensor, keys: Tensor, counters: Tensor, params: RowParams
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B] and their log-probs [B]."""
+        ...
+
+
+def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
+    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
+    if weights.device.type == "cuda":
+        try:
+            from qurl.rollout.local.fused import FusedOps
+        except ModuleNotFoundError as error:
+            warnings.warn(
+                f"{error}: the engine runs on torch operations, which are many times slower; "
+                "install triton",
+                stacklevel=2,
+            )
+        else:
+            return FusedOps(weights, deterministic=deterministic)
+    from qurl.rollout.local.reference import ReferenceOps
+
+    return ReferenceOps(weights)

@@ -1,0 +1,192 @@
+"""The decoder's operations on torch primitives: the CPU's path, and the yardstick of the kernels.
+
+A row's result does not depend on the other rows. On the CPU this takes two precautions, both
+measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and that of
+the keys a multiple of `KEYS` (so that the vectorised softmax has no remainder).
+
+Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qurl.quant import Quantized
+from qurl.quant.formats import quantize_activation
+from qurl.quant.linear import Operand, Product, finish, multiply
+from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.weights import Layer, Projection, Weights
+from qurl.rollout.sampler import RowParams, sample, uniform
+
+ROWS = 8
+KEYS = 16
+FP8_MAX = 448.0
+
+
+class ReferenceOps:
+    """Torch primitives. The residual stream, norms and rotations are FP32."""
+
+    row_multiple = ROWS
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
+
+    def begin(
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
+    ) -> tuple[Tensor, Places]:
+        last_page = table.gather(1, (positions // page_size)[:, None]).squeeze(1)
+        slots = last_page * page_size + positions % page_size
+        return self.weights.embedding[tokens].float(), Places(positions, slots)
+
+    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
+        return self._operand(self._add_norm(x, delta, norm))
+
+    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
+        return self._add_norm(x, delta, self.weights.norm).to(self.dtype)
+
+    def project(self, projections: Sequence[Projection], h: Operand) -> Product:
+        products = [self._project(p, h) for p in projections]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        arch, norms = self.arch, layer.norms
+        heads = finish(qkv).unflatten(-1, (-1, arch.head_dim))
+        q, k, v = heads.split((arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), 1)
+        if "q_norm" in norms:
+            q = rms_norm(q, norms["q_norm"], arch.norm_eps)
+            k = rms_norm(k, norms["k_norm"], arch.norm_eps)
+        cos, sin = rotations.cos[places.positions], rotations.sin[places.positions]
+        q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
+        if cache is not None and places.slots is not None:
+            write_pages_(cache, k, v, places.slots)
+        return q, k, v
+
+    def attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+    ) -> Operand:
+        return self._operand(attend_prompts(q, k, v, lengths, window))
+
+    def attend_pages(
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+    ) -> Operand:
+        return self._operand(attend_pages(q, cache, table, positions, window))
+
+    def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
+        h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])
+        gate, up = split_gate_up(layer, finish(self.project(layer.gate_up, h)).float())
+        h = self._operand((F.silu(gate) * up).to(self.dtype))
+        return self.project((layer.down,), h)
+
+    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+        return F.linear(h, lm_head).float()
+
+    def sample(
+        self, logits: Tensor, keys: Tensor, counters: Tensor, params: RowParams
+    ) -> tuple[Tensor, Tensor]:
+        return sample(logits, uniform(keys, counters), params)
+
+    def _project(self, projection: Projection, h: Operand) -> Tensor:
+        weight, bias = projection.weight, projection.bias
+        if isinstance(weight, Quantized):
+            assert isinstance(h, Quantized)
+            return multiply(h, weight, bias, self.dtype)
+        assert isinstance(h, Tensor)
+        return F.linear(h, weight, bias)
+
+    def _add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Tensor:
+        if delta is not None:
+            x += finish(delta).float()
+        return rms_norm(x, norm, self.arch.norm_eps)
+
+    def _operand(self, x: Tensor) -> Operand:
+        return x.to(self.dtype) if self.format is None else quantize_activation(x, self.format)
+
+
+def split_gate_up(layer: Layer, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up [N, intermediate] of the product y [N, 2 intermediate]."""
+    if layer.has_alternating_gate:
+        gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        gate, up = y.chunk(2, -1)
+    return gate, up
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, in FP32."""
+    x = x.float()
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [N, H, D]; dimension i turns with i + D / 2."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attend_prompts(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+) -> Tensor:
+    """Causal attention within each prompt: q [N, H, D], k and v [N, H_kv, D] to [N, H * D]."""
+    out = torch.zeros_like(q)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start := start + length)
+        mask = _causal_mask(length, window, q.device) if window and window < length else None
+        out[rows] = F.scaled_dot_product_attention(
+            *(x[rows].transpose(0, 1)[None] for x in (q, k, v)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return out.flatten(1)
+
+
+def attend_pages(
+    q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+) -> Tensor:
+    """One query per sequence, q [B, H, D], over its pages, to [B, H * D]."""
+    pages = (x.index_select(0, table.flatten()) for x in cache.data)
+    keys, values = (
+        x.unflatten(0, table.shape).flatten(1, 2).transpose(1, 2) for x in pages
+    )  # [B, H_kv, keys, D]
+    if cache.scale is not None:
+        keys, values = (
+            (x.float() * s[:, None, None]).to(q.dtype)
+            for x, s in zip((keys, values), cache.scale, strict=True)
+        )
+    at = torch.arange(keys.shape[2], device=q.device)
+    visible = at <= positions[:, None]
+    if window is not None:
+        visible &= at > positions[:, None] - window
+    out = F.scaled_dot_product_attention(
+        q[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
+    )
+    return out.flatten(1)
+
+
+def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset."""
+    for index, source in enumerate((k, v)):
+        target = cache.data[index].flatten(0, 1)
+        if cache.scale is not None:
+            source = source.float() / cache.scale[index][:, None]
+            source = source.clamp(-FP8_MAX, FP8_MAX)
+        target[slots] = source.to(target.dtype)
+
+
+def _causal_mask(length: int, window: int, device: torch.device) -> Tensor:
+    at = torch.arange(length, device=device)
+    return (at <= at[:, None]) & (at > at[:, None] - window)

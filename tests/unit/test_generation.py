@@ -1,0 +1,414 @@
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl.errors import EngineError
+from qurl.rollout import build_engine
+from qurl.rollout.local import generation as module
+from qurl.rollout.local.graphs import Actor, Rows
+from qurl.rollout.local.requests import Transcript
+from qurl.rollout.sampler import request_key
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.types import Problem, SamplingParams
+from tests.models import tiny_llama
+
+MODEL = tiny_llama()
+TOKENIZER = build_tokenizer()
+PROBLEMS = [Problem(f"p{i}", tuple(range(5, 8 + 4 * i))) for i in range(5)]
+STOP = tuple(range(20, 29))
+"""Nine of about a hundred tokens end a completion, so that lengths differ."""
+PARAMS = SamplingParams(max_tokens=20, group_size=3, seed=2, stop=STOP)
+
+
+def build(**options):
+    return build_engine("local", options.pop("model", MODEL), TOKENIZER, **options)
+
+
+def completions(rollouts):
+    return [c for r in rollouts for c in r.completions]
+
+
+def tokens_of(rollouts):
+    return [c.token_ids for c in completions(rollouts)]
+
+
+def largest_gap(a, b) -> float:
+    pairs = zip(completions(a), completions(b), strict=True)
+    return max(abs(x - y) for c, d in pairs for x, y in zip(c.logprobs, d.logprobs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    rollouts = build().generate(PROBLEMS, PARAMS)
+    lengths = {len(c.token_ids) for c in completions(rollouts)}
+    assert len(lengths) > 3, "the tests below need completions of several lengths"
+    assert {c.finish for c in completions(rollouts)} == {"stop", "length"}
+    return rollouts
+
+
+# Pipelining
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_batch", [1, 4, 64])
+def test_steps_in_flight_change_nothing(reference, depth, max_batch):
+    """Ends are seen late, but nothing that was sampled beyond them is kept."""
+    engine = build(depth=depth, max_batch=max_batch)
+    assert engine.generate(PROBLEMS, PARAMS) == reference
+
+
+def test_a_late_end_costs_a_step_and_the_longest_length_none():
+    """With an end of sequence at token n the pipeline launches n + 1 steps, but never beyond
+    max_tokens, which is known ahead."""
+    free = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    engines = [build(depth=depth) for depth in (0, 1)]
+    full = [engine.generate(PROBLEMS[:1], free) for engine in engines]
+    assert [engine.num_steps for engine in engines] == [20, 20]
+    token = completions(full[0])[0].token_ids[6]
+    end = completions(full[0])[0].token_ids.index(token) + 1
+    params = SamplingParams(max_tokens=20, seed=3, stop=[token])
+    stopped = [engine.generate(PROBLEMS[:1], params) for engine in engines]
+    assert [len(completions(s)[0].token_ids) for s in stopped] == [end, end]
+    assert [engine.num_steps - 20 for engine in engines] == [end, end + 1]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_stop_strings_end_completions(depth):
+    """The slow path: a string may end at any token."""
+    free = SamplingParams(max_tokens=20, group_size=4, seed=5, ignore_eos=True)
+    text = completions(build().generate(PROBLEMS[:1], free))[0].text
+    params = SamplingParams(max_tokens=20, group_size=4, seed=5, stop=[text[7:9]])
+    rollouts = build(depth=depth).generate(PROBLEMS[:1], params)
+    first = completions(rollouts)[0]
+    assert first.finish == "stop"
+    assert first.text == text[: text.index(text[7:9])]
+    assert rollouts == build().generate(PROBLEMS[:1], params)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_preemption_with_steps_in_flight(quant, depth):
+    params = SamplingParams(max_tokens=24, group_size=3, seed=2, ignore_eos=True)
+    expected = build(quant=quant).generate(PROBLEMS, params)
+    engine = build(quant=quant, depth=depth, kv_tokens=48, page_size=4)
+    rollouts = engine.generate(PROBLEMS, params)
+    assert engine.num_preemptions > 0
+    assert tokens_of(rollouts) == tokens_of(expected)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_deterministic_preemption_saves_pages_and_changes_no_bit(depth, monkeypatch):
+    """Nothing but prompts is ever prefilled."""
+    params = SamplingParams(max_tokens=24, group_size=3, seed=2, ignore_eos=True)
+    expected = build(quant="int8").generate(PROBLEMS, params)
+    engine = build(quant="int8", depth=depth, kv_tokens=48, page_size=4, deterministic=True)
+    prefilled, prefill = [], Actor.prefill
+    monkeypatch.setattr(
+        Actor, "prefill", lambda self, jobs: (prefilled.extend(jobs), prefill(self, jobs))
+    )
+    assert engine.generate(PROBLEMS, params) == expected
+    assert engine.num_preemptions > 0
+    prompts = {tuple(p.prompt_ids[:-1]) for p in PROBLEMS}
+    assert {tuple(tokens) for tokens, _ in prefilled} == prompts
+
+
+# Interruption
+
+
+def drive(generation, rng: random.Random):
+    """Run to the end with stops at random steps, sometimes giving the pages back."""
+    while not generation.run(max_steps=rng.randrange(1, 6)):
+        if rng.random() < 0.3:
+            generation.release()
+    return generation.rollouts()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    depth=st.integers(0, 2),
+    max_batch=st.sampled_from([1, 3, 8, 64]),
+    spare_pages=st.integers(0, 20),
+    deterministic=st.booleans(),
+)
+def test_any_course_gives_the_same_tokens(seed, depth, max_batch, spare_pages, deterministic):
+    """Interruptions, resumptions, preemption, late ends and moving rows, all at once."""
+    rng = random.Random(seed)
+    problems = [
+        Problem(str(i), tuple(rng.randrange(5, 90) for _ in range(rng.randrange(1, 16))))
+        for i in range(rng.randrange(1, 6))
+    ]
+    params = SamplingParams(
+        max_tokens=rng.randrange(1, 24), group_size=rng.randrange(1, 4), seed=seed, stop=STOP
+    )
+    expected = build().generate(problems, params)
+    page_size = rng.choice([2, 4, 5])
+    longest = max(len(p.prompt_ids) for p in problems) + params.max_tokens - 1
+    engine = build(
+        depth=depth,
+        max_batch=max_batch,
+        page_size=page_size,
+        kv_tokens=(-(-longest // page_size) + spare_pages) * page_size,
+        deterministic=deterministic,
+    )
+    rollouts = drive(engine.start(problems, params), rng)
+    assert tokens_of(rollouts) == tokens_of(expected)
+    assert largest_gap(rollouts, expected) < 1e-4
+    assert [c.finish for c in completions(rollouts)] == [c.finish for c in completions(expected)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_max_steps_counts_decode_steps_and_loses_nothing(reference, depth):
+    engine = build(depth=depth)
+    generation = engine.start(PROBLEMS, PARAMS)
+    assert not generation.run(max_steps=3)
+    assert engine.num_steps == 3
+    ended = [c for c in completions(reference) if len(c.token_ids) <= 3]
+    assert generation.num_tokens == sum(min(len(c.token_ids), 3) for c in completions(reference))
+    assert generation.num_completions == len(ended)
+    assert generation.run()
+    assert generation.rollouts() == reference
+    assert generation.run()  # and once more, for nothing
+    assert generation.num_tokens == sum(len(c.token_ids) for c in completions(reference))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_interrupt_from_a_callback(reference, depth, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_SECONDS", 0.0)
+    engine = build(depth=depth)
+    generation = engine.start(PROBLEMS, PARAMS)
+    calls = []
+
+    def on_progress(num_completions, num_tokens):
+        calls.append(num_tokens)
+        if len(calls) == 5:
+            generation.interrupt()
+
+    engine.on_progress = on_progress
+    assert not generation.run()
+    assert engine.num_steps == 5
+    assert calls[-1] == generation.num_tokens  # what was in flight is counted
+    assert generation.run()
+    assert generation.rollouts() == reference
+
+
+def test_interrupt_from_another_thread():
+    params = SamplingParams(max_tokens=40, group_size=8, ignore_eos=True)
+    generation = build().start(PROBLEMS[:2], params)
+    timer = threading.Timer(0.02, generation.interrupt)
+    timer.start()
+    is_finished = generation.run()
+    timer.join()
+    while not is_finished:
+        is_finished = generation.run()
+    assert tokens_of(generation.rollouts()) == tokens_of(build().generate(PROBLEMS[:2], params))
+
+
+def test_an_interrupt_before_a_run_stops_it():
+    generation = build().start(PROBLEMS, PARAMS)
+    generation.interrupt()
+    assert not generation.run()
+    assert generation.num_tokens == 0
+    assert generation.run()
+
+
+class Bomb:
+    """Raises KeyboardInterrupt in one call of a function, before or after it."""
+
+    def __init__(self, function, countdown: int, is_after: bool) -> None:
+        self.function, self.countdown, self.is_after = function, countdown, is_after
+
+    def __call__(self, *args, **kwargs):
+        self.countdown -= 1
+        if self.countdown == 0 and not self.is_after:
+            raise KeyboardInterrupt
+        result = self.function(*args, **kwargs)
+        if self.countdown == 0:
+            raise KeyboardInterrupt
+        return result
+
+
+PLACES = ["launch", "read", "append", "complete", "leave", "admit", "prefill", "start_"]
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("countdown", [1, 4])
+def test_ctrl_c_anywhere_leaves_the_generation_resumable(
+    reference, place, is_after, countdown, monkeypatch
+):
+    """Tokens in flight are sampled again, and are the same."""
+    engine = build(depth=1, max_batch=6)
+    generation = engine.start(PROBLEMS, PARAMS)
+    generation.run(max_steps=1)
+    owner = {
+        "launch": engine.stepper,
+        "read": engine.stepper,
+        "append": generation._transcript,
+        "complete": generation,
+        "leave": generation._scheduler,
+        "admit": generation._scheduler,
+        "prefill": engine.actor,
+        "start_": engine.stepper.rows,
+    }[place]
+    name = {"complete": "_complete"}.get(place, place)
+    bomb = Bomb(getattr(owner, name), countdown, is_after)
+    with monkeypatch.context() as patch:
+        if place == "prefill":
+            patch.setattr(type(owner), name, lambda _, jobs: bomb(jobs))
+        else:
+            patch.setattr(owner, name, bomb)
+        with pytest.raises(KeyboardInterrupt):
+            generation.run()
+    assert not generation.is_finished
+    assert generation.run()
+    rollouts = generation.rollouts()
+    assert tokens_of(rollouts) == tokens_of(reference)
+    assert largest_gap(rollouts, reference) < 1e-4
+
+
+def test_unfinished_completions_are_not_handed_out(reference):
+    generation = build().start(PROBLEMS, PARAMS)
+    while generation.num_completions < 8:
+        generation.run(max_steps=1)
+    finished = generation.finished
+    assert 0 < len(finished) < len(PROBLEMS)
+    assert finished == [r for r in reference if r.problem in [f.problem for f in finished]]
+    missing = 15 - generation.num_completions
+    with pytest.raises(EngineError, match=rf"{missing} of 15 completions are unfinished; call run"):
+        generation.rollouts()
+
+
+# Pages between generations
+
+
+def test_another_generation_takes_the_pages_and_both_can_go_on(reference):
+    engine = build()
+    first = engine.start(PROBLEMS, PARAMS)
+    first.run(max_steps=4)
+    num_tokens = first.num_tokens
+    second = engine.start(PROBLEMS[::-1], PARAMS)
+    second.run(max_steps=2)
+    assert first.num_tokens == num_tokens
+    assert first.run()
+    assert second.run()
+    assert tokens_of(first.rollouts()) == tokens_of(second.rollouts()[::-1]) == tokens_of(reference)
+
+
+def test_pages_stay_until_they_are_released(monkeypatch):
+    engine = build()
+    generation = engine.start(PROBLEMS, PARAMS)
+    generation.run(max_steps=2)
+    assert engine.memory.num_pages > 0
+    lent = []
+    monkeypatch.setattr(engine, "lend", lambda g: lent.append(g) or type(engine).lend(engine, g))
+    generation.run(max_steps=2)
+    assert lent == []
+    generation.release()
+    assert engine.memory.num_pages == 0
+    generation.run(max_steps=2)
+    assert lent == [generation]
+    generation.run()
+    assert engine.memory.num_pages == 0
+
+
+def test_a_failed_generation_holds_no_memory():
+    engine = build(model=copy.deepcopy(MODEL))
+    engine.weights.lm_head.data.fill_(torch.nan)
+    with pytest.raises(EngineError, match=r"'p0'.*token 0 is nan"):
+        engine.generate(PROBLEMS, PARAMS)
+    assert engine.memory.num_pages == 0
+
+
+# Versions
+
+
+def test_a_resumed_generation_goes_on_with_the_new_weights():
+    """Tokens before the sync are the old weights', those after it the new ones'. A rollout has the
+    oldest version that it holds."""
+    model, other = copy.deepcopy(MODEL), tiny_llama(seed=1)
+    params = SamplingParams(max_tokens=12, group_size=2, seed=2, ignore_eos=True)
+    engine = build(model=model, max_batch=4)
+    engine.sync(model, version=3)
+    generation = engine.start(PROBLEMS, params)
+    generation.run(max_steps=5)
+    engine.sync(other, version=4)
+    assert generation.run()
+    rollouts = generation.rollouts()
+    old = build(model=model).generate(PROBLEMS, params)
+    assert [r.version for r in rollouts] == [3, 3, 4, 4, 4]
+    for rollout, expected in zip(rollouts[:2], old[:2], strict=True):
+        for c, d in zip(rollout.completions, expected.completions, strict=True):
+            assert c.token_ids[:5] == d.token_ids[:5]
+            assert c.token_ids[5:] != d.token_ids[5:]
+            ids = [*rollout.problem.prompt_ids, *c.token_ids]
+            scores = build(model=other).score(ids)[-7:]
+            torch.testing.assert_close(torch.tensor(c.logprobs[5:]), scores, atol=1e-4, rtol=0)
+    new = build(model=other).generate(PROBLEMS, params)
+    assert tokens_of(rollouts[2:]) == tokens_of(new[2:])
+
+
+# Order and progress
+
+
+def test_the_longest_expected_start_first(monkeypatch):
+    engine = build(max_batch=2)
+    params = SamplingParams(max_tokens=20, seed=4, stop=STOP)
+    first = engine.generate(PROBLEMS, params)
+    lengths = {r.problem.id: len(r.completions[0].token_ids) for r in first}
+    assert len(set(lengths.values())) > 3
+    known = [Problem(f"{p.id}@1", p.prompt_ids) for p in PROBLEMS]
+    keys, start = [], Rows.start_
+    monkeypatch.setattr(
+        Rows,
+        "start_",
+        lambda self, rows, numbers: (
+            keys.extend(n[3] for n in numbers),
+            start(self, rows, numbers),
+        ),
+    )
+    problems = [*known, Problem("new", (7, 8))]
+    rollouts = engine.generate(problems, params)
+    names = {request_key(4, p.id, 0): p.id.removesuffix("@1") for p in problems}
+    order = [names[key] for key in keys]
+    assert order[0] == "new"
+    assert [lengths[name] for name in order[1:]] == sorted(lengths.values(), reverse=True)
+    assert [r.problem for r in rollouts] == problems
+
+
+def test_without_more_requests_than_rows_the_order_is_the_callers():
+    engine = build()
+    for _ in range(2):
+        assert engine.start(PROBLEMS, PARAMS)._order == [0, 1, 2, 3, 4]
+        engine.generate(PROBLEMS, PARAMS)
+
+
+def test_progress_counts_unfinished_completions_and_is_seldom_told(monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock) * 0.1)
+    seen = []
+    engine = build(on_progress=lambda *counts: seen.append(counts))
+    params = SamplingParams(max_tokens=20, group_size=2, ignore_eos=True)
+    engine.generate(PROBLEMS[:1], params)
+    assert seen[0] == (0, 2)
+    assert seen[-1] == (2, 40)
+    # A look at the clock is 0.1 s, and telling takes one more: one in five or six steps.
+    assert 4 <= len(seen) <= 6
+
+
+# The transcript
+
+
+def test_the_transcript_keeps_tokens_apart():
+    transcript = Transcript(3, max_tokens=4)
+    transcript.append(np.array([2, 0]), np.array([7, 5]), np.array([-1.0, -2.0]), version=1)
+    transcript.append(np.array([0, 1]), np.array([6, 9]), np.array([-3.0, -4.0]), version=2)
+    assert [transcript.token_ids(i) for i in range(3)] == [[5, 6], [9], [7]]
+    assert [transcript.logprobs(i) for i in range(3)] == [[-2.0, -3.0], [-4.0], [-1.0]]
+    assert transcript.versions.tolist() == [1, 2, 1]

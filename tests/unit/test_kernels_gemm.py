@@ -1,0 +1,189 @@
+"""The product of codes against float64, and the choice of a plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qurl.errors import EngineError
+from qurl.quant import FORMATS, Quantized, quantize
+from qurl.quant.formats import expand_scale, quantize_activation
+from qurl.quant.kernels.gemm import Plan, multiply, multiply_gated
+from qurl.quant.kernels.plans import (
+    BUCKETS,
+    Plans,
+    bucket_of,
+    kind_of,
+    read_table,
+    rule_of_thumb,
+    write_table,
+)
+from qurl.quant.kernels.target import Target
+from qurl.quant.linear import Partial, finish
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts bits off where BF16 rounds, so that only a GPU can be held to the bit.
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+SIZES = [(1, 48, 96), (17, 130, 272), (33, 64, 160), (5, 33, 50), (255, 16, 64)]
+"""M, N, K: one token, tiles that do not divide, rows that no descriptor can describe."""
+
+
+def operands(name: str, M: int, N: int, K: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    x, w, bias = (torch.randn(*s, generator=generator) for s in ((M, K), (N, K), (N,)))
+    x[0] = 0
+    w[-1] *= 1e20
+    w[0] *= 1e-20
+    x, w, bias = (t.to(DEVICE) for t in (x, w, bias))
+    return quantize_activation(x, FORMATS[name]), quantize(w, FORMATS[name]), bias
+
+
+def in_float64(x: Quantized, w: Quantized, bias: torch.Tensor) -> torch.Tensor:
+    x64, w64 = (q.codes.double() * expand_scale(q).double() for q in (x, w))
+    return x64 @ w64.T + bias.double()
+
+
+def plan_for(name: str, splits: int) -> Plan:
+    return Plan(tokens=16, channels=64, depth=128 if name == "fp8-block" else 64, splits=splits)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_product_against_float64(name, size, splits):
+    x, w, bias = operands(name, *size)
+    expected = in_float64(x, w, bias)
+    y = finish(multiply(x, w, bias, torch.float32, plan_for(name, splits)))
+    scale = expected.abs().amax(0, keepdim=True)  # channels differ by forty orders of magnitude
+    assert ((y - expected).abs() / scale).max() < 2e-6
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_are_exact_whatever_the_plan(name, dtype):
+    x, w, bias = operands(name, 17, 130, 4096)
+    total = (x.codes.long().cpu() @ w.codes.long().cpu().T).to(DEVICE)
+    expected = (total.float() * x.scale * w.scale.T + bias).to(dtype)
+    for plan in (
+        Plan(16, 64, 64),
+        Plan(32, 128, 128, splits=1),
+        Plan(16, 64, 128, splits=5),
+        Plan(32, 64, 256, splits=16),
+    ):
+        assert torch.equal(finish(multiply(x, w, bias, dtype, plan)), expected)
+
+
+def test_more_parts_than_steps_add_nothing():
+    x, w, bias = operands("int8", 3, 16, 64)
+    product = multiply(x, w, bias, torch.float32, Plan(16, 64, 64, splits=4))
+    assert isinstance(product, Partial)
+    assert product.acc.shape == (4, 3, 16)
+    assert not product.acc[1:].any()
+
+
+def test_numbers_are_multiplied_too():
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(n, 96, generator=generator).to(DEVICE, DTYPES[-1]) for n in (9, 40))
+    expected = x.double() @ w.double().T
+    y = finish(multiply(x, w, None, torch.float32, Plan(16, 64, 64, splits=2)))
+    assert (y - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gated_product(name):
+    """Channels alternate between gate and up; each token's largest magnitude comes along."""
+    x, w, _ = operands(name, 17, 130, 272)
+    w.scale.copy_(w.scale.clamp(1e-5, 1e5))
+    gate, up = in_float64(x, w, torch.zeros(130, device=DEVICE)).unflatten(-1, (-1, 2)).unbind(-1)
+    expected = torch.nn.functional.silu(gate) * up
+    amax = torch.zeros(17, device=DEVICE)
+    h = multiply_gated(x, w, None, torch.float32, plan_for(name, 0), amax)
+    assert h.shape == (17, 65)
+    torch.testing.assert_close(h.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(amax, h.abs().amax(1))
+
+
+def test_gated_product_tells_of_nan():
+    x, w, _ = operands("int8", 3, 32, 64)
+    x.scale[1] = torch.nan
+    amax = torch.zeros(3, device=DEVICE)
+    h = multiply_gated(x, w, None, torch.float32, plan_for("int8", 0), amax)
+    assert h[1].isnan().all()
+    assert amax.isinf().tolist() == [False, True, False]
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    x, w, bias = operands("fp8", 33, 64, 256)
+    plan = plan_for("fp8", 2)
+    together = finish(multiply(x, w, bias, torch.bfloat16, plan))
+    for row in (1, 20, 32):
+        alone = Quantized(x.codes[row : row + 1], x.scale[row : row + 1], x.format)
+        assert torch.equal(finish(multiply(alone, w, bias, torch.bfloat16, plan))[0], together[row])
+
+
+# --- plans ------------------------------------------------------------------------------------
+
+H200 = Target("NVIDIA H200", (9, 0), 132)
+A100 = Target("NVIDIA A100", (8, 0), 108)
+
+
+def test_buckets():
+    assert [bucket_of(n) for n in (1, 16, 17, 256, 257, 10**6)] == [16, 16, 32, 256, 512, 8192]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16", "fp8-block"])
+@pytest.mark.parametrize("tokens", BUCKETS)
+@pytest.mark.parametrize("shape", [(1536, 1536), (37888, 3584), (64, 64), (3584, 18944)])
+def test_rule_of_thumb_fits_the_chip(kind, tokens, shape):
+    plan = rule_of_thumb(kind, tokens, *shape, num_sms=132)
+    itemsize = 2 if kind == "bf16" else 1
+    assert plan.stages * (plan.tokens + plan.channels) * plan.depth * itemsize <= 160 * 1024
+    assert plan.splits <= max(1, shape[1] // plan.depth)
+    tiles = -(-tokens // plan.tokens) * -(-shape[0] // plan.channels)
+    assert plan.splits == 0 or tiles * plan.splits <= 2 * 132
+
+
+def test_few_tiles_are_split():
+    assert rule_of_thumb("int8", 64, 1536, 8960, num_sms=132).splits > 4
+    assert rule_of_thumb("int8", 64, 37888, 3584, num_sms=132).splits == 0
+
+
+def test_table_round_trip():
+    plans = {("int8", 1536, 8960, 64): Plan(64, 64, 128, 8), ("fp8", 1536, 8960, 8192): None}
+    text = write_table(plans, {"gpu": "NVIDIA H200"})
+    assert read_table(text) == plans
+    assert json.loads(text)["about"] == {"gpu": "NVIDIA H200"}
+
+
+def test_unknown_devices_have_plans_too():
+    plans = Plans(A100)
+    assert isinstance(plans.choose("int8", 40, 1536, 1536), Plan)
+    assert plans.choose("bf16", 40, 1536, 1536) is None
+
+
+def test_measured_plans_name_real_kernels():
+    plans = Plans(H200)
+    assert plans._table, "the package ships a table for this device"
+    for (kind, _, depth, tokens), plan in plans._table.items():
+        assert kind in ("int8", "fp8", "bf16")
+        assert tokens in BUCKETS
+        assert plan is not None or kind != "int8", "cuBLAS has no INT8 product with our scales"
+        assert plan is None or plan.splits * plan.depth <= depth
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_deterministic_plans_cut_k_alike_for_every_batch(kind):
+    plans = Plans(H200, deterministic=True)
+    chosen = {plans.choose(kind, m, 1536, 8960) for m in (1, 16, 64, 256, 8192)}
+    assert None not in chosen
+    assert len({(p.channels, p.depth, p.splits) for p in chosen}) == 1
+
+
+def test_fp8_is_refused_where_the_device_has_none():
+    assert kind_of(FORMATS["int8"], A100) == "int8"
+    with pytest.raises(EngineError, match=r"'fp8'.*8\.9.*NVIDIA A100.*\(8, 0\).*int8"):
+        kind_of(FORMATS["fp8"], A100)

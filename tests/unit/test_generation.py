@@ -1,4 +1,5 @@
 import copy
+import functools
 import random
 import threading
 
@@ -76,6 +77,25 @@ def test_a_late_end_costs_a_step_and_the_longest_length_none():
     stopped = [engine.generate(PROBLEMS[:1], params) for engine in engines]
     assert [len(completions(s)[0].token_ids) for s in stopped] == [end, end]
     assert [engine.num_steps - 20 for engine in engines] == [end, end + 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the contract suite does this on the GPU")
+def test_the_operations_of_a_gpu_fit_the_loop(monkeypatch):
+    """Triton's interpreter stands in for the GPU: row buckets, strided tables, steps in flight."""
+    from qurl.rollout.local import engine as engine_module
+    from qurl.rollout.local.fused import FusedOps
+
+    model = tiny_llama(hidden_size=64, intermediate_size=96)
+    params = SamplingParams(max_tokens=2, group_size=2, seed=1, ignore_eos=True)
+    expected = build(model=model, quant="int8", kv="fp8").generate(PROBLEMS[:2], params)
+    weights = functools.partial(engine_module.Weights, native_codes=True)
+    monkeypatch.setattr(engine_module, "Weights", weights)
+    monkeypatch.setattr(engine_module, "choose_ops", FusedOps)
+    engine = build(model=model, quant="int8", kv="fp8", depth=1, max_batch=3, page_size=4)
+    engine.stepper.is_bucketed = True
+    rollouts = engine.generate(PROBLEMS[:2], params)
+    assert tokens_of(rollouts) == tokens_of(expected)
+    assert largest_gap(rollouts, expected) < 1e-4
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -198,6 +218,15 @@ def test_interrupt_from_a_callback(reference, depth, monkeypatch):
     assert generation.rollouts() == reference
 
 
+def test_a_callback_that_always_interrupts_lets_each_run_take_a_step():
+    engine = build()
+    generation = engine.start(PROBLEMS[:1], PARAMS)
+    engine.on_progress = lambda *_: generation.interrupt()
+    while not generation.run():
+        assert engine.num_steps <= 20 + 1
+    assert generation.num_completions == 3
+
+
 def test_interrupt_from_another_thread():
     params = SamplingParams(max_tokens=40, group_size=8, ignore_eos=True)
     generation = build().start(PROBLEMS[:2], params)
@@ -254,7 +283,7 @@ def test_ctrl_c_anywhere_leaves_the_generation_resumable(
         "complete": generation,
         "leave": generation._scheduler,
         "admit": generation._scheduler,
-        "prefill": engine.actor,
+        "prefill": engine.stepper.actor,
         "start_": engine.stepper.rows,
     }[place]
     name = {"complete": "_complete"}.get(place, place)
@@ -331,27 +360,27 @@ def test_a_failed_generation_holds_no_memory():
 
 def test_a_resumed_generation_goes_on_with_the_new_weights():
     """Tokens before the sync are the old weights', those after it the new ones'. A rollout has the
-    oldest version that it holds."""
+    oldest version that sampled any of it: with three rows, that of the first two problems."""
     model, other = copy.deepcopy(MODEL), tiny_llama(seed=1)
     params = SamplingParams(max_tokens=12, group_size=2, seed=2, ignore_eos=True)
-    engine = build(model=model, max_batch=4)
+    engine = build(model=model, max_batch=3)
     engine.sync(model, version=3)
     generation = engine.start(PROBLEMS, params)
     generation.run(max_steps=5)
     engine.sync(other, version=4)
     assert generation.run()
     rollouts = generation.rollouts()
-    old = build(model=model).generate(PROBLEMS, params)
     assert [r.version for r in rollouts] == [3, 3, 4, 4, 4]
-    for rollout, expected in zip(rollouts[:2], old[:2], strict=True):
-        for c, d in zip(rollout.completions, expected.completions, strict=True):
-            assert c.token_ids[:5] == d.token_ids[:5]
-            assert c.token_ids[5:] != d.token_ids[5:]
-            ids = [*rollout.problem.prompt_ids, *c.token_ids]
-            scores = build(model=other).score(ids)[-7:]
-            torch.testing.assert_close(torch.tensor(c.logprobs[5:]), scores, atol=1e-4, rtol=0)
-    new = build(model=other).generate(PROBLEMS, params)
-    assert tokens_of(rollouts[2:]) == tokens_of(new[2:])
+    old, new = (completions(build(model=m).generate(PROBLEMS, params)) for m in (model, other))
+    for i, completion in enumerate(completions(rollouts)):
+        if i >= 3:
+            assert completion.token_ids == new[i].token_ids
+            continue
+        assert completion.token_ids[:5] == old[i].token_ids[:5]
+        assert completion.token_ids[5:] != old[i].token_ids[5:]
+        ids = [*PROBLEMS[i // 2].prompt_ids, *completion.token_ids]
+        scores = build(model=other).score(ids)[-7:]
+        torch.testing.assert_close(torch.tensor(completion.logprobs[5:]), scores, atol=1e-4, rtol=0)
 
 
 # Order and progress

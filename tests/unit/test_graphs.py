@@ -206,14 +206,19 @@ def test_a_graph_that_cannot_be_captured_is_an_error(engine, monkeypatch):
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+def gpu_model():
+    return tiny_llama(hidden_size=128, intermediate_size=256).cuda()
+
+
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("quant", ["none", "int8"])
-def test_graphs_compute_what_single_launches_do(quant):
-    model = tiny_llama().cuda()
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
+def test_graphs_compute_what_single_launches_do(quant, kv):
+    model = gpu_model()
     problems = [Problem(str(i), tuple(range(5, 8 + i))) for i in range(9)]
     for params in (PARAMS, SamplingParams(max_tokens=12, group_size=3, top_p=0.9)):
-        options = {"quant": quant, "max_batch": 8, "dtype": torch.float32}
+        options = {"quant": quant, "kv": kv, "max_batch": 8}
         graphs = build_engine("local", model, **options)
         eager = build_engine("local", model, **options, cuda_graphs=False, depth=0)
         assert results(graphs.generate(problems, params)) == results(
@@ -226,18 +231,16 @@ def test_graphs_compute_what_single_launches_do(quant):
 @pytest.mark.gpu
 @needs_gpu
 def test_graphs_survive_a_sync_and_see_the_new_weights():
-    model = tiny_llama().cuda()
+    model = gpu_model()
     engine = build_engine("local", model, quant="int8")
     before = engine.generate(PROBLEMS, PARAMS)
-    num_graphs = engine.num_graphs
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     engine.sync(model, version=1)
     graphs = dict(engine.stepper._graphs)
     after = engine.generate(PROBLEMS, PARAMS)
-    assert engine.num_graphs == num_graphs > 0
-    assert engine.stepper._graphs == graphs
+    assert engine.stepper._graphs == graphs != {}
     assert results(after) != results(before)
     fresh = build_engine("local", model, quant="int8")
     assert results(after) == results(fresh.generate(PROBLEMS, PARAMS))
@@ -247,14 +250,16 @@ def test_graphs_survive_a_sync_and_see_the_new_weights():
 @needs_gpu
 @pytest.mark.parametrize("kv", ["none", "fp8"])
 def test_a_released_cache_gives_its_memory_back_and_keeps_the_graphs(kv):
-    engine = build_engine("local", tiny_llama().cuda(), kv=kv, release_kv=True, kv_tokens=2**21)
+    engine = build_engine("local", gpu_model(), kv=kv, release_kv=True, kv_tokens=2**21)
     first = engine.generate(PROBLEMS, PARAMS)
     graphs = dict(engine.stepper._graphs)
+    size = engine.memory.num_pages * engine.memory.page_bytes
+    assert size >= 2**29
     free, _ = torch.cuda.mem_get_info()
     generation = engine.start(PROBLEMS, PARAMS)
     generation.run(max_steps=1)
-    assert torch.cuda.mem_get_info()[0] <= free - 2**20 * engine.memory.page_bytes // 64
+    assert torch.cuda.mem_get_info()[0] <= free - size
     assert generation.run()
-    assert torch.cuda.mem_get_info()[0] == free
+    assert torch.cuda.mem_get_info()[0] > free - size / 8
     assert results(generation.rollouts()) == results(first)
-    assert engine.stepper._graphs == graphs
+    assert engine.stepper._graphs == graphs != {}

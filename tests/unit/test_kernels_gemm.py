@@ -28,6 +28,8 @@ from qurl.quant.linear import Partial, finish
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts bits off where BF16 rounds, so that only a GPU can be held to the bit.
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+# The matrix unit of a GPU keeps 14 bits of a sum of FP8 products.
+TOLERANCES = {"fp8": 1e-3, "fp8-block": 1e-3} if DEVICE == "cuda" else {}
 SIZES = [(1, 48, 96), (17, 130, 272), (33, 64, 160), (5, 33, 50), (255, 16, 64)]
 """M, N, K: one token, tiles that do not divide, rows that no descriptor can describe."""
 
@@ -59,7 +61,7 @@ def test_product_against_float64(name, size, splits):
     expected = in_float64(x, w, bias)
     y = finish(multiply(x, w, bias, torch.float32, plan_for(name, splits)))
     scale = expected.abs().amax(0, keepdim=True)  # channels differ by forty orders of magnitude
-    assert ((y - expected).abs() / scale).max() < 2e-6
+    assert ((y - expected).abs() / scale).max() < TOLERANCES.get(name, 2e-6)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -103,7 +105,8 @@ def test_gated_product(name):
     amax = torch.zeros(17, device=DEVICE)
     h = multiply_gated(x, w, None, torch.float32, plan_for(name, 0), amax)
     assert h.shape == (17, 65)
-    torch.testing.assert_close(h.double(), expected, rtol=1e-4, atol=1e-4)
+    tolerance = 100 * TOLERANCES.get(name, 1e-6)
+    torch.testing.assert_close(h.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(amax, h.abs().amax(1))
 
 

@@ -324,3 +324,13 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(format, bad):
         assert torch.equal(result[[0, 2]], good[[0, 2]])
         # The product that follows sums over the row, so one number that is not finite is enough.
         assert not torch.isfinite(result[1]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@all_formats
+def test_millions_of_divisions_round_as_ieee_asks(format):
+    # The interpreter divides in one operation; a GPU multiplies by a reciprocal and corrects.
+    x = random(400, 16384) * torch.logspace(-37, 37, 400, base=10)[:, None]
+    x = torch.where(torch.rand(x.shape) < 0.5, x, x * 2.0 ** -torch.randint(0, 20, x.shape))
+    assert_codes(quantize_rows(x.to(DEVICE), format, pdl=False), x, format)

@@ -39,8 +39,8 @@ LAYERS = {
     "14B": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
 }
 """(N, K) of qkv, o, gate_up and down of Qwen2.5."""
-_BEYOND_L2 = 160 * 2**20
-_MOST_COPIES = 40
+_BEYOND_L2 = 120 * 2**20
+_MOST_COPIES = 24
 _SHARED_MEMORY = 225 * 2**10
 
 

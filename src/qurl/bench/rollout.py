@@ -23,7 +23,7 @@ from qurl.bench.profile import describe_profile, profile_decode
 from qurl.bench.record import Record
 from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
-from qurl.bench.timing import Timing, time_call
+from qurl.bench.timing import Timing, paused_gc, time_call
 from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
 from qurl.errors import ConfigError
 from qurl.quant.formats import FORMATS
@@ -239,7 +239,8 @@ def _run(
     """Seconds of one generate call, and the gap where there is somebody to judge it."""
     problems = make_problems(workload, setup.shape.vocabulary, seed)
     params = sampling_params(workload, seed)
-    seconds, result = time_call(lambda: contender.generate(problems, params), device)
+    with paused_gc():
+        seconds, result = time_call(lambda: contender.generate(problems, params), device)
     groups = contender.read(result)
     check_completions(groups, workload)
     return seconds, judge.gap(problems, groups) if judge else None

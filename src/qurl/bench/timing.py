@@ -50,12 +50,11 @@ def paused_gc() -> Iterator[None]:
 
 def time_call(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Wall-clock seconds until the device has finished, and what `work` returned."""
-    with paused_gc():
-        synchronize(device)
-        start = time.perf_counter()
-        result = work()
-        synchronize(device)
-        return time.perf_counter() - start, result
+    synchronize(device)
+    start = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return time.perf_counter() - start, result
 
 
 def measure(
@@ -64,7 +63,8 @@ def measure(
     """Wall-clock seconds of each repeat."""
     for _ in range(warm_up):
         work()
-    return Timing(tuple(time_call(work, device)[0] for _ in range(repeats)))
+    with paused_gc():
+        return Timing(tuple(time_call(work, device)[0] for _ in range(repeats)))
 
 
 def measure_graph(

@@ -122,7 +122,9 @@ def _code(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor
     amax = x.abs().amax(-1, keepdim=True)
     # A subnormal scale has lost bits that x / scale would need; below it the slice counts as zero.
     tiny = torch.finfo(x.dtype).tiny
-    scale = torch.where(amax / largest < tiny, torch.ones_like(amax), amax / largest)
+    # By a tensor: a GPU divides by a Python number through its reciprocal, another rounding.
+    scale = amax / torch.full_like(amax, largest)
+    scale = torch.where(scale < tiny, torch.ones_like(amax), scale)
     codes = (x / scale).clamp(-largest, largest)
     return (codes if dtype.is_floating_point else codes.round()).to(dtype), scale
 

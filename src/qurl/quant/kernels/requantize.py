@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qurl.quant.formats import Quantized
 
@@ -25,8 +27,10 @@ SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_IN_REGISTERS = 32768
 """Columns; a longer row is read twice."""
 
+# Loads of old codes that are under way while values are coded; each takes a register meanwhile.
+_AHEAD = tl.constexpr(8)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 # Beyond it the FP32 grid is the integers, and the low bits of the sum are the integer.
 _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
@@ -35,51 +39,58 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool =
     """Rewrite codes [N, K] and scale of `target` with those of source [N, K].
 
     `flips` (int32, shaped like the scale) receives how many codes under each scale changed as
-    numbers: a zero that changes its sign does not count.
+    numbers: a zero that changes its sign does not count. Rows of the target may lie apart.
     """
-    rows, columns = target.codes.shape
-    assert source.shape == target.codes.shape
+    codes, scale, format = target.codes, target.scale, target.format
+    rows, columns = codes.shape
+    assert source.shape == codes.shape
     assert source.dtype in SOURCE_DTYPES
-    assert target.codes.dtype == target.format.dtype
-    assert target.scale.dtype == torch.float32
+    assert codes.dtype == format.dtype
+    assert scale.dtype == torch.float32
     assert flips.dtype == torch.int32
-    assert flips.shape == target.scale.shape
-    tensors = (source, target.codes, target.scale, flips)
-    assert all(t.is_contiguous() for t in tensors)
+    assert flips.shape == scale.shape
+    assert source.is_contiguous()
+    assert flips.is_contiguous()
+    assert codes.stride(1) == 1 or columns == 1
+    assert scale.stride(1) == 1 or scale.shape[1] == 1
     arguments: dict[str, Any] = {
         "source": source,
-        "codes": target.codes,
-        "scale": target.scale,
+        "codes": codes,
+        "scale": scale,
         "flips": flips,
-        "num_rows": rows,
+        "scale_stride": scale.stride(0),
         "K": columns,
-        "LARGEST": float(target.format.weight_max),
-        "IS_INT": target.format.is_integer,
+        "CODE_STRIDE": codes.stride(0),
+        "LARGEST": float(format.weight_max),
+        "IS_INT": format.is_integer,
         "PDL": pdl,
+        "launch_pdl": pdl,
     }
-    if target.format.block is not None:
-        requantize_tiles_kernel[tuple(reversed(target.scale.shape))](
-            **arguments, BLOCK=target.format.block, ROWS=8, num_warps=8, launch_pdl=pdl
-        )
+    if format.block is not None:
+        arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
+        arguments |= {"num_warps": 8, "maxnreg": 128}
+        requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
     elif columns > LONGEST_IN_REGISTERS:
-        requantize_long_rows_kernel[(rows,)](**arguments, CHUNK=4096, num_warps=16, launch_pdl=pdl)
+        arguments |= {"CHUNK": 4096, "num_warps": 16}
+        requantize_long_rows_kernel[(rows,)](**arguments)
     else:
-        requantize_rows_kernel[(rows,)](**arguments, **row_tiling(columns), launch_pdl=pdl)
+        arguments |= row_tiling(columns, source.itemsize)
+        requantize_rows_kernel[(rows,)](**arguments)
 
 
-def row_tiling(columns: int) -> dict[str, int]:
+def row_tiling(columns: int, itemsize: int) -> dict[str, int]:
     """How a program holds a row in registers: columns per load, and warps.
 
-    A thread loads 4 columns at once, which takes the same threads for source and codes. Short rows
-    have few warps and long ones many registers: either way several programs share a multiprocessor,
-    and one loads while another computes.
+    A thread loads 16 bytes at once. Short rows have few warps and long ones many registers: either
+    way several programs share a multiprocessor, and one loads while another computes.
     """
-    if columns > 8 * 32 * 76:
-        warps = 16
-    else:
-        warps = min(8, triton.next_power_of_2(triton.cdiv(columns, 32 * 40)))
-    tiling = {"CHUNK": 32 * 4 * warps, "num_warps": warps}
-    return tiling | {"maxnreg": 128} if warps == 8 and columns > 8 * 32 * 40 else tiling
+    per_warp = 32 * 16 // itemsize
+    if columns <= 8 * 32 * 40:
+        warps = 1 << (-(-columns // (32 * 40)) - 1).bit_length()
+        return {"CHUNK": per_warp * warps, "num_warps": warps}
+    if columns <= 8 * 32 * 76:
+        return {"CHUNK": per_warp * 8, "num_warps": 8, "maxnreg": 128}  # two programs at a time
+    return {"CHUNK": per_warp * 16, "num_warps": 16}
 
 
 @triton.jit
@@ -88,8 +99,9 @@ def requantize_rows_kernel(
     codes,
     scale,
     flips,
-    num_rows,
+    scale_stride,
     K: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -99,23 +111,27 @@ def requantize_rows_kernel(
     _start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
+    codes += row * CODE_STRIDE
     values, held = (), ()
     for first in tl.static_range(0, K, CHUNK):
-        at = row * K + first + columns
-        mask = first + columns < K
-        values += (tl.load(source + at, mask=mask, other=0.0),)
-        held += (tl.load(codes + at, mask=mask, other=0.0),)
+        column = first + columns
+        values += (tl.load(source + row * K + column, mask=column < K, other=0.0),)
+        if first < _AHEAD * CHUNK:
+            held += (tl.load(codes + column, mask=column < K, other=0.0),)
     magnitude = _magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for index in tl.static_range(len(values)):
-        code = _code(values[index], row_scale, LARGEST, IS_INT)
-        changes += _changes(code, held[index], IS_INT)
         column = index * CHUNK + columns
-        tl.store(codes + row * K + column, code, mask=column < K)
-    tl.store(scale + row, row_scale)
+        later = column + _AHEAD * CHUNK
+        if index + _AHEAD < len(values):
+            held += (tl.load(codes + later, mask=later < K, other=0.0),)
+        code = _code(values[index], row_scale, IS_INT)
+        changes += _changes(code, held[index], IS_INT)
+        tl.store(codes + column, code, mask=column < K)
+    tl.store(scale + row * scale_stride, row_scale)
     tl.store(flips + row, tl.sum(changes, axis=0))
 
 
@@ -125,8 +141,9 @@ def requantize_long_rows_kernel(
     codes,
     scale,
     flips,
-    num_rows,
+    scale_stride,
     K: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -138,20 +155,20 @@ def requantize_long_rows_kernel(
     columns = tl.arange(0, CHUNK)
     magnitude = _magnitude(tl.zeros([CHUNK], source.dtype.element_ty))
     for first in range(0, K, CHUNK):
-        at = row * K + first + columns
-        value = tl.load(source + at, mask=first + columns < K, other=0.0)
+        column = first + columns
+        value = tl.load(source + row * K + column, mask=column < K, other=0.0)
         magnitude = tl.maximum(magnitude, _magnitude(value))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for first in range(0, K, CHUNK):
-        at = row * K + first + columns
-        mask = first + columns < K
-        value = tl.load(source + at, mask=mask, other=0.0)
-        held = tl.load(codes + at, mask=mask, other=0.0)
-        code = _code(value, row_scale, LARGEST, IS_INT)
+        column = first + columns
+        mask = column < K
+        value = tl.load(source + row * K + column, mask=mask, other=0.0)
+        held = tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0.0)
+        code = _code(value, row_scale, IS_INT)
         changes += _changes(code, held, IS_INT)
-        tl.store(codes + at, code, mask=mask)
-    tl.store(scale + row, row_scale)
+        tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
+    tl.store(scale + row * scale_stride, row_scale)
     tl.store(flips + row, tl.sum(changes, axis=0))
 
 
@@ -162,7 +179,9 @@ def requantize_tiles_kernel(
     scale,
     flips,
     num_rows,
+    scale_stride,
     K: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -176,31 +195,36 @@ def requantize_tiles_kernel(
     column = tile_column * BLOCK + tl.arange(0, BLOCK)[None, :]
     values, held = (), ()
     for first in tl.static_range(0, BLOCK, ROWS):
-        at = (rows + first) * K + column
-        mask = (rows + first < num_rows) & (column < K)
-        values += (tl.load(source + at, mask=mask, other=0.0),)
-        held += (tl.load(codes + at, mask=mask, other=0.0),)
+        row = rows + first
+        mask = (row < num_rows) & (column < K)
+        values += (tl.load(source + row * K + column, mask=mask, other=0.0),)
+        if first < _AHEAD * ROWS:
+            held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0.0),)
     magnitude = _magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     tile_scale = _scale(tl.max(magnitude), source.dtype.element_ty, LARGEST)
     changes = tl.zeros([ROWS, BLOCK], tl.int32)
     for index in tl.static_range(len(values)):
-        code = _code(values[index], tile_scale, LARGEST, IS_INT)
-        changes += _changes(code, held[index], IS_INT)
         row = rows + index * ROWS
-        tl.store(codes + row * K + column, code, mask=(row < num_rows) & (column < K))
-    tile = tile_row * tl.cdiv(K, BLOCK) + tile_column
-    tl.store(scale + tile, tile_scale)
-    tl.store(flips + tile, tl.sum(changes))
+        if index + _AHEAD < len(values):
+            later = row + _AHEAD * ROWS
+            mask = (later < num_rows) & (column < K)
+            held += (tl.load(codes + later * CODE_STRIDE + column, mask=mask, other=0.0),)
+        code = _code(values[index], tile_scale, IS_INT)
+        changes += _changes(code, held[index], IS_INT)
+        mask = (row < num_rows) & (column < K)
+        tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
+    tl.store(scale + tile_row * scale_stride + tile_column, tile_scale)
+    tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes))
 
 
 @triton.jit
 def _start(PDL: tl.constexpr):
     """Wait for the kernel before, and let the next one be set up meanwhile."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -214,19 +238,20 @@ def _magnitude(value):
 
 
 @triton.jit
-def _scale(magnitude, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """The scale that takes the largest magnitude, given as bits of a DTYPE, to the largest code."""
-    if DTYPE.primitive_bitwidth == 32:
-        amax = magnitude.to(DTYPE, bitcast=True)
+def _scale(magnitude, dtype, LARGEST: tl.constexpr):
+    """The scale that takes the largest magnitude, given as bits of a `dtype`, to LARGEST."""
+    if dtype.primitive_bitwidth == 32:
+        amax = magnitude.to(dtype, bitcast=True)
     else:
-        amax = magnitude.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        amax = magnitude.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     scale = tl.div_rn(amax, LARGEST)
     return tl.where(scale < _TINY, 1.0, scale)
 
 
 @triton.jit
-def _code(value, scale, LARGEST: tl.constexpr, IS_INT: tl.constexpr):
-    code = tl.clamp(_divide(value.to(tl.float32), scale), -LARGEST, LARGEST)
+def _code(value, scale, IS_INT: tl.constexpr):
+    # No need to clamp: the quotient exceeds LARGEST by its last place at most, which rounds off.
+    code = _divide(value.to(tl.float32), scale)
     if IS_INT:
         stored = (code + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
     elif _INTERPRETED:
@@ -238,32 +263,34 @@ def _code(value, scale, LARGEST: tl.constexpr, IS_INT: tl.constexpr):
 
 @triton.jit
 def _divide(x, scale):
-    """x / scale, rounded once, for |x| <= 448 scale; a third of the instructions of a division.
+    """x / scale, rounded once, for |x| <= 448 scale, in a third of a division's instructions.
 
-    With inverse = -1 / scale, rounded:  n = x * inverse;  rest = x + n * scale;  n += rest * inverse
-    and -n is the quotient: rest is known exactly, and no quotient of two FP32 numbers is as close to
-    the middle between two others as n is to it. Kept negative, a zero does not lose its sign.
+        q = x * inverse;  excess = q * scale - x;  x / scale = q - excess * inverse
+
+    with the rounded inverse = 1 / scale. One such step is enough: the excess is exact, which leaves
+    less than 2^-22 of a last place of error before the last rounding, and all quotients that close
+    to where it turns come out right. In this form a zero keeps its sign.
     """
-    if _INTERPRETED:  # it rounds n * scale, which an FMA does not
+    if _INTERPRETED:  # it rounds q * scale, which an FMA does not
         quotient = tl.div_rn(x, scale)
     else:
-        # Below 2^-126 the rest would lose bits, so small rows are multiplied by a power of two.
-        lift = tl.where(scale < 2.0**-60, 2.0**64, 1.0)
-        inverse = tl.div_rn(-1.0, scale)
-        negative = x * inverse
-        rest = tl.fma(negative, scale * lift, x * lift)
-        quotient = tl.fma(rest, tl.div_rn(inverse, lift), negative) * -1.0
+        # Below 2^-126 the excess would lose bits, so it is lifted where the scale is small.
+        is_small = scale < 2.0**-60
+        lift = tl.where(is_small, 2.0**64, 1.0)
+        drop = tl.where(is_small, 2.0**-64, 1.0)
+        inverse = tl.div_rn(1.0, scale)
+        quotient = x * inverse
+        excess = tl.fma(quotient, scale * lift, x * -lift)
+        quotient = tl.fma(excess, inverse * -drop, quotient)
     return quotient
 
 
 @triton.jit
 def _changes(code, held, IS_INT: tl.constexpr):
     """1 where the codes differ as numbers. FP16 holds every FP8 number."""
-    if IS_INT:
-        changed = code != held
-    else:
-        changed = code.to(tl.float16) != held.to(tl.float16)
-    return changed.to(tl.int32)
+    if not IS_INT:
+        code, held = code.to(tl.float16), held.to(tl.float16)
+    return (code != held).to(tl.int32)
 
 
 @triton.jit

@@ -190,11 +190,7 @@ class CacheMemory:
         """A cache of so many pages; the old one at the old address where it has as many."""
         if num_pages != self.num_pages:
             self._close()
-        arena = self._arena
-        if arena is None or not arena.is_mapped:
-            self._make_room((1 + num_pages) * self.page_bytes)
-        if arena is None:
-            arena = Arena((1 + num_pages) * self.page_bytes, self.device)
+        arena = self._arena or Arena((1 + num_pages) * self.page_bytes, self.device)
         if not arena.is_mapped:
             arena.map()
         self._arena, self.num_pages = arena, num_pages
@@ -208,7 +204,6 @@ class CacheMemory:
         if self._arena is None or (self.device.type == "cuda" and not self.options.is_released):
             return
         if self.device.type == "cuda" and self._arena.can_unmap:
-            torch.cuda.synchronize(self.device)  # a step that nobody waits for may still write
             self._arena.unmap()
             return
         if self.device.type == "cuda" and not self._has_warned:
@@ -247,14 +242,7 @@ class CacheMemory:
     def _num_pages_in(self, num_bytes: float) -> int:
         return int(num_bytes // self.page_bytes) - 1  # the scratch page
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Blocks that torch keeps for later are in the way of memory outside its allocator."""
-        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < num_bytes:
-            torch.cuda.empty_cache()
-
     def _close(self) -> None:
         if self._arena is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
             self._arena.close()
         self._arena, self.num_pages = None, 0

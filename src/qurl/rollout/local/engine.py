@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.errors import EngineError
+from qurl.errors import ConfigError, EngineError
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
 from qurl.rollout.checks import check_prompts
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
@@ -58,7 +58,7 @@ class LocalEngine:
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
         if kv not in ("none", "fp8"):
-            raise ValueError(f"kv = {kv!r} is not one of none, fp8")
+            raise ConfigError(f"kv = {kv!r} is not one of none, fp8")
         self.quant = quant
         self.tokenizer = tokenizer
         self.max_batch = max_batch
@@ -159,7 +159,7 @@ class LocalEngine:
         return Generation(self, problems, params, stop)
 
     def lend(self, generation: Generation) -> PagePool:
-        """Cache, rows and `actor` for a generation, until it gives them back."""
+        """A cache and rows for a generation, until it gives them back."""
         self._release_active()
         problem, params = generation.longest_problem, generation.params
         # The last token is never cached.
@@ -169,8 +169,8 @@ class LocalEngine:
         self._check_room(problem, params, num_pages)
         self._extend_rotations(num_tokens)
         cache = self.memory.acquire(num_pages)
-        self.actor = Actor(self.weights, self._ops, self._rotations, cache)
-        self.stepper.prepare(self.actor, num_tokens, params)
+        actor = Actor(self.weights, self._ops, self._rotations, cache)
+        self.stepper.prepare(actor, num_tokens, params)
         self._active = generation
         return PagePool(num_pages, cache.page_size)
 
@@ -178,6 +178,7 @@ class LocalEngine:
         """The generation needs its cache no more."""
         if self._active is generation:
             self._active = None
+            self.stepper.forget()
             self.memory.release()
 
     def _release_active(self) -> None:

@@ -5,6 +5,7 @@ Products are chosen per shape (`qurl.quant.kernels.plans`), attention over promp
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 
@@ -75,7 +76,7 @@ class FusedOps:
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         arch = self.arch
-        return rotate_and_store(
+        heads = rotate_and_store(
             qkv,
             places.positions,
             places.slots,
@@ -93,6 +94,8 @@ class FusedOps:
             keep_kv=True,
             pdl=self.pdl,
         )
+        assert isinstance(heads, tuple)
+        return heads
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -147,10 +150,11 @@ class FusedOps:
         """silu(gate) * up, where possible in the epilogue of the product."""
         projection = layer.gate_up[0]
         plan = self._plan(projection.weight, h)
-        if plan is None or plan.splits or not layer.has_alternating_gate:
+        if plan is None or not layer.has_alternating_gate:
             product = self.project(layer.gate_up, h)
             is_alternating = layer.has_alternating_gate
             return swiglu(product, self.format, self.dtype, is_alternating, pdl=self.pdl)
+        plan = dataclasses.replace(plan, splits=0)
         weight, bias = projection.weight, projection.bias
         if self.format is None:
             return multiply_gated(h, weight, bias, self.dtype, plan, pdl=self.pdl)

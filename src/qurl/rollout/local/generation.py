@@ -107,12 +107,12 @@ class Generation:
             if not self.is_finished:
                 self._acquire()
                 self._loop(max_steps)
+            self._report(is_last=True)
         except BaseException:
             self._forget()
             raise
         finally:
             self._is_interrupted = False
-        self._report(is_last=True)
         if self.is_finished:
             self.release()
         return self.is_finished
@@ -154,7 +154,7 @@ class Generation:
         admission = scheduler.admit()
         if not admission.started:
             return
-        actor, rows = self._engine.actor, self._engine.stepper.rows
+        actor, rows = self._engine.stepper.actor, self._engine.stepper.rows
         actor.prefill(admission.prefills)
         for saved, pages in admission.restores:
             actor.cache.restore_(saved, pages)
@@ -233,7 +233,7 @@ class Generation:
         for index in np.flatnonzero(~self._is_complete & (self._transcript.counts > 0)).tolist():
             self._complete(index)  # where an exception came between a token and its consequences
         pool = self._engine.lend(self)
-        save = self._engine.actor.cache.save if self._engine.deterministic else None
+        save = self._engine.stepper.actor.cache.save if self._engine.deterministic else None
         requests = self._make_requests()
         self._requests = {r.index: r for r in requests}
         self._scheduler = Scheduler(requests, pool, self._engine.max_batch, save=save)

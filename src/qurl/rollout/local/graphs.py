@@ -157,6 +157,7 @@ class Stepper:
         self.is_bucketed = is_bucketed
         self.depth = depth
         self.rows = Rows(0, 0, device)
+        self._actor: Actor | None = None
         self._params = RowParams.stack([SamplingParams()], device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[object, ...] = ()
@@ -168,6 +169,15 @@ class Stepper:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def actor(self) -> Actor:
+        assert self._actor is not None, "the stepper has not been prepared"
+        return self._actor
+
+    def forget(self) -> None:
+        """Let go of the actor, whose cache may be freed. Graphs stay: they hold addresses only."""
+        self._actor = None
 
     def prepare(self, actor: Actor, num_tokens: int, params: SamplingParams) -> None:
         """Empty rows for sequences of up to `num_tokens`, sampled like this."""
@@ -210,17 +220,17 @@ class Stepper:
 
     def _padded(self, num_rows: int) -> int:
         rows = min(row_bucket(num_rows), self.max_batch) if self.is_bucketed else num_rows
-        return _round_up(rows, self._actor.ops.row_multiple)
+        return _round_up(rows, self.actor.ops.row_multiple)
 
     def _num_columns(self, num_keys: int) -> int:
-        page_size = self._actor.cache.page_size
+        page_size = self.actor.cache.page_size
         if self.is_bucketed:
             return -(-key_bucket(num_keys) // page_size)
         return table_width(-(-num_keys // page_size), page_size)
 
     def _compute(self, rows: int, columns: int) -> None:
         """Decode, sample, and move the state on to the next token."""
-        actor, numbers, output = self._actor, self.rows.numbers[:, :rows], self.rows.output
+        actor, numbers, output = self.actor, self.rows.numbers[:, :rows], self.rows.output
         token, position, counter, key, active = numbers
         table = self.rows.table[:rows, :columns]
         logits = decode(

@@ -1,8 +1,9 @@
 """The engine's copy of the policy: what is quantized, what is shared, what is refused.
 
 Projections live in engine-owned buffers that are allocated once and rewritten in place, so their
-addresses never change. q, k, v and gate, up are row ranges of one fused buffer each, because codes
-and scales simply stack; with 128x128 tiles they do where no tile would span two projections.
+addresses never change. q, k, v are row ranges of one fused buffer, because codes and scales simply
+stack; with 128x128 tiles they do where no tile would span two projections. The rows of gate and up
+alternate in theirs, so that one tile of a product holds both; with 128x128 tiles they stack too.
 
 Norms, embedding and lm_head stay in full precision. Where dtype and device agree they share the
 trainer's storage, which relies on optimizers that update parameters in place: every sync points at
@@ -106,6 +107,8 @@ class Layer:
     gate_up: tuple[Projection, ...]
     down: Projection
     window: int | None
+    has_alternating_gate: bool = False
+    """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
     norms: dict[str, Tensor] = field(default_factory=dict)
     """By module name: input_layernorm, post_attention_layernorm, and q_norm, k_norm where used."""
 
@@ -120,8 +123,7 @@ class Part:
     layer: int
     module: nn.Linear
     projection: Projection
-    start: int
-    """First of the rows."""
+    rows: slice
 
     @property
     def source(self) -> Tensor:
@@ -129,20 +131,16 @@ class Part:
 
     @property
     def weight(self) -> Quantized | Tensor:
-        stored, rows = self.projection.weight, self._rows
+        stored, rows = self.projection.weight, self.rows
         if not isinstance(stored, Quantized):
             return stored[rows]
-        block = stored.format.block or 1
-        scales = slice(rows.start // block, -(-rows.stop // block))
+        block = stored.format.block
+        scales = slice(rows.start // block, -(-rows.stop // block)) if block else rows
         return Quantized(stored.codes[rows], stored.scale[scales], stored.format)
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.projection.bias is None else self.projection.bias[self._rows]
-
-    @property
-    def _rows(self) -> slice:
-        return slice(self.start, self.start + self.module.out_features)
+        return None if self.projection.bias is None else self.projection.bias[self.rows]
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,8 @@ class Probe:
         if block is None:
             return Probe(part.layer, source[down], weight.codes[down], scale)
         at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
-        tiles = (_pad_tile(t[at], block) for t in (source, weight.codes))
-        return Probe(part.layer, *tiles, scale)
+        tile, codes = _pad_tile(source[at], block), _pad_tile(weight.codes[at], block)
+        return Probe(part.layer, tile, codes, scale)
 
 
 class Transfer:
@@ -244,8 +242,8 @@ class Weights:
         device: torch.device,
         native_codes: bool | None = None,
     ) -> None:
-        """`native_codes`: keep codes in the format's 8 bits, as kernels read them. Else they are
-        FP32 numbers, which is what a CPU multiplies. None: 8 bits on a GPU only."""
+        """`native_codes`: lay the buffers out for the kernels, which read codes of 8 bits. A CPU
+        multiplies them as FP32 numbers, so it keeps them as such. None: native on a GPU."""
         self.arch = read_architecture(model)
         self.dtype = dtype
         self.device = device
@@ -324,6 +322,7 @@ class Weights:
             gate_up=tuple(self._allocate(g) for g in self._fuse((mlp.gate_proj, mlp.up_proj))),
             down=self._allocate([mlp.down_proj]),
             window=window,
+            has_alternating_gate=self.format is None or self.format.block is None,
         )
 
     def _allocate(self, modules: Sequence[nn.Linear]) -> Projection:
@@ -338,10 +337,9 @@ class Weights:
     def _parts(self, model: Any) -> Iterator[Part]:
         for index, (layer, source) in enumerate(zip(self.layers, model.model.layers, strict=True)):
             for projection, modules in self._pairs(layer, source):
-                start = 0
-                for module in modules:
-                    yield Part(index, module, projection, start)
-                    start += module.out_features
+                alternates = layer.has_alternating_gate and projection in layer.gate_up
+                for module, rows in zip(modules, _rows_of(modules, alternates), strict=True):
+                    yield Part(index, module, projection, rows)
 
     def _pairs(self, layer: Layer, source: Any) -> Iterator[tuple[Projection, Sequence[nn.Linear]]]:
         """Each projection of the engine with the trainer's modules that it holds."""
@@ -389,6 +387,15 @@ class Weights:
         lm_head = embedding if is_tied else share("lm_head", model.lm_head.weight, self.dtype)
         transfer = Transfer(codings, copies, self.device)
         return Plan(key, transfer, norms, embedding, norm, lm_head)
+
+
+def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:
+    """The rows of each module in the buffer that they share."""
+    num_rows, start = sum(m.out_features for m in modules), 0
+    for index, module in enumerate(modules):
+        stop = start + module.out_features
+        yield slice(index, num_rows, len(modules)) if alternates else slice(start, stop)
+        start = stop
 
 
 def _num_scales(rows: int, columns: int, format: Format) -> tuple[int, int]:

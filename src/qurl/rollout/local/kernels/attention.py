@@ -42,7 +42,7 @@ from qurl.rollout.local.kernels.product import (
     quantize_row,
 )
 
-CHUNK = 256
+CHUNK = 512
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _COMBINED = 32768  # numbers that a program of `combine_kernel` loads at once: 128 KiB in flight
 
@@ -64,8 +64,10 @@ class Tiling:
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     """Tiling for a cache of this dtype; it must not depend on anything but the model."""
-    row_bytes = head_dim * dtype.itemsize
-    return Tiling(block=64 if row_bytes <= 256 else 32, num_warps=4 if row_bytes >= 128 else 2)
+    # Measured on an H200 (benchmarks/attention.py): what is in flight counts, 16 KiB a step.
+    if head_dim * dtype.itemsize > 128:
+        return Tiling(block=32, num_warps=2, num_stages=4)
+    return Tiling(block=64, num_warps=4, num_stages=3)
 
 
 def chunks_for(num_tokens: int, chunk: int = CHUNK) -> int:
@@ -371,12 +373,11 @@ def combine_kernel(
     top = tl.where(is_row, float("-inf"), 0.0)
     total = tl.where(is_row, 0.0, 1.0)
     acc = tl.zeros([R, C], dtype=tl.float32)
-    # From a multiple of UNROLL, so that what is added together depends on nothing but the position.
-    for start in tl.range(first // UNROLL * UNROLL, last + 1, UNROLL):
+    for start in tl.range(first, last + 1, UNROLL):
         tops, totals, values = (), (), ()
         new_top = top
         for chunk in tl.static_range(UNROLL):
-            mask = is_row & (start + chunk >= first) & (start + chunk <= last)
+            mask = is_row & (start + chunk <= last)
             part = sequence * num_chunks + start + chunk
             stat = stats + 2 * (part * H + head)
             value = parts + part * (H * D) + (rows * C)[:, None] + columns[None, :]

@@ -39,35 +39,20 @@ _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # beyond it the FP32 grid is th
 
 def product_args(product: Product | None) -> dict[str, Any]:
     """The arguments of a kernel that reads a product with `load_product`; None reads nothing."""
-    if isinstance(product, Partial):
-        parts, rows, columns = product.acc.shape
-        assert parts > 0
-        assert product.acc.is_contiguous()
-        assert product.acc.dtype in (torch.int32, torch.float32)
-        assert product.scale_x is None or product.scale_x.shape == (rows, 1)
-        assert product.scale_w is None or product.scale_w.shape == (columns, 1)
-        assert product.bias is None or product.bias.shape == (columns,)
-        vectors = (product.scale_x, product.scale_w, product.bias)
-        assert all(v is None or v.is_contiguous() for v in vectors)
-        scale_x, scale_w, bias = vectors
-        return {
-            "acc": product.acc,
-            "scale_x": scale_x,
-            "scale_w": scale_w,
-            "bias": bias,
-            "S": parts,
-            "DTYPE": DTYPES[product.dtype],
-        }
-    assert product is None or product.is_contiguous()
-    dtype = tl.float32 if product is None else DTYPES[product.dtype]
-    return {
-        "acc": product,
-        "scale_x": None,
-        "scale_w": None,
-        "bias": None,
-        "S": 0,
-        "DTYPE": dtype,
-    }
+    if not isinstance(product, Partial):
+        assert product is None or product.is_contiguous()
+        dtype = tl.float32 if product is None else DTYPES[product.dtype]
+        nothing = dict.fromkeys(("scale_x", "scale_w", "bias"))
+        return {"acc": product, **nothing, "S": 0, "DTYPE": dtype}
+    parts, rows, columns = product.acc.shape
+    assert parts > 0
+    assert product.acc.is_contiguous()
+    assert product.acc.dtype in (torch.int32, torch.float32)
+    vectors = {"scale_x": product.scale_x, "scale_w": product.scale_w, "bias": product.bias}
+    shapes = {"scale_x": (rows, 1), "scale_w": (columns, 1), "bias": (columns,)}
+    for name, vector in vectors.items():
+        assert vector is None or (vector.shape == shapes[name] and vector.is_contiguous()), name
+    return {"acc": product.acc, **vectors, "S": parts, "DTYPE": DTYPES[product.dtype]}
 
 
 def product_shape(product: Product) -> tuple[int, int]:

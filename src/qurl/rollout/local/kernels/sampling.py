@@ -154,7 +154,7 @@ def sample_kernel(
     total = tl.load(sums + index, mask=is_block, other=0.0)
     top = tl.max(peak, 0)
     mass = (total * tl.exp(peak - top)).to(tl.float64)
-    random = _uniform(keys, counters, row)
+    random = load_uniform(keys, counters, row)
     block, share, whole = _choose(mass, random, peak == top, is_greedy, PADDED_BLOCKS)
 
     x = _load_scaled(logits, row, block, divisor, V, BLOCK)
@@ -213,7 +213,7 @@ def _load_scaled(logits, row, block, divisor, V: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _uniform(keys, counters, row):
+def load_uniform(keys, counters, row):
     """`qurl.rollout.sampler.uniform` of a row: splitmix64."""
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
     counter = tl.load(counters + row).to(tl.uint64, bitcast=True)

@@ -1,0 +1,240 @@
+"""Memory for the KV cache that keeps its address while the memory behind it comes and goes.
+
+CUDA graphs hold addresses, and between rollouts a large trainer wants the cache's memory. CUDA's
+virtual memory management serves both: a range of addresses is reserved once, and physical memory is
+mapped into it for each rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl.errors import EngineError
+
+
+class Arena:
+    """Bytes on one device; all zero whenever they have been mapped."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        assert num_bytes > 0
+        self.num_bytes = num_bytes
+        self.device = device
+        self.is_mapped = False
+        self._bytes: Tensor | None = None
+        self._virtual = _reserve(num_bytes, device) if device.type == "cuda" else None
+
+    @property
+    def can_unmap(self) -> bool:
+        """Whether `unmap` gives the memory back; else it stays with the arena until `close`."""
+        return self._virtual is not None or self.device.type != "cuda"
+
+    @property
+    def is_address_stable(self) -> bool:
+        """Whether a tensor is valid again after `unmap` and `map`; else it must be made anew."""
+        return self.device.type == "cuda"
+
+    def map(self) -> None:
+        """Get the memory, filled with zeros: keys that are masked must be finite."""
+        assert not self.is_mapped
+        if self._virtual is not None:
+            with self._device_at_rest():
+                self._virtual.map()
+            self._bytes = _as_tensor(self._virtual, self.device).zero_()
+        elif self._bytes is None:
+            self._bytes = _allocate(self.num_bytes, self.device)
+        else:
+            self._bytes.zero_()
+        self.is_mapped = True
+
+    def unmap(self) -> None:
+        """Give the memory back, once the device has done what it was asked before."""
+        assert self.is_mapped
+        self.is_mapped = False
+        if self._virtual is not None:
+            with self._device_at_rest():
+                self._virtual.unmap()
+        if self.can_unmap:
+            self._bytes = None
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The start of the arena, seen as a tensor; to be used while mapped."""
+        assert self.is_mapped
+        assert self._bytes is not None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        assert num_bytes <= self.num_bytes, f"{num_bytes} bytes wanted of {self.num_bytes}"
+        return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
+
+    def close(self) -> None:
+        """Give back memory and addresses; a GPU's tensors must not be used any more."""
+        if self.is_mapped:
+            self.unmap()
+        self._bytes = None
+        if self._virtual is not None:
+            with self._device_at_rest():
+                self._virtual.close()
+            self._virtual = None
+
+    @contextmanager
+    def _device_at_rest(self) -> Iterator[None]:
+        """The driver is called with nothing running, and with a context in this thread."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            yield
+
+
+class VirtualMemory:
+    """A range of addresses of one GPU; behind it is all of its memory, or none.
+
+    Calls need a CUDA context in their thread, and `unmap` and `close` an idle device.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        device: int,
+        driver: Any,
+        reclaim: Callable[[], None] = torch.cuda.empty_cache,
+    ) -> None:
+        """`driver` is `cuda.bindings.driver`; `reclaim` frees what is held without being used."""
+        self.is_mapped = False
+        self._range: Any = None
+        self._driver = driver
+        self._reclaim = reclaim
+        self._properties = driver.CUmemAllocationProp()
+        self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        unit = self._call("cuMemGetAllocationGranularity", self._properties, recommended)
+        self.num_bytes = -(-num_bytes // unit) * unit
+        self._range = self._call("cuMemAddressReserve", self.num_bytes, 0, 0, 0)
+
+    @property
+    def address(self) -> int:
+        return int(self._range)
+
+    def map(self) -> None:
+        assert not self.is_mapped
+        handle = self._create()
+        try:
+            self._call("cuMemMap", self._range, self.num_bytes, 0, handle, 0)
+        finally:
+            # A mapping keeps the memory by itself, and unmapping frees it.
+            self._call("cuMemRelease", handle)
+        self.is_mapped = True
+        access = self._driver.CUmemAccessDesc()
+        access.location = self._properties.location
+        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            self._call("cuMemSetAccess", self._range, self.num_bytes, [access], 1)
+        except EngineError:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        assert self.is_mapped
+        self._call("cuMemUnmap", self._range, self.num_bytes)
+        self.is_mapped = False
+
+    def close(self) -> None:
+        if self._range is None:
+            return
+        if self.is_mapped:
+            self.unmap()
+        self._call("cuMemAddressFree", self._range, self.num_bytes)
+        self._range = None
+
+    def __del__(self) -> None:
+        # At the end of the process the driver may be gone already, and frees everything itself.
+        if self._range is not None and not sys.is_finalizing():
+            if self.is_mapped:
+                self._call("cuCtxSynchronize")
+            self.close()
+
+    def _create(self) -> Any:
+        """Physical memory; before giving up, what is held without being used is freed."""
+        out_of_memory = self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        error, handle = self._driver.cuMemCreate(self.num_bytes, self._properties, 0)
+        if error == out_of_memory:
+            self._reclaim()
+            error, handle = self._driver.cuMemCreate(self.num_bytes, self._properties, 0)
+        if error == out_of_memory:
+            num_free, _ = self._call("cuMemGetInfo")
+            raise _no_memory(self.num_bytes, num_free)
+        self._check("cuMemCreate", error)
+        return handle
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver returns besides its error code."""
+        error, *values = getattr(self._driver, name)(*arguments)
+        self._check(name, error)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _check(self, name: str, error: Any) -> None:
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise EngineError(f"the KV cache cannot be placed on the GPU: {name} gave {error.name}")
+
+
+class _Bytes:
+    """Tells torch where a tensor is, which then keeps the memory from being collected."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
+
+
+def _as_tensor(memory: VirtualMemory, device: torch.device) -> Tensor:
+    return torch.as_tensor(_Bytes(memory), device=device)
+
+
+def _reserve(num_bytes: int, device: torch.device) -> VirtualMemory | None:
+    try:
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        warnings.warn(
+            "the KV cache cannot give its memory back while it keeps its address, because the "
+            "package cuda-bindings is not installed",
+            stacklevel=3,
+        )
+        return None
+    torch.cuda.synchronize(device)  # the driver is initialised, and has a context
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return VirtualMemory(num_bytes, index, driver)
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    out_of_memory = torch.OutOfMemoryError if device.type == "cuda" else RuntimeError
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except out_of_memory as error:
+        raise _no_memory(num_bytes, _num_free_bytes(device)) from error
+
+
+def _num_free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _no_memory(num_bytes: int, num_free: int) -> EngineError:
+    wanted, free = (f"{n} bytes ({n / 2**30:.1f} GiB)" for n in (num_bytes, num_free))
+    return EngineError(
+        f"no memory for the KV cache: it needs {wanted}, and {free} are free; lower "
+        "rollout.kv_tokens, rollout.max_batch or rollout.kv_memory_frac"
+    )

@@ -528,6 +528,12 @@ def test_vllm_that_is_not_installed(capsys, monkeypatch):
     assert "pip install vllm" in error
 
 
+def test_gemm_without_triton(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "gemm"]) == 1
+    assert "qurl bench gemm needs the package 'triton'" in capsys.readouterr().err
+
+
 def test_a_plan_covers_every_combination():
     bench = RolloutBench(model="tiny,0.5B", quant="none,int8", kv="none", against="hf")
     setups, workloads = plan(dataclasses.replace(bench, workload="A,B"), CPU)
@@ -566,9 +572,10 @@ def test_rollout_on_a_cpu(tmp_path, capsys):
         seconds = sum(figures["seconds"]) / 2
         assert figures["tokens_per_s"] == pytest.approx(24 / seconds)
         assert figures["ms_per_step"] == pytest.approx(1e3 * seconds / 6)
-        assert 0 < figures["limit_share"] < 1
+        assert math.isfinite(figures["limit_tokens_per_s"])
         share = figures["tokens_per_s"] / figures["limit_tokens_per_s"]
         assert figures["limit_share"] == pytest.approx(share)
+        assert share > 0
         assert (figures["logprob_gap"] < 1e-4) == ("none kv" in key)
         assert entry["settings"]["new_tokens"] == 6
 
@@ -589,7 +596,8 @@ def test_sync_on_a_cpu(tmp_path, capsys):
     out = tmp_path / "sync.json"
     figures = run_sync(SyncBench("tiny", "int8", "fp32", repeats=2, device="cpu", out=out))[0]
     assert len(figures.load_seconds) == 2
-    assert 0 < figures.limit_share < 1
+    assert figures.limit_share == pytest.approx(figures.limit_ms / figures.load_ms)
+    assert figures.limit_share > 0
     body = SHAPES["tiny"].num_body
     assert figures.gigabytes == pytest.approx(8 * body / 1e9)
     assert figures.gigabytes_per_s == pytest.approx(figures.gigabytes / figures.load_ms * 1e3)

@@ -75,7 +75,8 @@ def make(
 
 def attend(problem: Problem, format=None, **options):
     positions = problem.positions
-    options = {"num_chunks": chunks_for(int(positions.max()) + 1), **options}
+    if "num_chunks" not in options:  # else the GPU is not asked, which a capture would not permit
+        options["num_chunks"] = chunks_for(int(positions.max()) + 1)
     return attend_pages(
         problem.q,
         problem.kv,

@@ -170,12 +170,21 @@ def test_unknown_devices_have_plans_too():
 
 def test_measured_plans_name_real_kernels():
     plans = Plans(H200)
-    assert plans._table, "the package ships a table for this device"
-    for (kind, _, depth, tokens), plan in plans._table.items():
+    assert plans.table, "the package ships a table for this device"
+    for (kind, _, depth, tokens), plan in plans.table.items():
         assert kind in ("int8", "fp8", "bf16")
         assert tokens in BUCKETS
         assert plan is not None or kind != "int8", "cuBLAS has no INT8 product with our scales"
         assert plan is None or plan.splits * plan.depth <= depth
+
+
+def test_between_measured_sizes_the_next_larger_counts():
+    plans = Plans(H200)
+    plans.table = {("int8", 1536, 8960, 64): Plan(64, 64, 128, 8)}
+    assert plans.choose("int8", 3, 1536, 8960) == Plan(16, 64, 128, 8)
+    assert plans.choose("int8", 64, 1536, 8960) == Plan(64, 64, 128, 8)
+    thumb = rule_of_thumb("int8", 512, 1536, 8960, H200.num_sms)
+    assert plans.choose("int8", 400, 1536, 8960) == thumb
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])

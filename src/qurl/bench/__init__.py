@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import TypeVar
 
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, MissingExtra
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ def run_bench(args: Sequence[str]) -> int:
 
         run_sync(_parse(SyncBench, kind, flags))
     elif kind == "gemm":
+        if importlib.util.find_spec("triton") is None:
+            raise MissingExtra("triton", "dev", "qurl bench gemm")
         from qurl.bench.gemm import GemmBench, run_gemm
 
         run_gemm(_parse(GemmBench, kind, flags))

@@ -26,7 +26,7 @@ from qurl.errors import EngineError
 from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import Format, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
-from qurl.quant.kernels.plans import BUCKETS, Choice, write_table
+from qurl.quant.kernels.plans import BUCKETS, Choice, read_table, write_table
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.rows import add_norm, quantize_with, swiglu
@@ -42,6 +42,7 @@ LAYERS = {
 _BEYOND_L2 = 120 * 2**20
 _MOST_COPIES = 24
 _SHARED_MEMORY = 225 * 2**10
+_NUM_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class GemmBench:
     tokens: tuple[int, ...] = BUCKETS
     """Numbers of tokens M."""
     out: str = "plans.json"
-    """The table."""
+    """The table; entries of other products in it are kept."""
     processes: int = 12
     """Compiling kernels at a time."""
 
@@ -92,7 +93,8 @@ def run_gemm(bench: GemmBench) -> dict:
         for M in bench.tokens
     ]
     compile_all({(p.kind, plan) for p in problems for plan in candidates(p)}, bench.processes)
-    plans: dict[tuple[str, int, int, int], Choice] = {}
+    out = Path(bench.out)
+    plans = dict(read_table(out.read_text())) if out.exists() else {}
     rows = []
     for problem in problems:
         setup = Setup(problem, device)
@@ -101,12 +103,16 @@ def run_gemm(bench: GemmBench) -> dict:
         rows.append(_row(problem, best) | {"alone_us": setup.time_alone(best[0][1])})
         print(_line(rows[-1]), flush=True)
         about = {key: str(value) for key, value in describe_machine(device).items()}
-        Path(bench.out).write_text(write_table(plans, about))
+        out.write_text(write_table(plans, about))
     return {"machine": describe_machine(device), "rows": rows}
 
 
 def candidates(problem: Problem) -> Iterator[Plan]:
-    """Plans worth measuring, without prefetch."""
+    """Plans worth measuring, without prefetch.
+
+    Stages follow from how many programs are to share a multiprocessor, and the cut of K from how
+    many there are to be in all, so that they come in one wave.
+    """
     M, N, K = problem.M, problem.N, problem.K
     itemsize = 2 if problem.kind == "bf16" else 1
     token_tiles = {t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)}
@@ -114,28 +120,22 @@ def candidates(problem: Problem) -> Iterator[Plan]:
         token_tiles = {128, 256}
     for tokens, channels, depth_bytes in itertools.product(token_tiles, (64, 128), (128, 256)):
         depth = depth_bytes // itemsize
-        tile_bytes = (tokens + channels) * depth_bytes
         tiles = triton.cdiv(M, tokens) * triton.cdiv(N, channels)
-        if tokens * channels > 128 * 128 and channels < 128:
-            continue
         warps = 8 if tokens * channels > 64 * 128 else 4
-        stages = {min(8, int(share * _SHARED_MEMORY) // tile_bytes) for share in (0.48, 0.96)}
-        for num_stages in sorted(s for s in stages if s >= 2):
-            for splits in (0, 2, 3, 4, 6, 8, 12, 16):
-                is_sensible = splits == 0 or (
-                    problem.role != "gate_up"
-                    and tiles <= 200
-                    and tiles * splits <= 620
-                    and K // depth >= 3 * splits
-                )
-                if is_sensible:
-                    yield Plan(tokens, channels, depth, splits, warps, num_stages)
+        for num_programs in (1, 2, 3, 4, 5):
+            stages = min(8, _SHARED_MEMORY // num_programs // ((tokens + channels) * depth_bytes))
+            if stages < 2 or num_programs * warps > 24:
+                continue
+            splits = num_programs * _NUM_SMS // tiles
+            yield Plan(tokens, channels, depth, 0, warps, stages)
+            if problem.role != "gate_up" and splits > 1 and K // depth >= 2 * splits:
+                yield Plan(tokens, channels, depth, splits, warps, stages)
 
 
 def measure(setup: Setup) -> list[tuple[float, Choice]]:
     """(microseconds with the consumer, plan), best first; None is the vendor's library."""
     timed: list[tuple[float, Choice]] = []
-    plans: list[Choice] = list(candidates(setup.problem))
+    plans: list[Choice] = list(dict.fromkeys(candidates(setup.problem)))
     for plan in [None, *plans] if setup.library is not None else plans:
         timed.append((setup.time(plan), plan))
     timed.sort(key=lambda pair: pair[0])
@@ -281,5 +281,6 @@ def _line(row: dict) -> str:
     library = f"{row['library_us']:7.1f}" if row["library_us"] else "      -"
     return (
         f"{row['kind']:5} {row['role']:8} {row['N']:6} {row['K']:6} M={row['M']:<5}"
-        f"{row['us']:8.1f} us  alone {row['alone_us']:6.1f}  library {library}  limit {row['limit_us']:6.1f}  {plan}"
+        f"{row['us']:8.1f} us  alone {row['alone_us']:6.1f}"
+        f"  library {library}  limit {row['limit_us']:6.1f}  {plan}"
     )

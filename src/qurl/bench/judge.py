@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from qurl.bench.contenders import Setup
 from qurl.bench.workload import Workload
 from qurl.errors import EngineError
-from qurl.policy import apply_head, hidden_states
+from qurl.policy import apply_head, autocast, hidden_states
 from qurl.rollout.canary import canary_bound
 from qurl.types import Completion, Problem
 
@@ -68,13 +69,27 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
     parameter = next(model.parameters())
     ids = torch.tensor([[*problem.prompt_ids, *completion.token_ids]], device=parameter.device)
     first = len(problem.prompt_ids)
-    states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
-    pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
-    scores = [
-        apply_head(model, piece).float().log_softmax(-1).gather(-1, targets[:, None])
-        for piece, targets in pieces
-    ]
+    with _wide_residual(model), autocast(parameter.device, parameter.dtype):
+        states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
+        pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
+        scores = [
+            apply_head(model, piece).float().log_softmax(-1).gather(-1, targets[:, None])
+            for piece, targets in pieces
+        ]
     return torch.cat(scores).squeeze(-1)
+
+
+@contextmanager
+def _wide_residual(model: Any) -> Iterator[None]:
+    """FP32 between the layers, as the trainer has it, whose weights are FP32; here they may not be.
+
+    Autocast computes products in BF16 either way.
+    """
+    hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:

@@ -20,6 +20,7 @@ Shapes: M tokens, N output channels, K input channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -275,38 +276,39 @@ def _launch(
     x, w = operands.x, operands.w
     assert not operands.is_blocked or plan.depth == BLOCK, "block scales are per step of K"
     has_descriptors = _can_describe(x) and _can_describe(w)
-    steps = triton.cdiv(K, plan.depth)
-    gemm_kernel[(triton.cdiv(M, plan.tokens) * triton.cdiv(N, plan.channels), plan.num_parts)](
-        _describe(x, plan.tokens, plan.depth) if has_descriptors else x,
-        _describe(w, plan.channels, plan.depth) if has_descriptors else w,
-        w,
-        y,
-        operands.scale_x,
-        operands.scale_w,
-        bias,
-        amax,
-        M,
-        N,
-        K,
-        triton.cdiv(steps, plan.num_parts),
-        TOKENS=plan.tokens,
-        CHANNELS=plan.channels,
-        DEPTH=plan.depth,
-        IS_FINISHED=plan.splits == 0,
-        IS_INTEGER=operands.is_integer,
-        HAS_SCALE=operands.has_scale,
-        HAS_BIAS=bias is not None,
-        IS_BLOCKED=operands.is_blocked,
-        IS_GATED=is_gated,
-        HAS_AMAX=amax is not None,
-        HAS_DESCRIPTORS=has_descriptors,
-        PREFETCH_LINES=_prefetch_lines(plan, w) if pdl else 0,
-        PDL=pdl,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,  # product and bias round apart, as in `finish`
-    )
+    args: dict[str, Any] = {
+        "x": _describe(x, plan.tokens, plan.depth) if has_descriptors else x,
+        "w": _describe(w, plan.channels, plan.depth) if has_descriptors else w,
+        "w_pointer": w,
+        "y": y,
+        "scale_x": operands.scale_x,
+        "scale_w": operands.scale_w,
+        "bias": bias,
+        "amax": amax,
+        "M": M,
+        "N": N,
+        "K": K,
+        "steps_per_split": _divide_up(_divide_up(K, plan.depth), plan.num_parts),
+        "TOKENS": plan.tokens,
+        "CHANNELS": plan.channels,
+        "DEPTH": plan.depth,
+        "IS_FINISHED": plan.splits == 0,
+        "IS_INTEGER": operands.is_integer,
+        "HAS_SCALE": operands.has_scale,
+        "HAS_BIAS": bias is not None,
+        "IS_BLOCKED": operands.is_blocked,
+        "IS_GATED": is_gated,
+        "HAS_AMAX": amax is not None,
+        "HAS_DESCRIPTORS": has_descriptors,
+        "PREFETCH_LINES": _prefetch_lines(plan, w) if pdl else 0,
+        "PDL": pdl,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+        "launch_pdl": pdl,
+        "enable_fp_fusion": False,  # product and bias round apart, as in `finish`
+    }
+    num_tiles = _divide_up(M, plan.tokens) * _divide_up(N, plan.channels)
+    gemm_kernel[(num_tiles, plan.num_parts)](**args)
 
 
 def library_product(
@@ -341,4 +343,8 @@ def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def _prefetch_lines(plan: Plan, weight: Tensor) -> int:
     """Cache lines of 128 bytes per channel, a power of two."""
     lines = plan.prefetch * plan.depth * weight.itemsize // 128
-    return triton.next_power_of_2(lines) if lines else 0
+    return 1 << (lines - 1).bit_length() if lines else 0
+
+
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)

@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 
-import triton
-
 from qurl.errors import EngineError
 from qurl.quant.formats import BLOCK, Format
 from qurl.quant.kernels.gemm import Plan
@@ -22,7 +20,7 @@ from qurl.quant.kernels.target import Target
 TABLES = {"NVIDIA H200": "plans_h200.json"}
 """Device names, as torch reports them, and their measured tables."""
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
-"""Numbers of tokens that are measured; others take the plan of the next larger one."""
+"""Numbers of tokens that are measured; others take the plan of the next larger one there is."""
 _FIXED_TOKENS = 64
 """In deterministic mode the cut of K is that of this many tokens, whatever the batch."""
 
@@ -37,30 +35,28 @@ class Plans:
         self.target = target
         self.deterministic = deterministic
         name = TABLES.get(target.name)
-        self._table = (
-            read_table(resources.files(__package__).joinpath(name).read_text()) if name else {}
-        )
+        self.table = read_table(_shipped(name)) if name else {}
         self.choose = functools.cache(self._choose)
 
     def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
         """The plan for x [tokens, depth] times W [channels, depth]."""
-        bucket = bucket_of(tokens)
-        if not self.deterministic or kind == "int8":
-            key = (kind, channels, depth, bucket)
-            return (
-                self._table[key]
-                if key in self._table
-                else self._default(kind, bucket, channels, depth)
-            )
-        # The order of a floating-point sum is the cut of K: it must not follow the batch.
-        fixed = self._table.get((kind, channels, depth, _FIXED_TOKENS))
-        fixed = fixed or rule_of_thumb(kind, _FIXED_TOKENS, channels, depth, self.target.num_sms)
-        return dataclasses.replace(fixed, tokens=min(bucket, fixed.tokens))
-
-    def _default(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
+        tokens = bucket_of(tokens)
+        if self.deterministic and kind != "int8":
+            return self._choose_fixed(kind, tokens, channels, depth)
+        measured = [m for k, n, d, m in self.table if (k, n, d) == (kind, channels, depth)]
+        if larger := [m for m in measured if m >= tokens]:
+            plan = self.table[kind, channels, depth, min(larger)]
+            return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind == "bf16":
             return None
         return rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)
+
+    def _choose_fixed(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
+        """The order of a floating-point sum is the cut of K: it must not follow the batch."""
+        plan = self.table.get((kind, channels, depth, _FIXED_TOKENS))
+        if plan is None:
+            plan = rule_of_thumb(kind, _FIXED_TOKENS, channels, depth, self.target.num_sms)
+        return dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
 
 
 def bucket_of(tokens: int) -> int:
@@ -72,15 +68,16 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
     tile_tokens = min(tokens, 128)
     tile_channels = 128 if channels >= 128 * num_sms or tokens > 64 else 64
     step = 64 if kind == "bf16" else BLOCK
-    tiles = triton.cdiv(tokens, tile_tokens) * triton.cdiv(channels, tile_channels)
-    splits = min(2 * num_sms // tiles, triton.cdiv(depth, step) // 4, 16)
+    tiles = -(-tokens // tile_tokens) * -(-channels // tile_channels)
+    is_large = tile_tokens * tile_channels > 64 * 128
+    splits = min(2 * num_sms // tiles, -(-depth // step) // 4, 16)
     return Plan(
         tokens=tile_tokens,
         channels=tile_channels,
         depth=step,
         splits=splits if splits > 1 else 0,
-        warps=8 if tile_tokens * tile_channels > 64 * 128 else 4,
-        stages=4,
+        warps=8 if is_large else 4,
+        stages=3 if is_large else 4,
     )
 
 
@@ -120,4 +117,4 @@ def _parse_key(text: str) -> tuple[str, int, int, int]:
 
 
 def _shipped(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text()
+    return resources.files("qurl.quant.kernels").joinpath(name).read_text()

@@ -55,7 +55,7 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool =
     assert scale.stride(1) == 1 or scale.shape[1] == 1
     arguments: dict[str, Any] = {
         "source": source,
-        "codes": codes,
+        "codes": codes.view(torch.uint8),
         "scale": scale,
         "flips": flips,
         "scale_stride": scale.stride(0),
@@ -71,6 +71,7 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool =
         arguments |= {"num_warps": 8, "maxnreg": 128}
         requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
     elif columns > LONGEST_IN_REGISTERS:
+        assert columns < 2**20  # changes are counted in bytes, one for every 4096 columns
         arguments |= {"CHUNK": 4096, "num_warps": 16}
         requantize_long_rows_kernel[(rows,)](**arguments)
     else:
@@ -117,22 +118,22 @@ def requantize_rows_kernel(
         column = first + columns
         values += (tl.load(source + row * K + column, mask=column < K, other=0.0),)
         if first < _AHEAD * CHUNK:
-            held += (tl.load(codes + column, mask=column < K, other=0.0),)
+            held += (tl.load(codes + column, mask=column < K, other=0),)
     magnitude = _magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
+    changes = tl.zeros([CHUNK], tl.uint8)
     for index in tl.static_range(len(values)):
         column = index * CHUNK + columns
         later = column + _AHEAD * CHUNK
         if index + _AHEAD < len(values):
-            held += (tl.load(codes + later, mask=later < K, other=0.0),)
+            held += (tl.load(codes + later, mask=later < K, other=0),)
         code = _code(values[index], row_scale, IS_INT)
-        changes += _changes(code, held[index], IS_INT)
+        changes = _count_changes(changes, code, held[index])
         tl.store(codes + column, code, mask=column < K)
     tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes, axis=0))
+    tl.store(flips + row, tl.sum(changes.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -159,17 +160,17 @@ def requantize_long_rows_kernel(
         value = tl.load(source + row * K + column, mask=column < K, other=0.0)
         magnitude = tl.maximum(magnitude, _magnitude(value))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
+    changes = tl.zeros([CHUNK], tl.uint8)
     for first in range(0, K, CHUNK):
         column = first + columns
         mask = column < K
         value = tl.load(source + row * K + column, mask=mask, other=0.0)
-        held = tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0.0)
+        held = tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0)
         code = _code(value, row_scale, IS_INT)
-        changes += _changes(code, held, IS_INT)
+        changes = _count_changes(changes, code, held)
         tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
     tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes, axis=0))
+    tl.store(flips + row, tl.sum(changes.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -199,24 +200,24 @@ def requantize_tiles_kernel(
         mask = (row < num_rows) & (column < K)
         values += (tl.load(source + row * K + column, mask=mask, other=0.0),)
         if first < _AHEAD * ROWS:
-            held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0.0),)
+            held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0),)
     magnitude = _magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     tile_scale = _scale(tl.max(magnitude), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([ROWS, BLOCK], tl.int32)
+    changes = tl.zeros([ROWS, BLOCK], tl.uint8)
     for index in tl.static_range(len(values)):
         row = rows + index * ROWS
         if index + _AHEAD < len(values):
             later = row + _AHEAD * ROWS
             mask = (later < num_rows) & (column < K)
-            held += (tl.load(codes + later * CODE_STRIDE + column, mask=mask, other=0.0),)
+            held += (tl.load(codes + later * CODE_STRIDE + column, mask=mask, other=0),)
         code = _code(values[index], tile_scale, IS_INT)
-        changes += _changes(code, held[index], IS_INT)
+        changes = _count_changes(changes, code, held[index])
         mask = (row < num_rows) & (column < K)
         tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
     tl.store(scale + tile_row * scale_stride + tile_column, tile_scale)
-    tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes))
+    tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes.to(tl.int32)))
 
 
 @triton.jit
@@ -250,15 +251,14 @@ def _scale(magnitude, dtype, LARGEST: tl.constexpr):
 
 @triton.jit
 def _code(value, scale, IS_INT: tl.constexpr):
+    """The byte that stores a value's code."""
     # No need to clamp: the quotient exceeds LARGEST by its last place at most, which rounds off.
-    code = _divide(value.to(tl.float32), scale)
+    quotient = _divide(value.to(tl.float32), scale)
     if IS_INT:
-        stored = (code + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
-    elif _INTERPRETED:
-        stored = _float8_bits(code).to(tl.float8e4nv, bitcast=True)
+        byte = (quotient + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.uint8)
     else:
-        stored = code.to(tl.float8e4nv)
-    return stored
+        byte = _float8(quotient)
+    return byte
 
 
 @triton.jit
@@ -285,24 +285,75 @@ def _divide(x, scale):
     return quotient
 
 
-@triton.jit
-def _changes(code, held, IS_INT: tl.constexpr):
-    """1 where the codes differ as numbers. FP16 holds every FP8 number."""
-    if not IS_INT:
-        code, held = code.to(tl.float16), held.to(tl.float16)
-    return (code != held).to(tl.int32)
+# In these two, words of four bytes are worked on by hand. Left to itself, ptxas 12.8 forgets that
+# something else than a store may want the pairs of FP8 that it converts: it crashes, or compares
+# garbage.
 
 
 @triton.jit
-def _float8_bits(value):
-    """E4M3 of |value| <= 448, half to even; the interpreter's own conversion loses carries.
+def _float8(value):
+    """The byte of the E4M3 number next to |value| <= 448, half to even.
 
-    4 bits of exponent with bias 7, 3 of mantissa; multiples of 2^-9 below 2^-6.
+    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9.
     """
-    bits = _magnitude(value)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    steps = bits.to(tl.float32, bitcast=True) * 512.0 + _ROUND_TO_INTEGER
-    small = steps.to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(bits.to(tl.float32, bitcast=True) < 2.0**-6, small, normal)
-    code = tl.where(value == value, code, 0x7F)
-    return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    if _INTERPRETED:  # its own conversion loses carries
+        bits = _magnitude(value)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        steps = bits.to(tl.float32, bitcast=True) * 512.0 + _ROUND_TO_INTEGER
+        small = steps.to(tl.int32, bitcast=True) & 0xFF
+        code = tl.where(bits.to(tl.float32, bitcast=True) < 2.0**-6, small, normal)
+        code = tl.where(value == value, code, 0x7F)
+        byte = (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    else:
+        byte = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f",
+            [value],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return byte
+
+
+@triton.jit
+def _count_changes(changes, code, held):
+    """`changes`, plus 1 where the bytes of two codes differ as numbers.
+
+    Bytes without their sign that are both 0 are the zeros of FP8; no integer code is -128.
+    """
+    if _INTERPRETED:
+        changes += ((code != held) & (((code | held) & 0x7F) != 0)).to(tl.uint8)
+    else:
+        # x + 0x7F has the highest bit where x, of 7 bits, is not 0, and carries nothing on.
+        changes = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 differs, numbers, high;
+                xor.b32 differs, $2, $3;
+                and.b32 high, differs, 0x7F7F7F7F;
+                add.u32 high, high, 0x7F7F7F7F;
+                or.b32 differs, differs, high;
+                or.b32 numbers, $2, $3;
+                and.b32 numbers, numbers, 0x7F7F7F7F;
+                add.u32 numbers, numbers, 0x7F7F7F7F;
+                and.b32 differs, differs, numbers;
+                shr.u32 differs, differs, 7;
+                and.b32 differs, differs, 0x01010101;
+                add.u32 $0, $1, differs;
+            }
+            """,
+            "=r,r,r,r",
+            [changes, code, held],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return changes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +185,7 @@ def _attend_packed(
     bounds = bounds.to(q.device, non_blocking=True)
     longest = max(lengths)
     left = -1 if window is None else window - 1
-    options = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
+    options: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
     out = varlen.varlen_attn(
         q, k, v, bounds, bounds, longest, longest, window_size=(left, 0), **options
     )

@@ -189,7 +189,9 @@ class Transfer:
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._flips_of = self._flips.split(sizes)
         self._num_flips = torch.zeros((), dtype=torch.int64, device=device)
-        self._can_record = device.type == "cuda" and (not codings or self._kernel is not None)
+        is_local = all(source.device == device for _, source in copies)
+        is_fast = not codings or self._kernel is not None
+        self._can_record = device.type == "cuda" and is_local and is_fast
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> int:
@@ -242,7 +244,7 @@ class Weights:
         device: torch.device,
         native_codes: bool | None = None,
     ) -> None:
-        """`native_codes`: lay the buffers out for the kernels, which read codes of 8 bits. A CPU
+        """`native_codes`: keep codes in the format's 8 bits, as the kernels read them. A CPU
         multiplies them as FP32 numbers, so it keeps them as such. None: native on a GPU."""
         self.arch = read_architecture(model)
         self.dtype = dtype

@@ -44,7 +44,7 @@ from qurl.rollout.local.kernels.product import (
 
 CHUNK = 512
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-_COMBINED = 32768  # numbers that a program of `combine_kernel` loads at once: 128 KiB in flight
+_COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 64 KiB in flight
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ Shapes: B sequences, P pages of a sequence.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.rollout.local.kernels.product import await_inputs
+from qurl.rollout.local.kernels.product import await_inputs, next_power_of_2
 
 _COLUMNS = 1024
 
@@ -35,23 +37,24 @@ def begin_step(
     assert tokens.stride(0) == positions.stride(0) == 1
     x = torch.empty(batch, width, dtype=torch.float32, device=embedding.device)
     slots = torch.empty(batch, dtype=torch.int64, device=embedding.device)
-    begin_kernel[(batch, triton.cdiv(width, _COLUMNS))](
-        embedding=embedding,
-        tokens=tokens,
-        positions=positions,
-        table=table,
-        x=x,
-        slots=slots,
-        table_stride=table.stride(0),
-        num_pages=table.shape[1],
-        vocabulary=embedding.shape[0],
-        WIDTH=width,
-        PAGE_SIZE=page_size,
-        COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    args: dict[str, Any] = {
+        "embedding": embedding,
+        "tokens": tokens,
+        "positions": positions,
+        "table": table,
+        "x": x,
+        "slots": slots,
+        "table_stride": table.stride(0),
+        "num_pages": table.shape[1],
+        "vocabulary": embedding.shape[0],
+        "WIDTH": width,
+        "PAGE_SIZE": page_size,
+        "COLUMNS": min(_COLUMNS, next_power_of_2(width)),
+        "PDL": pdl,
+        "num_warps": 4,
+        "launch_pdl": pdl,
+    }
+    begin_kernel[(batch, -(-width // _COLUMNS))](**args)
     return x, slots
 
 

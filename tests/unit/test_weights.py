@@ -1,0 +1,302 @@
+"""The engine's copy of the weights: layout, syncs, the spot check, and addresses."""
+
+import copy
+
+import pytest
+import torch
+from models import CPU, tiny_llama
+from torch import nn
+
+from qurl.errors import EngineError
+from qurl.quant import Quantized, quantize
+from qurl.rollout.local import weights as module
+from qurl.rollout.local.weights import Weights
+
+FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
+ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
+"""Every projection has a multiple of 128 output channels."""
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def load(model, quant="int8", dtype=torch.float32, **options):
+    weights = Weights(model, quant, dtype, next(model.parameters()).device, **options)
+    weights.load_(model)
+    return weights
+
+
+def projections(model, layer=0):
+    source = model.model.layers[layer]
+    return {
+        name: getattr(source.self_attn if hasattr(source.self_attn, name) else source.mlp, name)
+        for name in MODULES
+    }
+
+
+def change_(model, size=0.02):
+    """As an optimizer would: in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            parameter += size * noise.to(parameter)
+
+
+def assert_holds(weights, model):
+    """Every row, bias and tensor in full precision is the model's."""
+    for part in weights._parts(model):
+        if isinstance(part.weight, Quantized):
+            fresh = quantize(part.source, part.weight.format)
+            assert torch.equal(part.weight.codes.float(), fresh.codes.float())
+            assert torch.equal(part.weight.scale, fresh.scale)
+        else:
+            assert torch.equal(part.weight, part.source.to(weights.dtype))
+        if part.module.bias is not None:
+            assert torch.equal(part.bias, part.module.bias.to(weights.dtype))
+    body = model.model
+    assert torch.equal(weights.embedding, body.embed_tokens.weight.to(weights.dtype))
+    assert torch.equal(weights.lm_head, model.lm_head.weight.to(weights.dtype))
+    assert torch.equal(weights.norm, body.norm.weight.float())
+    for layer, source in zip(weights.layers, body.layers, strict=True):
+        assert torch.equal(layer.norms["input_layernorm"], source.input_layernorm.weight.float())
+
+
+# --- layout -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
+def test_projections_with_one_input_are_stacked(quant, native):
+    model = tiny_llama()
+    weights = load(model, quant, native_codes=native)
+    (qkv,), (gate_up,) = weights.layers[0].qkv, weights.layers[0].gate_up
+    fresh = {name: quantize(m.weight.detach(), quant) for name, m in projections(model).items()}
+    assert qkv.weight.codes.dtype == (weights.format.dtype if native else torch.float32)
+    for attribute in ("codes", "scale"):
+        rows = [getattr(fresh[name], attribute).float() for name in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(getattr(qkv.weight, attribute).float(), torch.cat(rows))
+        gate, up = (getattr(fresh[name], attribute).float() for name in ("gate_proj", "up_proj"))
+        alternating = torch.stack((gate, up), 1).flatten(0, 1)
+        assert torch.equal(getattr(gate_up.weight, attribute).float(), alternating)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_biases_lie_as_their_rows_do(quant):
+    model = tiny_llama(attention_bias=True, mlp_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    weights = load(model, quant)
+    gate, up = (projections(model)[name].bias for name in ("gate_proj", "up_proj"))
+    assert weights.layers[0].has_alternating_gate
+    assert torch.equal(weights.layers[0].gate_up[0].bias, torch.stack((gate, up), 1).flatten())
+    assert_holds(weights, model)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_tiles_are_stacked_where_none_spans_two_projections(native):
+    model = tiny_llama(**ALIGNED)
+    weights = load(model, "fp8-block", native_codes=native)
+    layer = weights.layers[1]
+    assert (len(layer.qkv), len(layer.gate_up)) == (1, 1)
+    assert not layer.has_alternating_gate
+    modules = projections(model, layer=1)
+    fresh = [
+        quantize(modules[n].weight.detach(), "fp8-block") for n in ("q_proj", "k_proj", "v_proj")
+    ]
+    assert torch.equal(layer.qkv[0].weight.scale, torch.cat([q.scale for q in fresh]))
+    assert torch.equal(
+        layer.qkv[0].weight.codes.float(), torch.cat([q.codes.float() for q in fresh])
+    )
+    assert_holds(weights, model)
+
+
+def test_tiles_that_would_span_two_projections_stay_apart():
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    weights = load(model, "fp8-block")
+    assert (len(weights.layers[0].qkv), len(weights.layers[0].gate_up)) == (1, 2)
+    assert_holds(weights, model)
+
+
+# --- syncs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_sync_takes_over_the_present_weights(quant, dtype):
+    model, other = tiny_llama(0), tiny_llama(1)
+    weights = load(model, quant, dtype)
+    assert_holds(weights, model)
+    change_(model)
+    weights.load_(model)
+    assert_holds(weights, model)
+    weights.load_(other)
+    assert_holds(weights, other)
+    up = other.model.layers[1].mlp.up_proj
+    up.weight = nn.Parameter(up.weight.detach() * 0.5)
+    weights.load_(other)
+    assert_holds(weights, other)
+
+
+def test_the_share_of_codes_that_changed():
+    model = tiny_llama()
+    weights = Weights(model, "int8", torch.float32, CPU)
+    assert weights.load_(model) == 0.0
+    assert weights.load_(model) == 0.0
+    with torch.no_grad():
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        weight[2] *= -1
+    changed = int((quantize(weight.detach(), "int8").codes[2] != 0).sum())
+    num_codes = sum(m.weight.numel() for n in (0, 1) for m in projections(model, n).values())
+    assert weights.load_(model) == changed / num_codes
+
+
+def test_what_somebody_else_put_there_is_replaced():
+    model = tiny_llama()
+    weights = load(model)
+    weights.lm_head = 2 * weights.lm_head
+    weights.layers[0].norms["input_layernorm"] = torch.zeros(32)
+    weights.load_(model)
+    assert_holds(weights, model)
+
+
+def test_addresses_change_with_a_parameter_that_is_made_anew():
+    model = tiny_llama(attention_bias=True)
+    weights = load(model)
+    before = weights.addresses()
+    # Codes, scale and bias of qkv and o; codes and scale of gate_up and down; two norms.
+    assert len(before) == 2 * (3 + 3 + 2 + 2 + 2) + 3
+    change_(model)
+    weights.load_(model)
+    assert weights.addresses() == before
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+    weights.load_(model)
+    after = weights.addresses()
+    assert [a != b for a, b in zip(before, after, strict=True)].count(True) == 1
+    assert model.model.norm.weight.data_ptr() in after
+
+
+def test_copies_in_another_precision_keep_their_addresses():
+    weights = load(tiny_llama(0), "int8", torch.bfloat16)
+    copies = weights.embedding.data_ptr(), weights.lm_head.data_ptr()
+    weights.load_(tiny_llama(1))
+    assert (weights.embedding.data_ptr(), weights.lm_head.data_ptr()) == copies
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8-block"])
+def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
+    """The kernel in Triton's interpreter, as it would be used on a GPU."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the other tests use the kernel")
+    from qurl.quant.kernels.requantize import requantize_
+
+    monkeypatch.setattr(module, "_find_kernel", lambda codings, device: requantize_)
+    model = tiny_llama()
+    weights = load(model, quant, native_codes=True)
+    assert_holds(weights, model)
+    change_(model)
+    monkeypatch.undo()
+    reference = load(tiny_llama(), quant, native_codes=True)
+    assert weights.load_(model) == reference.load_(model) > 0
+    assert_holds(weights, model)
+
+
+# --- the spot check ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("native", [False, True])
+def test_a_sound_copy_passes_at_every_version(quant, native):
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    weights = load(model, quant, native_codes=native)
+    for version in range(12):
+        weights.check(model, version)
+
+
+def damage_code(weights, part, row, column):
+    codes = part.weight.codes if isinstance(part.weight, Quantized) else part.weight
+    codes[row, column] = 3.0 if float(codes[row, column]) != 3 else 2.0
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("name", MODULES)
+def test_one_wrong_code_is_found_in_its_turn(quant, name):
+    model = tiny_llama()
+    weights = load(model, quant, native_codes=True)
+    source = projections(model, layer=1)[name]
+    part = next(p for p in weights._parts(model) if p.module is source)
+    damage_code(weights, part, row=5, column=7)
+    for version in range(source.out_features):
+        if 7919 * version % source.out_features != 5:
+            weights.check(model, version)
+            continue
+        with pytest.raises(EngineError, match=f"version {version} failed: a projection of layer 1"):
+            weights.check(model, version)
+
+
+def test_one_wrong_code_of_a_tile_is_found_in_its_turn():
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    weights = load(model, "fp8-block")
+    part = next(p for p in weights._parts(model) if p.module is model.model.layers[0].mlp.down_proj)
+    assert part.weight.scale.shape == (1, 2)
+    damage_code(weights, part, row=100, column=190)
+    weights.check(model, 0)
+    with pytest.raises(EngineError, match="layer 0"):
+        weights.check(model, 1)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8-block"])
+def test_a_scale_off_by_one_unit_is_found(quant):
+    model = tiny_llama()
+    weights = load(model, quant)
+    weights.layers[1].down.weight.scale.mul_(1 + 2**-22)
+    weights.layers[0].o.weight.scale.mul_(1 + 2**-22)
+    with pytest.raises(EngineError, match="version 9 failed: a projection of layer 0"):
+        weights.check(model, 9)
+
+
+def test_a_sync_that_did_not_happen_is_found():
+    model = tiny_llama()
+    weights = load(model)
+    up = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        up.weight *= 1.01
+    with pytest.raises(EngineError, match="layer 1"):
+        weights.check(model, 0)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16], ids=str)
+def test_a_recorded_sync(quant, master):
+    """Recorded at the first sync, replayed at the next, recorded anew for other parameters."""
+    model = tiny_llama(**ALIGNED, attention_bias=True).to("cuda", master)
+    other = copy.deepcopy(model)
+    weights = load(model, quant, torch.bfloat16)
+    reference = Weights(model, quant, torch.bfloat16, weights.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_find_kernel", lambda codings, device: None)
+        reference.load_(model)
+    graph = weights._plan.transfer._graph
+    assert graph is not None
+    for _ in range(2):
+        change_(model)
+        assert weights.load_(model) == reference.load_(model)
+        assert weights._plan.transfer._graph is graph
+        assert_holds(weights, model)
+        weights.check(model, 5)
+    change_(other, size=0.1)
+    weights.load_(other)
+    assert weights._plan.transfer._graph not in (None, graph)
+    assert_holds(weights, other)
+    change_(other)
+    weights.load_(other)
+    assert_holds(weights, other)
+    layer = other.model.layers[0]
+    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
+    weights.load_(other)
+    assert_holds(weights, other)
+    weights.check(other, 6)

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from qurl.bench.record import describe_machine
@@ -120,7 +119,7 @@ def candidates(problem: Problem) -> Iterator[Plan]:
         token_tiles = {128, 256}
     for tokens, channels, depth_bytes in itertools.product(token_tiles, (64, 128), (128, 256)):
         depth = depth_bytes // itemsize
-        tiles = triton.cdiv(M, tokens) * triton.cdiv(N, channels)
+        tiles = -(-M // tokens) * -(-N // channels)
         warps = 8 if tokens * channels > 64 * 128 else 4
         for num_programs in (1, 2, 3, 4, 5):
             stages = min(8, _SHARED_MEMORY // num_programs // ((tokens + channels) * depth_bytes))
@@ -237,22 +236,18 @@ def compile_all(plans: set[tuple[str, Plan]], processes: int) -> None:
 def _compile(item: tuple[str, Plan]) -> None:
     kind, plan = item
     device = torch.device("cuda")
+    x, weight = (_zeros(kind, rows, device) for rows in (plan.tokens, 256))
     for has_bias in (False, True) if plan.splits == 0 else (False,):
-        x, w = (
-            torch.zeros(n, 1024, device=device).to(
-                {"int8": torch.int8, "bf16": torch.bfloat16}.get(kind, torch.float8_e4m3fn)
-            )
-            for n in (plan.tokens, 256)
-        )
         bias = torch.zeros(256, device=device).bfloat16() if has_bias else None
-        operands = (x, w)
-        if kind in FORMATS:
-            ones = (torch.ones(len(t), 1, device=device) for t in operands)
-            operands = tuple(
-                Quantized(t, s, FORMATS[kind]) for t, s in zip(operands, ones, strict=True)
-            )
-        multiply(*operands, bias, torch.bfloat16, plan, pdl=Target.of(device).has_pdl)
+        multiply(x, weight, bias, torch.bfloat16, plan, pdl=Target.of(device).has_pdl)
     torch.cuda.synchronize()
+
+
+def _zeros(kind: str, rows: int, device: torch.device) -> Operand:
+    zeros, format = torch.zeros(rows, 1024, device=device), FORMATS.get(kind)
+    if format is None:
+        return zeros.bfloat16()
+    return Quantized(zeros.to(format.dtype), torch.ones(rows, 1, device=device), format)
 
 
 def _clone(operand: Operand) -> Operand:

@@ -31,6 +31,9 @@ from qurl.quant.formats import FORMATS
 SHORT = 64
 """New tokens of the run that is checked first."""
 
+WARM_UP = 8
+"""New tokens of each warm-up."""
+
 COLUMNS = (
     Column("engine", "engine"),
     Column("model", "model"),
@@ -70,8 +73,9 @@ class RolloutBench:
     """Measure this engine too: vllm (installed apart) or hf (transformers; slow, so shorten)."""
     repeats: int = 3
     """Measured runs; the median counts."""
-    warm_up: Literal["short", "full"] = "short"
-    """What comes before the measured runs; a full one also compiles what long contexts need."""
+    warm_up: Literal["lengths", "full"] = "lengths"
+    """What comes before the measured runs: a few steps at each length from which on engines use
+    another CUDA graph, or a whole run."""
     profile: bool = False
     """Add the GPU's busy time of a decode step, by kind of kernel."""
     bandwidth: float | Literal["table", "measured"] = "table"
@@ -208,8 +212,8 @@ def measure_rollout(
     bench, device = session.bench, session.device
     short = workload.shortened(SHORT)
     _, gap_short = _run(contender, setup, short, bench.seed, device, judge)
-    if bench.warm_up == "full":
-        _run(contender, setup, workload, bench.seed + 1, device)
+    for run in [workload] if bench.warm_up == "full" else warm_ups(workload):
+        _run(contender, setup, run, bench.seed + 1, device)
     runs = [
         _run(contender, setup, workload, bench.seed + 2 + i, device, judge if i == 0 else None)
         for i in range(bench.repeats)
@@ -226,6 +230,20 @@ def measure_rollout(
         logprob_gap=runs[0][1],
         logprob_gap_short=gap_short,
     )
+
+
+def warm_ups(workload: Workload) -> list[Workload]:
+    """Short runs that end where the workload does and where its contexts reach a power of two.
+
+    The longest comes first: it makes the engine allocate what the others then find.
+    """
+    first, last = workload.prompt_tokens, workload.prompt_tokens + workload.new_tokens
+    powers = (1 << n for n in range(last.bit_length()))
+    ends = [last, *(end for end in powers if first + WARM_UP <= end < last)]
+    steps = min(WARM_UP, workload.new_tokens)
+    return [
+        dataclasses.replace(workload, prompt_tokens=end - steps, new_tokens=steps) for end in ends
+    ]
 
 
 def _run(

@@ -71,7 +71,6 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool =
         arguments |= {"num_warps": 8, "maxnreg": 128}
         requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
     elif columns > LONGEST_IN_REGISTERS:
-        assert columns < 2**20  # changes are counted in bytes, one for every 4096 columns
         arguments |= {"CHUNK": 4096, "num_warps": 16}
         requantize_long_rows_kernel[(rows,)](**arguments)
     else:
@@ -123,7 +122,7 @@ def requantize_rows_kernel(
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([CHUNK], tl.uint8)
+    changes = tl.zeros([CHUNK], tl.int32)
     for index in tl.static_range(len(values)):
         column = index * CHUNK + columns
         later = column + _AHEAD * CHUNK
@@ -133,7 +132,7 @@ def requantize_rows_kernel(
         changes = _count_changes(changes, code, held[index])
         tl.store(codes + column, code, mask=column < K)
     tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes.to(tl.int32), axis=0))
+    tl.store(flips + row, tl.sum(changes, axis=0))
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def requantize_long_rows_kernel(
         value = tl.load(source + row * K + column, mask=column < K, other=0.0)
         magnitude = tl.maximum(magnitude, _magnitude(value))
     row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([CHUNK], tl.uint8)
+    changes = tl.zeros([CHUNK], tl.int32)
     for first in range(0, K, CHUNK):
         column = first + columns
         mask = column < K
@@ -170,7 +169,7 @@ def requantize_long_rows_kernel(
         changes = _count_changes(changes, code, held)
         tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
     tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes.to(tl.int32), axis=0))
+    tl.store(flips + row, tl.sum(changes, axis=0))
 
 
 @triton.jit
@@ -205,7 +204,7 @@ def requantize_tiles_kernel(
     for index in tl.static_range(1, len(values)):
         magnitude = tl.maximum(magnitude, _magnitude(values[index]))
     tile_scale = _scale(tl.max(magnitude), source.dtype.element_ty, LARGEST)
-    changes = tl.zeros([ROWS, BLOCK], tl.uint8)
+    changes = tl.zeros([ROWS, BLOCK], tl.int32)
     for index in tl.static_range(len(values)):
         row = rows + index * ROWS
         if index + _AHEAD < len(values):
@@ -217,7 +216,7 @@ def requantize_tiles_kernel(
         mask = (row < num_rows) & (column < K)
         tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
     tl.store(scale + tile_row * scale_stride + tile_column, tile_scale)
-    tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes.to(tl.int32)))
+    tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes))
 
 
 @triton.jit
@@ -285,42 +284,21 @@ def _divide(x, scale):
     return quotient
 
 
-# In these two, words of four bytes are worked on by hand. Left to itself, ptxas 12.8 forgets that
-# something else than a store may want the pairs of FP8 that it converts: it crashes, or compares
-# garbage.
-
-
 @triton.jit
 def _float8(value):
     """The byte of the E4M3 number next to |value| <= 448, half to even.
 
-    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9.
+    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9. By
+    hand, because ptxas 12.8 forgets that something else than a store may want the pairs of FP8 that
+    its own conversion gives: it crashes, or compares garbage. (The interpreter's loses carries.)
     """
-    if _INTERPRETED:  # its own conversion loses carries
-        bits = _magnitude(value)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-        steps = bits.to(tl.float32, bitcast=True) * 512.0 + _ROUND_TO_INTEGER
-        small = steps.to(tl.int32, bitcast=True) & 0xFF
-        code = tl.where(bits.to(tl.float32, bitcast=True) < 2.0**-6, small, normal)
-        code = tl.where(value == value, code, 0x7F)
-        byte = (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    else:
-        byte = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f",
-            [value],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return byte
+    bits = _magnitude(value)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    steps = bits.to(tl.float32, bitcast=True) * 512.0 + _ROUND_TO_INTEGER
+    small = steps.to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(bits.to(tl.float32, bitcast=True) < 2.0**-6, small, normal)
+    code = tl.where(value == value, code, 0x7F)
+    return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -329,31 +307,4 @@ def _count_changes(changes, code, held):
 
     Bytes without their sign that are both 0 are the zeros of FP8; no integer code is -128.
     """
-    if _INTERPRETED:
-        changes += ((code != held) & (((code | held) & 0x7F) != 0)).to(tl.uint8)
-    else:
-        # x + 0x7F has the highest bit where x, of 7 bits, is not 0, and carries nothing on.
-        changes = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 differs, numbers, high;
-                xor.b32 differs, $2, $3;
-                and.b32 high, differs, 0x7F7F7F7F;
-                add.u32 high, high, 0x7F7F7F7F;
-                or.b32 differs, differs, high;
-                or.b32 numbers, $2, $3;
-                and.b32 numbers, numbers, 0x7F7F7F7F;
-                add.u32 numbers, numbers, 0x7F7F7F7F;
-                and.b32 differs, differs, numbers;
-                shr.u32 differs, differs, 7;
-                and.b32 differs, differs, 0x01010101;
-                add.u32 $0, $1, differs;
-            }
-            """,
-            "=r,r,r,r",
-            [changes, code, held],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return changes
+    return changes + ((code != held) & (((code | held) & 0x7F) != 0)).to(tl.int32)

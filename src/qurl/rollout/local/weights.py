@@ -15,10 +15,10 @@ it reads: as long as the trainer's parameters stay where they are, it is replaye
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,12 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import EngineError, ModelError
-from qurl.quant import Format, Quantized, get_format, linear, quantize
+from qurl.quant import Format, Quantized, get_format, quantize
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_NUM_STREAMS = 4
+"""Weights that a sync codes at the same time."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
 
@@ -73,11 +75,6 @@ class Projection:
             )
         has_bias = any(m.bias is not None for m in modules)
         self.bias = torch.zeros(rows, dtype=dtype, device=device) if has_bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Quantized):
-            return linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
 
     @property
     def num_codes(self) -> int:
@@ -192,6 +189,9 @@ class Transfer:
         is_local = all(source.device == device for _, source in copies)
         is_fast = not codings or self._kernel is not None
         self._can_record = device.type == "cuda" and is_local and is_fast
+        self._streams = [
+            torch.cuda.Stream(device) for _ in range(_NUM_STREAMS * bool(self._kernel))
+        ]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> int:
@@ -208,15 +208,26 @@ class Transfer:
 
     def _write(self) -> None:
         if self._kernel:
-            for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
-                self._kernel(source, target, flips.view_as(target.scale))
-            torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
+            self._launch(self._kernel)
         else:
             self._num_flips.zero_()
             for source, target in self._codings:
                 self._num_flips += _requantize_(source, target)
-        for target, source in self._copies:
-            target.copy_(source)
+        if self._copies:
+            targets, sources = zip(*self._copies, strict=True)
+            torch._foreach_copy_(targets, sources)
+
+    def _launch(self, kernel: Callable[[Tensor, Quantized, Tensor], None]) -> None:
+        """Several streams at once: most weights are too small to fill a GPU by themselves."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        turns = itertools.cycle(self._streams or [None])
+        for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
+            with torch.cuda.stream(next(turns)):
+                kernel(source, target, flips.view_as(target.scale))
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
 
 
 @dataclass(frozen=True)
@@ -413,13 +424,13 @@ def _find_kernel(
         return None
     from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
 
-    target, format = Target.of(device), codings[0][1].format
+    has_fp8, format = Target.of(device).has_fp8, codings[0][1].format
     has_sources = all(
         s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s, _ in codings
     )
-    if not has_sources or not (format.is_integer or target.has_fp8):
+    if not has_sources or not (format.is_integer or has_fp8):
         return None
-    return partial(requantize_, pdl=target.has_pdl)
+    return requantize_
 
 
 def _requantize_(source: Tensor, target: Quantized) -> Tensor:

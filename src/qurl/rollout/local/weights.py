@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -221,9 +222,9 @@ class Transfer:
         """Several streams at once: most weights are too small to fill a GPU by themselves."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        turns = itertools.cycle(self._streams or [None])
+        turns = itertools.cycle(self._streams)
         for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
-            with torch.cuda.stream(next(turns)):
+            with torch.cuda.stream(next(turns)) if self._streams else nullcontext():
                 kernel(source, target, flips.view_as(target.scale))
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -190,9 +190,8 @@ class Transfer:
         is_local = all(source.device == device for _, source in copies)
         is_fast = not codings or self._kernel is not None
         self._can_record = device.type == "cuda" and is_local and is_fast
-        self._streams = [
-            torch.cuda.Stream(device) for _ in range(_NUM_STREAMS * bool(self._kernel))
-        ]
+        num_streams = _NUM_STREAMS if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> int:

@@ -22,9 +22,10 @@ NUM_CHECKED = 4
 """Completions whose log-probs are computed again, spread over the batch."""
 NUM_PARTS = 4
 """Parts of the completions that must be right each: errors may begin at some length."""
-RELATIVE_BOUND = 0.6
-"""Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.25 on
-random weights, log-probs of other tokens about 1.3; W4A4 gives up to 1.2, so it is not asked."""
+RELATIVE_BOUND = 0.9
+"""Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.67 on
+random weights (FP8, 7B), log-probs of other tokens about 1.3; W4A4 gives up to 1.2, so it is not
+asked."""
 LOGITS_CHUNK = 1024
 
 

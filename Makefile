@@ -13,7 +13,7 @@ TORCH    ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint docs bench
+.PHONY: help install demo test lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,3 +49,6 @@ docs: install  ## write docs/recipe.md from the recipe's own docstrings
 
 bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python benchmarks/toy_objectives.py
+
+tables: install  ## write what `qurl bench` measured into README.md and docs/engine.md
+	$(BIN)/python benchmarks/tables.py

@@ -74,7 +74,8 @@ def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
     assert message == (
-        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export\n"
+        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export, "
+        "bench\n"
     )
 
 

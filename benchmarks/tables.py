@@ -1,0 +1,457 @@
+"""Writes what was measured on GPUs into the pages: docs/engine.md and, in short, README.md.
+
+    python benchmarks/tables.py            (or: make tables)
+
+Read are rollout.json, sync.json and attention.json of benchmarks/results, of each key the newest
+entry. What was not measured says so. Written is what stands between the pages' marker comments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qurl.bench.limits import SPEEDS, Storage, rollout_limit
+from qurl.bench.shapes import get_shape
+from qurl.bench.workload import get_workload
+from qurl.rollout.local.kernels.attention import choose_tiling
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- written by benchmarks/tables.py: begin -->", "<!-- end -->"
+MISSING = "not measured"
+
+FORMATS = {
+    ("none", "none"): "BF16",
+    ("int8", "none"): "INT8",
+    ("fp8", "none"): "FP8",
+    ("int8", "fp8"): "INT8 + FP8 KV",
+    ("fp8", "fp8"): "FP8 + FP8 KV",
+}
+"""By quant and kv."""
+BF16 = ("none", "none")
+EIGHT_BITS = (("int8", "none"), ("fp8", "none"))
+EIGHT_BITS_KV = (("int8", "fp8"), ("fp8", "fp8"))
+WORKLOADS = (("1.5B", "A"), ("1.5B", "B"), ("1.5B", "C"), ("7B", "A"), ("7B", "B"), ("7B", "Cp"))
+MODELS = ("1.5B", "7B")
+SHORT, LONG = ("A", "B"), ("C", "Cp")
+CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+Key = tuple[str, str, str, str]
+"""Model, workload, quant, kv."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is shown of one rollout."""
+
+    tokens_per_s: float
+    limit_share: float
+    logprob_gap: float | None = None
+    busy_ms: float | None = None
+    """GPU time of one decode step, where it was profiled."""
+
+
+def anchor(model: str, workload: str, quant: str, kv: str, thousands: float) -> Figures:
+    """vLLM's figures; its limit is ours, because it follows from the bytes alone."""
+    work = get_workload(workload)
+    storage = Storage.of(quant, kv, "cuda")
+    seconds = rollout_limit(get_shape(model), storage, SPEEDS["NVIDIA H200"], work)
+    tokens_per_s = 1e3 * thousands
+    share = tokens_per_s * seconds / work.num_new_tokens
+    busy_ms = VLLM_BUSY_MS.get((model, workload, quant, kv))
+    return Figures(tokens_per_s, share, busy_ms=busy_ms)
+
+
+# Measured by us with vLLM 0.25.1 on an H200, torch 2.11: best of 1 to 4 runs of the same workloads,
+# V1 engine in process, FlashAttention 3, full CUDA graphs, random weights, lm_head in BF16; FP8
+# with one scale per weight matrix and one per token.
+VLLM_THOUSANDS: Mapping[Key, float] = {
+    ("1.5B", "A", "none", "none"): 33.4,
+    ("1.5B", "A", "fp8", "none"): 34.4,
+    ("1.5B", "A", "int8", "none"): 34.2,
+    ("1.5B", "A", "fp8", "fp8"): 30.6,
+    ("1.5B", "B", "none", "none"): 18.0,
+    ("1.5B", "B", "fp8", "none"): 20.4,
+    ("1.5B", "B", "int8", "none"): 18.5,
+    ("1.5B", "B", "fp8", "fp8"): 19.0,
+    ("1.5B", "C", "none", "none"): 13.4,
+    ("1.5B", "C", "fp8", "none"): 14.0,
+    ("1.5B", "C", "int8", "none"): 13.2,
+    ("1.5B", "C", "fp8", "fp8"): 14.4,
+    ("7B", "A", "none", "none"): 22.3,
+    ("7B", "A", "fp8", "none"): 25.1,
+    ("7B", "A", "int8", "none"): 26.3,
+    ("7B", "A", "fp8", "fp8"): 23.8,
+    ("7B", "B", "none", "none"): 10.9,
+    ("7B", "B", "fp8", "none"): 12.0,
+    ("7B", "B", "fp8", "fp8"): 13.5,
+    ("7B", "Cp", "none", "none"): 9.1,
+    ("7B", "Cp", "fp8", "none"): 10.9,
+    ("7B", "Cp", "fp8", "fp8"): 11.4,
+}
+VLLM_BUSY_MS: Mapping[Key, float] = {
+    ("1.5B", "A", "none", "none"): 4.01,
+    ("1.5B", "A", "fp8", "none"): 4.42,
+    ("1.5B", "A", "int8", "none"): 4.46,
+    ("1.5B", "B", "none", "none"): 2.41,
+    ("1.5B", "B", "fp8", "none"): 2.36,
+    ("1.5B", "B", "int8", "none"): 2.44,
+    ("7B", "A", "none", "none"): 9.20,
+    ("7B", "A", "fp8", "none"): 8.06,
+    ("7B", "B", "none", "none"): 5.40,
+    ("7B", "B", "fp8", "none"): 4.25,
+}
+VLLM = {key: anchor(*key, thousands) for key, thousands in VLLM_THOUSANDS.items()}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that the tables show."""
+
+    rollouts: Mapping[Key, Figures]
+    syncs: Mapping[tuple[str, str], Mapping[str, Any]]
+    """Figures of INT8 syncs, by model and master."""
+    attention: Mapping[str, Any]
+    origins: Sequence[str]
+    """Hardware, software and date of the rollouts and syncs."""
+    repeats: Sequence[int]
+    """Measured runs of a rollout."""
+
+    @staticmethod
+    def read(folder: Path = RESULTS) -> Measured:
+        rollouts = [e for e in newest(folder / "rollout.json") if is_ours(e["settings"])]
+        syncs = [e for e in newest(folder / "sync.json") if e["settings"]["quant"] == "int8"]
+        return Measured(
+            {key_of(e["settings"]): figures_of(e) for e in rollouts},
+            {(e["settings"]["model"], e["settings"]["master"]): e["figures"] for e in syncs},
+            json.loads((folder / "attention.json").read_text()),
+            sorted({origin_of(e) for e in rollouts + syncs}),
+            sorted({e["settings"]["repeats"] for e in rollouts}),
+        )
+
+    def factor(self, key: Key) -> float | None:
+        """Over our own BF16."""
+        base = self.rollouts.get((*key[:2], *BF16))
+        return ratio(self.rollouts.get(key), base)
+
+
+def newest(path: Path) -> list[Mapping[str, Any]]:
+    return [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
+
+
+def is_ours(settings: Mapping[str, Any]) -> bool:
+    return settings["engine"] == "local" and (settings["model"], settings["workload"]) in WORKLOADS
+
+
+def key_of(settings: Mapping[str, Any]) -> Key:
+    return settings["model"], settings["workload"], settings["quant"], settings["kv"]
+
+
+def figures_of(entry: Mapping[str, Any]) -> Figures:
+    figures, profile = entry["figures"], entry.get("profile")
+    return Figures(
+        figures["tokens_per_s"],
+        figures["limit_share"],
+        figures["logprob_gap"],
+        profile["busy_ms"] if profile else None,
+    )
+
+
+def origin_of(entry: Mapping[str, Any]) -> str:
+    machine = entry["machine"]
+    software = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "triton"))
+    return f"{machine['device']}, CUDA {machine['cuda']}, {software}, {entry['date'][:10]}"
+
+
+def ratio(figures: Figures | None, base: Figures | None) -> float | None:
+    if figures is None or base is None:
+        return None
+    return figures.tokens_per_s / base.tokens_per_s
+
+
+# Cells and tables
+
+
+def show(value: float | None, form: str, missing: str = MISSING) -> str:
+    """A number; shares get their sign in the way of the pages ("62 %")."""
+    if value is None:
+        return missing
+    return f"{100 * value:.0f} %" if form == "%" else format(value, form)
+
+
+def thousands(figures: Figures | None, missing: str = MISSING) -> str:
+    return show(figures and figures.tokens_per_s / 1e3, ".1f", missing)
+
+
+def name_of(workload: str) -> str:
+    return "C'" if workload == "Cp" else workload
+
+
+def describe(workload: str) -> str:
+    work = get_workload(workload)
+    return f"{name_of(workload)} ({work.num_sequences} x {work.prompt_tokens} + {work.new_tokens})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def rollout_table(measured: Measured) -> str:
+    head = ["model, workload", "format", "thousand tokens/s", "of the limit", "over our BF16"]
+    head += ["GPU ms per step", "mean log-prob gap", "vLLM: thousand tokens/s"]
+    head += ["vLLM: of the limit", "vLLM: GPU ms per step", "over vLLM"]
+    keys = [(*place, *format) for place in WORKLOADS for format in FORMATS]
+    return table(head, [rollout_row(measured, key) for key in keys])
+
+
+def rollout_row(measured: Measured, key: Key) -> list[str]:
+    model, workload, *format = key
+    ours, vllm = measured.rollouts.get(key), VLLM.get(key)
+    return [
+        f"{model}, {describe(workload)}",
+        FORMATS[format[0], format[1]],
+        thousands(ours),
+        show(ours and ours.limit_share, "%", ""),
+        show(measured.factor(key), ".2f", ""),
+        show(ours and ours.busy_ms, ".2f", ""),
+        show(ours and ours.logprob_gap, ".3f", ""),
+        thousands(vllm),
+        show(vllm and vllm.limit_share, "%", ""),
+        show(vllm and vllm.busy_ms, ".2f", ""),
+        show(ratio(ours, vllm), ".2f", ""),
+    ]
+
+
+def sync_table(measured: Measured) -> str:
+    head = ["model", "trainer's weights", "load, ms", "limit, ms", "of the limit", "verify, ms"]
+    rows = []
+    for model in MODELS:
+        for master in ("bf16", "fp32"):
+            figures = measured.syncs.get((model, master), {})
+            forms = {"load_ms": ".1f", "limit_ms": ".1f", "limit_share": "%", "verify_ms": ".0f"}
+            cells = [show(figures.get(name), form) for name, form in forms.items()]
+            rows.append([model, master.upper(), *cells])
+    return table(head, rows)
+
+
+def attention_table(measured: Measured) -> str:
+    head = ["heads (model)", "sequences x keys", "BF16, TB/s", "FP8, TB/s", "BF16, us", "FP8, us"]
+    chosen = [r for r in measured.attention["rows"] if is_chosen(r)]
+    sizes = dict.fromkeys((r["heads"], r["kv_heads"], r["batch"], r["context"]) for r in chosen)
+    rows = []
+    for size in sizes:
+        heads, kv_heads, batch, context = size
+        found = {
+            r["cache"]: r
+            for r in chosen
+            if (r["heads"], r["kv_heads"], r["batch"], r["context"]) == size
+        }
+        by_cache = [found.get(cache, {}) for cache in CACHES]
+        speeds = [show(r.get("gb_s") and r["gb_s"] / 1e3, ".2f") for r in by_cache]
+        times = [show(r.get("us"), ".0f") for r in by_cache]
+        model = next(m for m in MODELS if get_shape(m).heads == heads)
+        rows.append([f"{heads} / {kv_heads} ({model})", f"{batch} x {context}", *speeds, *times])
+    return table(head, rows)
+
+
+def is_chosen(row: Mapping[str, Any]) -> bool:
+    """Whether it was measured with the tiling that the engine takes."""
+    return vars(choose_tiling(row["head_dim"], CACHES[row["cache"]])) == row["tiling"]
+
+
+# Goals
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What each of some rollouts ought to reach."""
+
+    title: str
+    form: str
+    value: Callable[[Measured, Key], float | None]
+    formats: Sequence[tuple[str, str]]
+    workloads: Sequence[str]
+    bounds: Mapping[str, float]
+    """By model."""
+    is_ceiling: bool = False
+
+    def cell(self, measured: Measured, model: str) -> str:
+        bound = self.bounds[model]
+        keys = [
+            (m, w, *format)
+            for m, w in WORKLOADS
+            for format in self.formats
+            if m == model and w in self.workloads
+        ]
+        names = {key: f"{FORMATS[key[2], key[3]]} {name_of(key[1])}" for key in keys}
+        reached = {names[key]: self.value(measured, key) for key in keys}
+        return goal_cell(bound, reached, self.form, is_ceiling=self.is_ceiling)
+
+
+def goal_cell(
+    bound: float, reached: Mapping[str, float | None], form: str, *, is_ceiling: bool
+) -> str:
+    """The bound and what was reached; what misses it is bold, what is unknown left to the end."""
+    shown = []
+    for name, value in reached.items():
+        if value is not None:
+            is_missed = value > bound if is_ceiling else value < bound
+            text = f"{name} {show(value, form)}"
+            shown.append(f"**{text}**" if is_missed else text)
+    unknown = [name for name, value in reached.items() if value is None]
+    if unknown:
+        shown.append(f"{MISSING}: {', '.join(unknown)}")
+    return f"{'at most' if is_ceiling else 'at least'} {show(bound, form)}: {'; '.join(shown)}"
+
+
+def limit_share(measured: Measured, key: Key) -> float | None:
+    figures = measured.rollouts.get(key)
+    return figures and figures.limit_share
+
+
+def over_vllm(measured: Measured, key: Key) -> float | None:
+    return ratio(measured.rollouts.get(key), VLLM.get(key))
+
+
+def logprob_gap(measured: Measured, key: Key) -> float | None:
+    figures = measured.rollouts.get(key)
+    return figures and figures.logprob_gap
+
+
+def bounds(small: float, large: float) -> Mapping[str, float]:
+    return dict(zip(MODELS, (small, large), strict=True))
+
+
+FP8_KV = (("fp8", "fp8"),)
+GOALS = (
+    Goal("share of the limit, BF16", "%", limit_share, (BF16,), SHORT, bounds(0.55, 0.7)),
+    Goal("share, 8-bit weights", "%", limit_share, EIGHT_BITS, SHORT, bounds(0.55, 0.65)),
+    Goal("share, and FP8 KV", "%", limit_share, EIGHT_BITS_KV, SHORT, bounds(0.55, 0.65)),
+    Goal("share, and FP8 KV, long", "%", limit_share, EIGHT_BITS_KV, LONG, bounds(0.65, 0.65)),
+    Goal(
+        "over our BF16, 8-bit weights", ".2f", Measured.factor, EIGHT_BITS, SHORT, bounds(1.15, 1.3)
+    ),
+    Goal("over BF16, and FP8 KV", ".2f", Measured.factor, EIGHT_BITS_KV, SHORT, bounds(1.5, 1.6)),
+    Goal(
+        "over BF16, and FP8 KV, long", ".2f", Measured.factor, EIGHT_BITS_KV, LONG, bounds(1.7, 1.7)
+    ),
+    Goal("over vLLM, BF16", ".2f", over_vllm, (BF16,), SHORT, bounds(1.2, 1.0)),
+    Goal("over vLLM, INT8", ".2f", over_vllm, EIGHT_BITS[:1], SHORT, bounds(1.3, 1.1)),
+    Goal("over vLLM, FP8", ".2f", over_vllm, EIGHT_BITS[1:], SHORT, bounds(1.2, 1.0)),
+    Goal("over vLLM, FP8 and FP8 KV", ".2f", over_vllm, FP8_KV, SHORT, bounds(1.3, 1.3)),
+    Goal("over vLLM, FP8 and FP8 KV, long", ".2f", over_vllm, FP8_KV, LONG, bounds(1.2, 1.2)),
+    Goal(
+        "mean log-prob gap, BF16",
+        ".3f",
+        logprob_gap,
+        (BF16,),
+        SHORT,
+        bounds(0.01, 0.01),
+        is_ceiling=True,
+    ),
+)
+SYNC_MS = bounds(3.0, 15.0)
+"""Longest load of a sync."""
+
+
+def goal_table(measured: Measured) -> str:
+    rows = [[g.title, *(g.cell(measured, model) for model in MODELS)] for g in GOALS]
+    return table(["goal", *MODELS], [*rows, ["sync, load in ms", *sync_cells(measured)]])
+
+
+def sync_cells(measured: Measured) -> list[str]:
+    cells = []
+    for model in MODELS:
+        figures = {m: measured.syncs.get((model, m), {}) for m in ("bf16", "fp32")}
+        reached = {f"from {m.upper()}": f.get("load_ms") for m, f in figures.items()}
+        cells.append(goal_cell(SYNC_MS[model], reached, ".1f", is_ceiling=True))
+    return cells
+
+
+# Pages
+
+
+def render_results(measured: Measured) -> str:
+    """The section of docs/engine.md."""
+    origins = "; ".join(measured.origins)
+    runs = " or ".join(map(str, measured.repeats))
+    attention = measured.attention
+    return "\n\n".join(
+        [
+            f"**Rollouts.** {origins}. Medians of {runs} runs.",
+            rollout_table(measured),
+            "**Goals.** Bold figures miss theirs.",
+            goal_table(measured),
+            f"**Sync**, INT8. {origins}.",
+            sync_table(measured),
+            f"**Decode attention** with the engine's tiling, one layer, every sequence on pages of "
+            f"its own. {attention['device']}, torch {attention['versions']['torch']}, triton "
+            f"{attention['versions']['triton']}, {attention['date']}.",
+            attention_table(measured),
+        ]
+    )
+
+
+def render_speed(measured: Measured) -> str:
+    """The table of README.md: ours, and vLLM's in brackets; rows that were measured."""
+    places = [p for p in WORKLOADS if any(key[:2] == p for key in measured.rollouts)]
+    rows = [
+        [f"{model}, {describe(workload)}"]
+        + [speed_cell(measured, (model, workload, *format)) for format in FORMATS]
+        for model, workload in places
+    ]
+    return "\n\n".join(
+        [
+            f"{'; '.join(measured.origins)}:",
+            table(["model, workload (sequences x prompt + new)", *FORMATS.values()], rows),
+            f"Over our own BF16: {factor_list(measured, places)}.",
+        ]
+    )
+
+
+def factor_list(measured: Measured, places: Sequence[tuple[str, str]]) -> str:
+    """The gain of each format, workload by workload."""
+    gains = []
+    for format, name in FORMATS.items():
+        factors = {place: measured.factor((*place, *format)) for place in places}
+        shown = [f"{f:.2f} ({m} {name_of(w)})" for (m, w), f in factors.items() if f is not None]
+        if shown and format != BF16:
+            gains.append(f"{name} {', '.join(shown)}")
+    return "; ".join(gains)
+
+
+def speed_cell(measured: Measured, key: Key) -> str:
+    ours, vllm = measured.rollouts.get(key), VLLM.get(key)
+    return f"{thousands(ours)} ({thousands(vllm, '-')})"
+
+
+def replace_section(page: str, body: str) -> str:
+    """The page with `body` between its markers."""
+    assert page.count(BEGIN) == page.count(END) == 1, "a page has one section, between markers"
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
+
+
+PAGES: Mapping[str, Callable[[Measured], str]] = {
+    "docs/engine.md": render_results,
+    "README.md": render_speed,
+}
+
+
+def main() -> None:
+    measured = Measured.read()
+    for name, render in PAGES.items():
+        path = ROOT / name
+        page = path.read_text(encoding="utf-8")
+        path.write_text(replace_section(page, render(measured)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -214,7 +214,7 @@ def test_make_help_lists_the_commands():
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     listed = {line.split()[0] for line in printed.splitlines()}
-    assert listed >= {"install", "demo", "test", "lint", "docs", "bench", "tables"}
+    assert listed >= {"install", "demo", "test", "lint", "docs", "bench"}
 
 
 @each_page

@@ -27,6 +27,7 @@ Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(block=64, num_warps=4, num_stages=3)
 
 
-PREFIX_TILING = Tiling(chunk=256, block=64, num_warps=8, num_stages=2)
-"""For the queries of several sequences together. There are few such programs, so each is short."""
+PREFIX_TILING = Tiling(block=64, num_warps=8, num_stages=3)
+"""For the queries of several sequences together."""
 
 
 def chunks_for(num_tokens: int, chunk: int = CHUNK) -> int:
@@ -152,10 +153,7 @@ def attend_pages(
     batch, kv_heads = q.shape[0], kv.shape[3]
     assert positions.shape == (batch,)
     # Chunks of a prefix are kept behind those of the sequences themselves.
-    num_prefix_chunks = 0
-    if prefix is not None:
-        num_prefix_chunks = num_chunks * tiling.chunk // PREFIX_TILING.chunk
-    num_slots = num_chunks + num_prefix_chunks
+    num_slots = num_chunks if prefix is None else 2 * num_chunks
     parts = q.new_empty(batch, num_slots, *q.shape[1:], dtype=torch.float32)
     stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
     shared = {
@@ -164,19 +162,22 @@ def attend_pages(
         "num_chunks": num_chunks,
         "num_slots": num_slots,
         "WINDOW": window or 0,
+        "CHUNK": tiling.chunk,
         "ROWS": 1 if prefix is None else prefix.num_rows,
         "PDL": pdl,
         "launch_pdl": pdl,
     }
     sources = {**_sources(q, kv, table, kv_scale), "parts": parts, "stats": stats, **shared}
+    # Sequences before chunks: those of a group then read their common prompt at the same time.
     if prefix is not None:
-        grid = (kv_heads, batch // prefix.num_rows, num_prefix_chunks)
-        split_kernel[grid](**sources, **_shapes(q, kv, PREFIX_TILING, prefix))
-    # Sequences before chunks: those of a group then read what they share at the same time.
-    split_kernel[(kv_heads, batch, num_chunks)](**sources, **_shapes(q, kv, tiling, None))
+        shapes = _shapes(q, kv, dataclasses.replace(PREFIX_TILING, chunk=tiling.chunk), prefix)
+        grid = (kv_heads, batch // prefix.num_rows, num_chunks)
+        split_kernel[grid](**sources, **shapes)
+    shapes = _shapes(q, kv, tiling, None)
+    split_kernel[(kv_heads, batch, num_chunks)](**sources, **shapes)
     num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
     operand = _empty_operand(batch, q[0].numel(), format, q)
-    _combine(parts, stats, num_keys, operand, {**shared, "CHUNK": tiling.chunk})
+    _combine(parts, stats, num_keys, operand, shared)
     return operand
 
 
@@ -228,7 +229,6 @@ def _shapes(q: Tensor, kv: Tensor, tiling: Tiling, prefix: Prefix | None) -> dic
         "DIMS": max(next_power_of_2(width), 16),
         "OPERAND": DTYPES[operand],
         "PAGE_SIZE": page_size,
-        "CHUNK": tiling.chunk,
         "BLOCK": tiling.block,
         "STAGES": tiling.num_stages,
         "KEYS_FIRST": tiling.keys_first,
@@ -256,7 +256,6 @@ def _combine(
         "R": width // columns,
         "C": columns,
         "UNROLL": unroll,
-        "PREFIX_CHUNK": PREFIX_TILING.chunk,
         "num_warps": min(max(unroll * width // 2048, 4), 16),
         **EXACT,
     }
@@ -458,7 +457,6 @@ def combine_kernel(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
-    PREFIX_CHUNK: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -482,7 +480,7 @@ def combine_kernel(
     num_common = 0
     if prefix is not None:
         length = tl.load(prefix + sequence // ROWS)
-        num_common = tl.cdiv(length, PREFIX_CHUNK)
+        num_common = tl.cdiv(length, CHUNK)
         first = length // CHUNK
     num_parts = num_common + last + 1 - first
 

@@ -164,27 +164,19 @@ def rotate(kv_dtype: torch.dtype) -> Callable:
     return call
 
 
-def attend(
-    kv_dtype: torch.dtype, page_size: int, format: str | None, *, has_prefix: bool = False
-) -> Callable:
+def attend(kv_dtype: torch.dtype, page_size: int, format: str | None) -> Callable:
     def call(pdl: bool) -> Any:
         heads, kv_heads, head_dim = 28, 4, 128
         has_scale = kv_dtype == torch.float8_e4m3fn
-        table = numbers(64, 2048 // page_size, dtype=torch.int32)
-        positions = numbers(64, dtype=torch.int64)
-        prefix = None
-        if has_prefix:
-            prefix = attention.find_prefix(table, positions, page_size, 8, pdl=pdl)
         return attention.attend_pages(
             numbers(64, heads, head_dim),
             numbers(2, 8, page_size, kv_heads, head_dim, dtype=kv_dtype),
-            table,
-            positions,
+            numbers(64, 2048 // page_size, dtype=torch.int32),
+            numbers(64, dtype=torch.int64),
             None,
             floats(2, kv_heads) if has_scale else None,
             None if format is None else get_format(format),
             num_chunks=attention.chunks_for(2048),
-            prefix=prefix,
             pdl=pdl,
         )
 
@@ -291,17 +283,6 @@ LAUNCHES = (
         "attention over an fp8 cache",
         attend(FP8, 16, "fp8"),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
-    ),
-    Launch(
-        "attention over a common prefix",
-        attend(torch.bfloat16, 64, "int8", has_prefix=True),
-        {"prefix_kernel": ANY, "split_kernel": ANY, "combine_kernel": WIDE_LOADS},
-    ),
-    Launch(
-        "attention over a common prefix in fp8",
-        attend(FP8, 64, "fp8", has_prefix=True),
-        {"prefix_kernel": ANY, "split_kernel": ANY, "combine_kernel": WIDE_LOADS},
         targets=(HOPPER,),
     ),
     Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": ANY}),

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from qurl.quant.formats import FORMATS, Quantized, quantize_activation
 from qurl.quant.kernels.target import Target
-from qurl.rollout.local.kernels.attention import (
-    CHUNK,
-    Tiling,
-    attend_pages,
-    chunks_for,
-    find_prefix,
-)
+from qurl.rollout.local.kernels.attention import CHUNK, Tiling, attend_pages, chunks_for
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -330,65 +324,3 @@ def test_in_a_cuda_graph():
     problem.positions.sub_(100)
     graph.replay()
     assert torch.equal(out.codes, attend(problem, FORMATS["int8"]).codes)
-
-
-# Common prefixes
-
-
-def share_pages(problem: Problem, rows: range, num_pages: int) -> Problem:
-    """The rows' first pages are those of the first of them."""
-    problem.table[rows.start : rows.stop, :num_pages] = problem.table[rows.start, :num_pages]
-    return problem
-
-
-def find(problem: Problem, num_rows: int):
-    page_size = problem.kv.shape[2]
-    return find_prefix(problem.table, problem.positions, page_size, num_rows, pdl=PDL)
-
-
-@pytest.mark.parametrize("has_codes", [False, True])
-@pytest.mark.parametrize(("heads", "num_rows"), [((7, 1), 4), ((12, 2), 8), ((2, 2), 2)])
-def test_a_common_prefix_is_read_once_and_changes_nothing(heads, num_rows, has_codes):
-    """Of three blocks one shares 9 pages, one shares nothing, and one is not full."""
-    positions = [144 + 16 * i for i in range(2 * num_rows)] + [300]
-    problem = make(positions, heads, has_codes=has_codes)
-    share_pages(problem, range(num_rows), 9)
-    prefix = find(problem, num_rows)
-    assert prefix.lengths.tolist() == [144, 0, 0]
-    check(problem, prefix=prefix)
-
-
-def test_a_prefix_of_several_chunks():
-    """It ends within the second chunk, where each sequence goes on by itself."""
-    length = CHUNK + CHUNK // 2
-    positions = [length, length + 1, 2 * CHUNK - 1, 2 * CHUNK + 5]
-    problem = share_pages(make(positions), range(4), length // 16)
-    prefix = find(problem, 4)
-    assert prefix.lengths.tolist() == [length]
-    check(problem, prefix=prefix)
-    check(problem, prefix=prefix, num_chunks=7)
-
-
-def test_what_ends_a_prefix():
-    """Another page, or a sequence's end, whose last key is its own; few keys do not count."""
-    problem = share_pages(make([300, 300, 300, 300]), range(4), 18)
-    assert find(problem, 4).lengths.tolist() == [18 * 16]
-    problem.positions[2] = 200
-    assert find(problem, 4).lengths.tolist() == [200 // 16 * 16]
-    problem.table[3, 10] += 1
-    assert find(problem, 4).lengths.tolist() == [160]
-    assert find(problem, 2).lengths.tolist() == [288, 160]
-    problem.table[1, 7] += 1
-    assert find(problem, 4).lengths.tolist() == [0]
-
-
-def test_rows_that_nobody_uses_have_no_prefix():
-    problem = make([300, 300])
-    problem.table[:] = 0
-    problem.positions[:] = 0
-    assert find(problem, 2).lengths.tolist() == [0]
-
-
-def test_a_window_sees_no_prefix():
-    problem = share_pages(make([300, 310], window=40), range(2), 18)
-    check(problem, prefix=find(problem, 2))

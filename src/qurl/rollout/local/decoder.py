@@ -63,20 +63,19 @@ def decode(
     tokens: Tensor,
     positions: Tensor,
     table: Tensor,
-    group_size: int = 1,
 ) -> Tensor:
     """Logits [B, V] after one token [B] per sequence at positions [B], with pages table [B, P].
 
     Writes the tokens' keys and values. B must be a multiple of the operations' `row_multiple`; a
     padding row is position 0 of the scratch page.
     """
-    x, places = ops.begin(tokens, positions, table, cache.page_size, group_size)
+    x, places = ops.begin(tokens, positions, table, cache.page_size)
     delta = None
     for index, layer in enumerate(weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
         q, _, _ = ops.rotate_and_store(qkv, layer, rotations, places, cache.layer(index))
-        h = ops.attend_pages(q, cache.layer(index), table, places, layer.window)
+        h = ops.attend_pages(q, cache.layer(index), table, positions, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.head(ops.final_norm(x, delta), weights.lm_head)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Product, finish
-from qurl.rollout.local.kernels.attention import attend_pages, chunks_for, find_prefix
+from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
 from qurl.rollout.local.kernels.rope import rotate_and_store
 from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, quantize_with, swiglu
 from qurl.rollout.local.kernels.sampling import sample_rows
@@ -31,7 +30,6 @@ from qurl.rollout.local.reference import attend_prompts
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
 
-_MOST_ROWS_TOGETHER = 8
 _HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
@@ -50,15 +48,11 @@ class FusedOps:
         self.plans = Plans(self.target, deterministic=deterministic)
 
     def begin(
-        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int, group_size: int
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
         embedding = self.weights.embedding
         x, slots = begin_step(embedding, tokens, positions, table, page_size, pdl=self.pdl)
-        num_rows = self._rows_together(group_size)
-        if num_rows == 1 or num_rows > tokens.shape[0]:
-            return x, Places(positions, slots)
-        prefix = find_prefix(table, positions, page_size, num_rows, pdl=self.pdl)
-        return x, Places(positions, slots, prefix)
+        return x, Places(positions, slots)
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         eps = self.arch.norm_eps
@@ -114,19 +108,18 @@ class FusedOps:
         return out if self.format is None else quantize_rows(out, self.format, pdl=self.pdl)
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, places: Places, window: int | None
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
     ) -> Operand:
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
         return attend_pages(
             q,
             cache.data,
             table,
-            places.positions,
+            positions,
             window,
             cache.scale,
             self.format,
             num_chunks=num_chunks,
-            prefix=places.prefix,
             pdl=self.pdl,
         )
 
@@ -153,13 +146,6 @@ class FusedOps:
         if params.has_filter:
             return sample(logits.float(), uniform(keys, counters), params)
         return sample_rows(logits, params.temperature, keys, counters, pdl=self.pdl)
-
-    def _rows_together(self, group_size: int) -> int:
-        """Sequences whose queries read a common prefix together: 8, 4, 2, or each alone.
-
-        In deterministic mode alone: whether its neighbours are of its group must not show.
-        """
-        return 1 if self.deterministic else math.gcd(group_size, _MOST_ROWS_TOGETHER)
 
     def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
         """silu(gate) * up, where possible in the epilogue of the product."""

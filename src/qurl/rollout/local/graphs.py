@@ -159,8 +159,7 @@ class Stepper:
         self.rows = Rows(0, 0, device)
         self._actor: Actor | None = None
         self._params = RowParams.stack([SamplingParams()], device)
-        self._group_size = 1
-        self._graphs: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[object, ...] = ()
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device) if use_graphs else None
@@ -235,14 +234,7 @@ class Stepper:
         token, position, counter, key, active = numbers
         table = self.rows.table[:rows, :columns]
         logits = decode(
-            actor.weights,
-            actor.ops,
-            actor.rotations,
-            actor.cache,
-            token,
-            position,
-            table,
-            self._group_size,
+            actor.weights, actor.ops, actor.rotations, actor.cache, token, position, table
         )
         drawn, logprobs = actor.ops.sample(logits, key, counter, self._params)
         output[0, :rows] = drawn
@@ -251,7 +243,7 @@ class Stepper:
         numbers[POSITION : COUNTER + 1].add_(active)
 
     def _graph(self, rows: int, columns: int) -> torch.cuda.CUDAGraph:
-        key = (rows, columns, self._group_size, self._params.has_filter)
+        key = (rows, columns, self._params.has_filter)
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(rows, columns)
@@ -288,7 +280,6 @@ class Stepper:
 
     def _set_params(self, params: SamplingParams) -> None:
         """In place: graphs hold the addresses."""
-        self._group_size = params.group_size
         fresh = RowParams.stack([params], self.device)
         for name in ("temperature", "top_p", "top_k"):
             getattr(self._params, name).copy_(getattr(fresh, name))

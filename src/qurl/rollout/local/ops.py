@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class Places:
 
     positions: Tensor  # [N] int64
     slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
-    prefix: Any = None
-    """Which sequences have pages in common, where the operations make use of it."""
 
 
 class Ops(Protocol):
@@ -64,12 +62,9 @@ class Ops(Protocol):
     """Packed tokens come in multiples of this."""
 
     def begin(
-        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int, group_size: int
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
-        """Embeddings [B, hidden] of one token per sequence in FP32, and where they stand.
-
-        Up to `group_size` consecutive sequences may have the pages of their prompt in common.
-        """
+        """Embeddings [B, hidden] of one token per sequence in FP32, and where they stand."""
         ...
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
@@ -102,7 +97,7 @@ class Ops(Protocol):
         ...
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, places: Places, window: int | None
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
     ) -> Operand:
         """One query per sequence over its pages table [B, P], up to and with its position."""
         ...

@@ -37,7 +37,7 @@ class ReferenceOps:
         self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
 
     def begin(
-        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int, group_size: int
+        self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
         last_page = table.gather(1, (positions // page_size)[:, None]).squeeze(1)
         slots = last_page * page_size + positions % page_size
@@ -79,9 +79,9 @@ class ReferenceOps:
         return self._operand(attend_prompts(q, k, v, lengths, window))
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, places: Places, window: int | None
+        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
     ) -> Operand:
-        return self._operand(attend_pages(q, cache, table, places.positions, window))
+        return self._operand(attend_pages(q, cache, table, positions, window))
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
         h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])

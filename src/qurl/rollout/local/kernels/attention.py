@@ -10,12 +10,6 @@ each head the largest score, the sum of weights and the weighted sum of values; 
 merges the chunks of a sequence in ascending order and quantizes the row. How keys are cut depends
 neither on the batch nor on its longest sequence, and so neither do the bits of a row.
 
-Sequences of one group have their prompt's pages in common. Where rows that lie side by side do, the
-common keys are read once for all of them: `find_prefix` says how many there are, `split_kernel`
-with IS_PREFIX attends to them with the queries of all rows of the block at once, and the chunks of
-a single sequence begin behind them. The matrix unit then multiplies in other shapes, which shows in
-the last bits; without `prefix` it does not happen.
-
 An FP8 cache is read as pairs of codes, 16 bits each: a pair is what `ldmatrix` moves and transposes
 in one piece. In registers both codes turn into FP16, exactly, so that products and sums are those
 of 16-bit attention: even dimensions meet the first codes of the pairs, odd ones the second. FP16
@@ -27,7 +21,6 @@ Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +44,6 @@ from qurl.rollout.local.kernels.product import (
 
 CHUNK = 512
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-_SHORTEST_PREFIX = 128  # keys; a shorter one is not worth a program
 _COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 64 KiB in flight
 
 
@@ -78,54 +70,9 @@ def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(block=64, num_warps=4, num_stages=3)
 
 
-PREFIX_TILING = Tiling(block=64, num_warps=8, num_stages=3)
-"""For the queries of several sequences together."""
-
-
 def chunks_for(num_tokens: int, chunk: int = CHUNK) -> int:
     """Chunks that hold so many keys."""
     return max(-(-num_tokens // chunk), 1)
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """How many keys consecutive sequences have in common, block by block."""
-
-    lengths: Tensor  # [ceil(B / num_rows)] int32
-    num_rows: int
-    """Sequences of a block."""
-
-
-def find_prefix(
-    table: Tensor, positions: Tensor, page_size: int, num_rows: int, *, pdl: bool
-) -> Prefix:
-    """The common leading pages of every `num_rows` consecutive sequences, in keys.
-
-    0 where there are few, and for a last block that is not full.
-    """
-    batch, num_pages = table.shape
-    assert table.dtype == torch.int32
-    assert table.stride(1) == 1
-    assert num_rows & (num_rows - 1) == 0
-    num_blocks = -(-batch // num_rows)
-    lengths = torch.empty(num_blocks, dtype=torch.int32, device=table.device)
-    args: dict[str, Any] = {
-        "table": table,
-        "positions": positions,
-        "lengths": lengths,
-        "table_stride": table.stride(0),
-        "num_pages": num_pages,
-        "batch": batch,
-        "ROWS": num_rows,
-        "PAGES": 64,
-        "PAGE_SIZE": page_size,
-        "SHORTEST": _SHORTEST_PREFIX,
-        "PDL": pdl,
-        "num_warps": 4,
-        "launch_pdl": pdl,
-    }
-    prefix_kernel[(num_blocks,)](**args)
-    return Prefix(lengths, num_rows)
 
 
 def attend_pages(
@@ -138,7 +85,6 @@ def attend_pages(
     format: Format | None,
     *,
     num_chunks: int,
-    prefix: Prefix | None = None,
     pdl: bool,
     tiling: Tiling | None = None,
 ) -> Operand:
@@ -149,35 +95,25 @@ def attend_pages(
     sequence needs; a row for which it or the table is too short is NaN.
     """
     tiling = tiling or choose_tiling(q.shape[2], kv.dtype)
-    prefix = None if window else prefix
+    parts = q.new_empty(q.shape[0], num_chunks, *q.shape[1:], dtype=torch.float32)
+    stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
+    cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, "PDL": pdl, "launch_pdl": pdl}
+    args = {
+        **_sources(q, kv, table, kv_scale),
+        **_shapes(q, kv, tiling),
+        **cut,
+        "positions": positions,
+        "parts": parts,
+        "stats": stats,
+        "num_chunks": num_chunks,
+    }
     batch, kv_heads = q.shape[0], kv.shape[3]
     assert positions.shape == (batch,)
-    # Chunks of a prefix are kept behind those of the sequences themselves.
-    num_slots = num_chunks if prefix is None else 2 * num_chunks
-    parts = q.new_empty(batch, num_slots, *q.shape[1:], dtype=torch.float32)
-    stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
-    shared = {
-        "positions": positions,
-        "prefix": None if prefix is None else prefix.lengths,
-        "num_chunks": num_chunks,
-        "num_slots": num_slots,
-        "WINDOW": window or 0,
-        "CHUNK": tiling.chunk,
-        "ROWS": 1 if prefix is None else prefix.num_rows,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
-    sources = {**_sources(q, kv, table, kv_scale), "parts": parts, "stats": stats, **shared}
     # Sequences before chunks: those of a group then read their common prompt at the same time.
-    if prefix is not None:
-        shapes = _shapes(q, kv, dataclasses.replace(PREFIX_TILING, chunk=tiling.chunk), prefix)
-        grid = (kv_heads, batch // prefix.num_rows, num_chunks)
-        split_kernel[grid](**sources, **shapes)
-    shapes = _shapes(q, kv, tiling, None)
-    split_kernel[(kv_heads, batch, num_chunks)](**sources, **shapes)
+    split_kernel[(kv_heads, batch, num_chunks)](**args)
     num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
     operand = _empty_operand(batch, q[0].numel(), format, q)
-    _combine(parts, stats, num_keys, operand, shared)
+    _combine(parts, stats, positions, num_keys, operand, cut)
     return operand
 
 
@@ -206,8 +142,8 @@ def _sources(q: Tensor, kv: Tensor, table: Tensor, kv_scale: Tensor | None) -> d
     }
 
 
-def _shapes(q: Tensor, kv: Tensor, tiling: Tiling, prefix: Prefix | None) -> dict[str, Any]:
-    """The constants of `split_kernel`; with a prefix, the queries are those of its rows."""
+def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
+    """The constants of `split_kernel`."""
     _, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = kv.shape
     assert kv.shape[4] == head_dim
@@ -216,7 +152,6 @@ def _shapes(q: Tensor, kv: Tensor, tiling: Tiling, prefix: Prefix | None) -> dic
     has_codes = kv.dtype != q.dtype
     width = head_dim // 2 if has_codes else head_dim
     group = heads // kv_heads
-    num_queries = group if prefix is None else group * prefix.num_rows
     operand = torch.float16 if has_codes and q.dtype == torch.bfloat16 else q.dtype
     return {
         "SOFTMAX_SCALE": math.log2(math.e) / math.sqrt(head_dim),
@@ -225,28 +160,32 @@ def _shapes(q: Tensor, kv: Tensor, tiling: Tiling, prefix: Prefix | None) -> dic
         "D": head_dim,
         "GROUP": group,
         "WIDTH": width,
-        "HEADS": max(next_power_of_2(num_queries), 8 if tiling.keys_first else 16),
+        "HEADS": max(next_power_of_2(group), 8 if tiling.keys_first else 16),
         "DIMS": max(next_power_of_2(width), 16),
         "OPERAND": DTYPES[operand],
         "PAGE_SIZE": page_size,
         "BLOCK": tiling.block,
         "STAGES": tiling.num_stages,
         "KEYS_FIRST": tiling.keys_first,
-        "IS_PREFIX": prefix is not None,
         "num_warps": tiling.num_warps,
     }
 
 
 def _combine(
-    parts: Tensor, stats: Tensor, num_keys: int, operand: Operand, shared: dict[str, Any]
+    parts: Tensor,
+    stats: Tensor,
+    positions: Tensor,
+    num_keys: int,
+    operand: Operand,
+    cut: dict[str, Any],
 ) -> None:
-    batch, _, heads, head_dim = parts.shape
+    batch, num_chunks, heads, head_dim = parts.shape
     width = max(next_power_of_2(heads * head_dim), BLOCK)
     columns = head_dim & -head_dim  # a power of two, so that no row of the tile has two heads
     unroll = min(max(_COMBINED // width, 1), 8)
     is_quantized = isinstance(operand, Quantized)
     args = {
-        **shared,
+        **cut,
         "out": operand.codes if is_quantized else operand,
         "out_scale": operand.scale if is_quantized else None,
         "LARGEST": float(operand.format.act_max) if is_quantized else 0.0,
@@ -259,7 +198,14 @@ def _combine(
         "num_warps": min(max(unroll * width // 2048, 4), 16),
         **EXACT,
     }
-    combine_kernel[(batch,)](parts=parts, stats=stats, num_keys=num_keys, **args)
+    combine_kernel[(batch,)](
+        parts=parts,
+        stats=stats,
+        positions=positions,
+        num_chunks=num_chunks,
+        num_keys=num_keys,
+        **args,
+    )
 
 
 def _empty_operand(rows: int, width: int, format: Format | None, like: Tensor) -> Operand:
@@ -273,43 +219,7 @@ def _empty_operand(rows: int, width: int, format: Format | None, like: Tensor) -
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_pages", "batch"])
-def prefix_kernel(
-    table,
-    positions,
-    lengths,
-    table_stride,
-    num_pages,
-    batch,
-    ROWS: tl.constexpr,
-    PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per block of sequences."""
-    await_inputs(PDL)
-    block = tl.program_id(0)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    is_row = rows < batch
-    # The last key of a sequence is its own.
-    position = tl.min(tl.load(positions + rows, mask=is_row, other=0), 0).to(tl.int32)
-    end = tl.minimum(position // PAGE_SIZE, num_pages)
-    common = end
-    first_row = table + block.to(tl.int64) * ROWS * table_stride
-    for start in tl.range(0, end, PAGES):
-        column = start + tl.arange(0, PAGES)
-        is_page = column < end
-        first = tl.load(first_row + column, mask=is_page, other=0)
-        at = first_row + tl.arange(0, ROWS)[:, None] * table_stride + column[None, :]
-        pages = tl.load(at, mask=is_row[:, None] & is_page[None, :], other=0)
-        is_other = tl.max((pages != first[None, :]).to(tl.int32), 0) != 0
-        common = tl.minimum(common, tl.min(tl.where(is_other, column, end), 0))
-    length = common * PAGE_SIZE
-    tl.store(lengths + block, tl.where(length < SHORTEST, 0, length))
-
-
-@triton.jit(do_not_specialize=["table_stride", "num_pages", "num_chunks", "num_slots"])
+@triton.jit(do_not_specialize=["table_stride", "num_pages", "num_chunks"])
 def split_kernel(
     q,
     k,
@@ -317,13 +227,11 @@ def split_kernel(
     kv_scale,
     table,
     positions,
-    prefix,
     parts,
     stats,
     table_stride,
     num_pages,
     num_chunks,
-    num_slots,
     SOFTMAX_SCALE: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
@@ -339,43 +247,31 @@ def split_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_PREFIX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per key head, sequence and chunk; of a prefix, per block of ROWS sequences.
+    """One program per key head, sequence and chunk.
 
-    GROUP query heads of each sequence, padded to HEADS, meet keys of WIDTH numbers or pairs of
-    codes, padded to DIMS. Tiles are [heads, keys] and [heads, dims]; with KEYS_FIRST their
-    transposes.
+    GROUP query heads, padded to HEADS, meet keys of WIDTH numbers or pairs of codes, padded to
+    DIMS. Tiles are [heads, keys] and [heads, dims]; with KEYS_FIRST their transposes.
     """
     kv_head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64) * (ROWS if IS_PREFIX else 1)
+    sequence = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(2)
     await_inputs(PDL)
     position = tl.load(positions + sequence).to(tl.int32)
     low = chunk * CHUNK
-    high = (chunk + 1) * CHUNK
-    if IS_PREFIX:
-        high = tl.minimum(high, tl.load(prefix + sequence // ROWS))
-    else:
-        high = tl.minimum(tl.minimum(high, position + 1), num_pages * PAGE_SIZE)
-        if prefix is not None:
-            low = tl.maximum(low, tl.load(prefix + sequence // ROWS))
     if WINDOW:
         low = tl.maximum(low, (position - WINDOW + 1) // BLOCK * BLOCK)
+    high = tl.minimum(tl.minimum((chunk + 1) * CHUNK, position + 1), num_pages * PAGE_SIZE)
     if low >= high:
         return
 
-    NUM_HEADS: tl.constexpr = GROUP * ROWS if IS_PREFIX else GROUP
     heads = tl.arange(0, HEADS)
-    # Of a block the second sequence's heads follow those of the first.
-    member_head = (sequence + heads // GROUP) * H + kv_head * GROUP + heads % GROUP
     dims = tl.arange(0, DIMS)
     keys = tl.arange(0, BLOCK)
-    is_query = _per_head(heads < NUM_HEADS, KEYS_FIRST) & _per_item(dims < WIDTH, KEYS_FIRST)
-    source = q + _per_head(member_head * D, KEYS_FIRST)
-    source += _per_item(dims * (D // WIDTH), KEYS_FIRST)
+    is_query = _per_head(heads < GROUP, KEYS_FIRST) & _per_item(dims < WIDTH, KEYS_FIRST)
+    source = q + (sequence * H + kv_head * GROUP) * D
+    source += _per_head(heads * D, KEYS_FIRST) + _per_item(dims * (D // WIDTH), KEYS_FIRST)
     query = tl.load(source, mask=is_query, other=0.0)
     acc = tl.zeros(query.shape, dtype=tl.float32)
     scale = SOFTMAX_SCALE
@@ -431,10 +327,8 @@ def split_kernel(
     if kv_scale is not None:
         acc = tl.interleave(acc, tl.trans(odd_acc) if KEYS_FIRST else odd_acc)
         acc *= tl.load(kv_scale + H_KV + kv_head)
-    is_head = heads < NUM_HEADS
-    slot = chunk + num_chunks if IS_PREFIX else chunk
-    index = (sequence + heads // GROUP) * num_slots + slot
-    index = index * H + kv_head * GROUP + heads % GROUP
+    is_head = heads < GROUP
+    index = (sequence * num_chunks + chunk) * H + kv_head * GROUP + heads
     tl.store(stats + 2 * index, top, mask=is_head)
     tl.store(stats + 2 * index + 1, tl.sum(total, 0 if KEYS_FIRST else 1), mask=is_head)
     columns = tl.arange(0, DIMS * (D // WIDTH))
@@ -442,16 +336,14 @@ def split_kernel(
     tl.store(parts + (index * D)[:, None] + columns[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_slots", "num_keys"])
+@triton.jit(do_not_specialize=["num_chunks", "num_keys"])
 def combine_kernel(
     parts,
     stats,
     positions,
-    prefix,
     out,
     out_scale,
     num_chunks,
-    num_slots,
     num_keys,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -462,7 +354,6 @@ def combine_kernel(
     UNROLL: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per sequence: its row as a tile [R, C], UNROLL chunks at once."""
@@ -477,26 +368,17 @@ def combine_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // CHUNK
-    num_common = 0
-    if prefix is not None:
-        length = tl.load(prefix + sequence // ROWS)
-        num_common = tl.cdiv(length, CHUNK)
-        first = length // CHUNK
-    num_parts = num_common + last + 1 - first
 
     # Padding starts with a sum of 1 and stays 0 / 1.
     top = tl.where(is_row, float("-inf"), 0.0)
     total = tl.where(is_row, 0.0, 1.0)
     acc = tl.zeros([R, C], dtype=tl.float32)
-    for start in tl.range(0, num_parts, UNROLL):
+    for start in tl.range(first, last + 1, UNROLL):
         tops, totals, values = (), (), ()
         new_top = top
         for chunk in tl.static_range(UNROLL):
-            index = start + chunk
-            mask = is_row & (index < num_parts)
-            is_common = index < num_common
-            slot = tl.where(is_common, num_chunks + index, first + index - num_common)
-            part = sequence * num_slots + slot
+            mask = is_row & (start + chunk <= last)
+            part = sequence * num_chunks + start + chunk
             stat = stats + 2 * (part * H + head)
             value = parts + part * (H * D) + (rows * C)[:, None] + columns[None, :]
             tops += (tl.load(stat, mask=mask, other=float("-inf")),)

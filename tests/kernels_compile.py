@@ -23,7 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,33 @@ from qurl.quant import get_format
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels import gemm, requantize
 from qurl.quant.kernels.gemm import Plan
-from qurl.quant.linear import Partial
+from qurl.quant.kernels.plans import Plans
+from qurl.quant.kernels.target import Target
+from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
 
 AMPERE, HOPPER = 80, 90
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+WAIT = "ACQBULK"
+"""From here on a kernel may rely on what the kernel before it wrote (`griddepcontrol.wait`)."""
+# A prefetch (CCTL) is no load: it changes nothing but the cache.
+EARLY = re.compile(r"(LDG|LD|ST|STG|UTMA\w*|UBLKCP|ATOM|ATOMG|RED|REDG|BRA|CALL|RET)(\.|$)")
+"""What must not happen before the wait, apart from loads of what only a sync writes."""
 NUM_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a kernel must look like."""
+
+    has: Mapping[int, str]
+    """By GPU, a pattern that the name of an instruction must match."""
+    num_early: int = 0
+    """Loads before the wait."""
+
+    def with_early(self, num_early: int) -> Look:
+        return dataclasses.replace(self, num_early=num_early)
 
 
 @dataclass(frozen=True)
@@ -53,9 +73,13 @@ class Launch:
     name: str
     call: Callable[[bool], Any]
     """Takes `pdl`."""
-    kernels: Mapping[str, Mapping[int, str]]
-    """Kernels that it launches, and by GPU a pattern that an instruction of each must match."""
-    targets: Sequence[int] = field(default=(AMPERE, HOPPER))
+    kernels: Mapping[str, Look]
+    """Those that it launches."""
+    targets: Sequence[int] = (AMPERE, HOPPER)
+
+    def __post_init__(self) -> None:
+        for name, look in self.kernels.items():
+            assert look.has.keys() >= set(self.targets), f"nothing is asked of {name}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +93,13 @@ class Compiled:
     """How often each occurs."""
     num_warps: int
     shared_bytes: int
+    overlaps: bool
+    """Whether it may start before the kernel before it has ended."""
+    waits: bool
+    early: Sequence[str]
+    """Instructions before the wait, as far as `EARLY` has them."""
+    early_arguments: Sequence[str]
+    """What it reads before the wait."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -97,84 +128,124 @@ def product(num_rows: int, columns: int, parts: int, dtype: torch.dtype = torch.
     )
 
 
-def multiply(kind: str, tokens: int, channels: int, depth: int, plan: Plan) -> Callable:
+def matrices(kind: str, tokens: int, channels: int, depth: int) -> tuple[Operand, Operand]:
+    if kind == "bf16":
+        return numbers(tokens, depth), numbers(channels, depth)
+    return codes(tokens, depth, kind), codes(channels, depth, kind, is_weight=True)
+
+
+def planned(kind: str, tokens: int, channels: int, depth: int, pdl: bool) -> Plan:
+    """What the engine would launch; in deterministic mode, where it would ask cuBLAS."""
+    target = Target("NVIDIA H200", (9, 0), 132) if pdl else Target("NVIDIA A100", (8, 0), 108)
+    modes = (Plans(target, deterministic=is_fixed) for is_fixed in (False, True))
+    return next(plan for m in modes if (plan := m.choose(kind, tokens, channels, depth)))
+
+
+def multiply(
+    kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
+) -> Callable:
     def call(pdl: bool) -> Any:
-        if kind == "bf16":
-            x, w = numbers(tokens, depth), numbers(channels, depth)
-        else:
-            x, w = codes(tokens, depth, kind), codes(channels, depth, kind, is_weight=True)
-        return gemm.multiply(x, w, None, torch.bfloat16, plan, pdl=pdl)
+        chosen = plan or planned(kind, tokens, channels, depth, pdl)
+        x, w = matrices(kind, tokens, channels, depth)
+        return gemm.multiply(x, w, None, torch.bfloat16, chosen, pdl=pdl)
 
     return call
 
 
-def multiply_gated(tokens: int, channels: int, depth: int, plan: Plan) -> Callable:
+def multiply_gated(
+    kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
+) -> Callable:
     def call(pdl: bool) -> Any:
-        x, w = codes(tokens, depth, "int8"), codes(channels, depth, "int8", is_weight=True)
-        amax = floats(tokens)
-        return gemm.multiply_gated(x, w, None, torch.bfloat16, plan, amax, pdl=pdl)
+        chosen = plan or planned(kind, tokens, channels, depth, pdl)
+        chosen = dataclasses.replace(chosen, splits=0)
+        x, w = matrices(kind, tokens, channels, depth)
+        amax = None if kind == "bf16" else floats(tokens)
+        return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax, pdl=pdl)
 
     return call
 
 
-def add_norm(width: int, parts: int, format: str | None) -> Callable:
+def add_norm(width: int, parts: int, format: str | None, *, clears: bool = False) -> Callable:
     def call(pdl: bool) -> Any:
         delta = product(64, width, parts) if parts else numbers(64, width)
         f = None if format is None else get_format(format)
-        return rows.add_norm(
-            floats(64, width), delta, floats(width), 1e-6, f, torch.bfloat16, pdl=pdl
-        )
+        clear = floats(64) if clears else None
+        x, weight, dtype = floats(64, width), floats(width), torch.bfloat16
+        return rows.add_norm(x, delta, weight, 1e-6, f, dtype, clear=clear, pdl=pdl)
 
     return call
 
 
-def swiglu(width: int, parts: int, format: str | None) -> Callable:
+def swiglu(width: int, parts: int, format: str | None, *, is_alternating: bool = False) -> Callable:
     def call(pdl: bool) -> Any:
         gate_up = product(64, 2 * width, parts) if parts else numbers(64, 2 * width)
         f = None if format is None else get_format(format)
-        return rows.swiglu(gate_up, f, torch.bfloat16, pdl=pdl)
+        return rows.swiglu(gate_up, f, torch.bfloat16, is_alternating, pdl=pdl)
 
     return call
 
 
-def rotate(kv_dtype: torch.dtype) -> Callable:
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a model."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    has_norms: bool = False
+    window: int | None = None
+
+
+QWEN2_7B = Heads(28, 4)
+QWEN2_05B = Heads(14, 2, head_dim=64)
+QWEN3_8B = Heads(32, 8, has_norms=True)
+MISTRAL_7B = Heads(32, 8, window=4096)
+
+
+def rotate(
+    kv_dtype: torch.dtype, heads: Heads = QWEN2_7B, *, parts: int = 2, keep_kv: bool = False
+) -> Callable:
+    """Without parts: a product that is finished, as that of a prompt is."""
+
     def call(pdl: bool) -> Any:
-        heads, kv_heads, head_dim = 28, 4, 128
-        has_scale = kv_dtype == torch.float8_e4m3fn
+        head_dim, kv_heads = heads.head_dim, heads.kv_heads
+        width = (heads.heads + 2 * kv_heads) * head_dim
         index = numbers(64, dtype=torch.int64)
+        norm = floats(head_dim) if heads.has_norms else None
         return rope.rotate_and_store(
-            product(64, (heads + 2 * kv_heads) * head_dim, 2),
+            product(64, width, parts) if parts else numbers(64, width),
             positions=index,
             slots=index,
             cos=floats(2048, head_dim // 2),
             sin=floats(2048, head_dim // 2),
-            q_norm=None,
-            k_norm=None,
+            q_norm=norm,
+            k_norm=norm,
             eps=1e-6,
             kv=numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
-            kv_scale=floats(2, kv_heads) if has_scale else None,
-            num_heads=heads,
+            kv_scale=floats(2, kv_heads) if kv_dtype == FP8 else None,
+            num_heads=heads.heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=torch.bfloat16,
-            keep_kv=False,
+            keep_kv=keep_kv,
             pdl=pdl,
         )
 
     return call
 
 
-def attend(kv_dtype: torch.dtype, page_size: int, format: str | None) -> Callable:
+def attend(
+    kv_dtype: torch.dtype, page_size: int, format: str | None, heads: Heads = QWEN2_7B
+) -> Callable:
     def call(pdl: bool) -> Any:
-        heads, kv_heads, head_dim = 28, 4, 128
-        has_scale = kv_dtype == torch.float8_e4m3fn
+        head_dim, kv_heads = heads.head_dim, heads.kv_heads
         return attention.attend_pages(
-            numbers(64, heads, head_dim),
+            numbers(64, heads.heads, head_dim),
             numbers(2, 8, page_size, kv_heads, head_dim, dtype=kv_dtype),
             numbers(64, 2048 // page_size, dtype=torch.int32),
             numbers(64, dtype=torch.int64),
-            None,
-            floats(2, kv_heads) if has_scale else None,
+            heads.window,
+            floats(2, kv_heads) if kv_dtype == FP8 else None,
             None if format is None else get_format(format),
             num_chunks=attention.chunks_for(2048),
             pdl=pdl,
@@ -185,9 +256,7 @@ def attend(kv_dtype: torch.dtype, page_size: int, format: str | None) -> Callabl
 
 def sample(pdl: bool) -> Any:
     index = numbers(64, dtype=torch.int64)
-    entropy = floats(64)
-    logits = floats(64, 152064)
-    return sampling.sample_rows(logits, floats(1), index, index, pdl=pdl, out_entropy=entropy)
+    return sampling.sample_rows(floats(64, 152064), floats(1), index, index, pdl=pdl)
 
 
 def begin_step(pdl: bool) -> Any:
@@ -201,7 +270,7 @@ def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Callable:
         source = numbers(256, columns, dtype=dtype)
         target = codes(256, columns, format, is_weight=True)
         flips = numbers(*target.scale.shape, dtype=torch.int32)
-        return requantize.requantize_(source, target, flips, pdl=pdl)
+        return requantize.requantize_(source, target, flips)
 
     return call
 
@@ -210,14 +279,24 @@ def quantize_input(pdl: bool) -> Any:
     return rows.quantize_rows(numbers(64, 3584), get_format("int8"), pdl=pdl)
 
 
+def quantize_with(format: str) -> Callable:
+    def call(pdl: bool) -> Any:
+        return rows.quantize_with(numbers(64, 18944), floats(64), get_format(format), pdl=pdl)
+
+    return call
+
+
+def on_both(pattern: str) -> Look:
+    return Look({HOPPER: pattern, AMPERE: pattern})
+
+
 FP8 = torch.float8_e4m3fn
 DECODE = Plan(tokens=64, channels=128, depth=128, splits=4)
-INT8_MATRIX = {HOPPER: r"IGMMA", AMPERE: r"IMMA"}
-FP8_MATRIX = {HOPPER: r"QGMMA"}
-BF16_MATRIX = {HOPPER: r"HGMMA", AMPERE: r"HMMA"}
-SMALL_MATRIX = {HOPPER: r"HMMA", AMPERE: r"HMMA"}
-WIDE_LOADS = {HOPPER: r"LDG\.\S*(128|64)", AMPERE: r"LDG\.\S*(128|64)"}
-ANY: Mapping[int, str] = {}
+INT8_MATRIX = Look({HOPPER: r"IGMMA", AMPERE: r"IMMA"})
+FP8_MATRIX = Look({HOPPER: r"QGMMA"})
+BF16_MATRIX = Look({HOPPER: r"HGMMA", AMPERE: r"HMMA"})
+SMALL_MATRIX = on_both(r"HMMA")
+WIDE_LOADS = on_both(r"LDG\.\S*(128|64)")
 
 LAUNCHES = (
     Launch(
@@ -236,8 +315,19 @@ LAUNCHES = (
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
+        "int8 product of 8192 tokens, as planned",
+        multiply("int8", 8192, 3584, 18944),
+        {"gemm_kernel": INT8_MATRIX},
+    ),
+    Launch(
         "fp8 product of 64 tokens, in parts",
         multiply("fp8", 64, 3584, 18944, DECODE),
+        {"gemm_kernel": FP8_MATRIX},
+        targets=(HOPPER,),
+    ),
+    Launch(
+        "fp8 product of 256 tokens, as planned",
+        multiply("fp8", 256, 3584, 18944),
         {"gemm_kernel": FP8_MATRIX},
         targets=(HOPPER,),
     ),
@@ -253,17 +343,45 @@ LAUNCHES = (
         {"gemm_kernel": BF16_MATRIX},
     ),
     Launch(
-        "int8 gated product of 64 tokens",
-        multiply_gated(64, 37888, 3584, Plan(64, 128, 128)),
+        "int8 gated product of 64 tokens, as planned",
+        multiply_gated("int8", 64, 37888, 3584),
         {"gemm_kernel": INT8_MATRIX},
     ),
+    Launch(
+        "int8 gated product of 256 tokens, as planned",
+        multiply_gated("int8", 256, 37888, 3584),
+        {"gemm_kernel": INT8_MATRIX},
+    ),
+    Launch(
+        "fp8 gated product of 64 tokens, as planned",
+        multiply_gated("fp8", 64, 37888, 3584),
+        {"gemm_kernel": FP8_MATRIX},
+        targets=(HOPPER,),
+    ),
+    Launch(
+        "bf16 gated product of 64 tokens, as planned",
+        multiply_gated("bf16", 64, 37888, 3584),
+        {"gemm_kernel": BF16_MATRIX},
+    ),
     Launch("embedding", begin_step, {"begin_kernel": WIDE_LOADS}),
-    Launch("norm to int8", add_norm(3584, 4, "int8"), {"add_norm_kernel": WIDE_LOADS}),
-    Launch("norm of 8192 to bf16", add_norm(8192, 16, None), {"add_norm_kernel": WIDE_LOADS}),
+    # Early are the norm's weight, and of a product in parts the channels' scale and bias.
+    Launch(
+        "norm to int8", add_norm(3584, 4, "int8"), {"add_norm_kernel": WIDE_LOADS.with_early(3)}
+    ),
+    Launch(
+        "norm to int8 that clears",
+        add_norm(3584, 2, "int8", clears=True),
+        {"add_norm_kernel": WIDE_LOADS.with_early(3)},
+    ),
+    Launch(
+        "norm of 8192 to bf16",
+        add_norm(8192, 16, None),
+        {"add_norm_kernel": WIDE_LOADS.with_early(5)},
+    ),
     Launch(
         "norm to fp8 in blocks",
         add_norm(3584, 0, "fp8-block"),
-        {"add_norm_kernel": WIDE_LOADS},
+        {"add_norm_kernel": WIDE_LOADS.with_early(1)},
         targets=(HOPPER,),
     ),
     Launch("swiglu to int8", swiglu(18944, 2, "int8"), {"map_row_kernel": WIDE_LOADS}),
@@ -271,9 +389,52 @@ LAUNCHES = (
         "swiglu of 40960 to int8", swiglu(40960, 2, "int8"), {"map_long_row_kernel": WIDE_LOADS}
     ),
     Launch("swiglu to bf16", swiglu(18944, 0, None), {"map_tile_kernel": WIDE_LOADS}),
+    Launch(
+        "alternating swiglu to bf16",
+        swiglu(18944, 0, None, is_alternating=True),
+        {"map_tile_kernel": WIDE_LOADS},
+    ),
+    Launch(
+        "alternating swiglu to fp8",
+        swiglu(18944, 0, "fp8", is_alternating=True),
+        {"map_row_kernel": WIDE_LOADS},
+        targets=(HOPPER,),
+    ),
     Launch("input to int8", quantize_input, {"map_row_kernel": WIDE_LOADS}),
-    Launch("rope to a bf16 cache", rotate(torch.bfloat16), {"rotate_kernel": ANY}),
-    Launch("rope to an fp8 cache", rotate(FP8), {"rotate_kernel": ANY}, targets=(HOPPER,)),
+    Launch("known maxima to int8", quantize_with("int8"), {"map_tile_kernel": WIDE_LOADS}),
+    Launch(
+        "known maxima to fp8",
+        quantize_with("fp8"),
+        {"map_tile_kernel": WIDE_LOADS},
+        targets=(HOPPER,),
+    ),
+    # Early are scale and bias of either half of a head, the cache's scale and the heads' norms.
+    Launch(
+        "rope to a bf16 cache",
+        rotate(torch.bfloat16),
+        {"rotate_kernel": WIDE_LOADS.with_early(4)},
+    ),
+    Launch(
+        "rope to an fp8 cache",
+        rotate(FP8),
+        {"rotate_kernel": WIDE_LOADS.with_early(5)},
+        targets=(HOPPER,),
+    ),
+    Launch(
+        "rope with norms",
+        rotate(torch.bfloat16, QWEN3_8B),
+        {"rotate_kernel": WIDE_LOADS.with_early(8)},
+    ),
+    Launch(
+        "rope of a prompt with norms",
+        rotate(torch.bfloat16, QWEN3_8B, parts=0, keep_kv=True),
+        {"rotate_kernel": WIDE_LOADS.with_early(4)},
+    ),
+    Launch(
+        "rope of small heads",
+        rotate(torch.bfloat16, QWEN2_05B),
+        {"rotate_kernel": WIDE_LOADS.with_early(4)},
+    ),
     Launch(
         "attention over a bf16 cache",
         attend(torch.bfloat16, 64, "int8"),
@@ -285,7 +446,23 @@ LAUNCHES = (
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
         targets=(HOPPER,),
     ),
-    Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": ANY}),
+    Launch(
+        "attention over a window",
+        attend(torch.bfloat16, 64, "int8", MISTRAL_7B),
+        {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
+    ),
+    Launch(
+        "attention of small heads over a bf16 cache",
+        attend(torch.bfloat16, 64, "int8", QWEN2_05B),
+        {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
+    ),
+    Launch(
+        "attention of small heads over an fp8 cache",
+        attend(FP8, 64, None, QWEN2_05B),
+        {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
+        targets=(HOPPER,),
+    ),
+    Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": WIDE_LOADS}),
     Launch(
         "fp32 weight to int8",
         requantize_from(torch.float32, 18944, "int8"),
@@ -366,11 +543,44 @@ def inspect(launch: Launch, target: int, name: str, kernel: Any) -> Compiled:
         listing = subprocess.run(
             [DISASSEMBLER, "-c", file.name], capture_output=True, text=True, check=True
         ).stdout
-    instructions = Counter(INSTRUCTION.findall(listing))
-    assert instructions["EXIT"], "the disassembler's output is not understood"
-    metadata = kernel.metadata
-    counts = dict(instructions)
-    return Compiled(launch.name, name, target, counts, metadata.num_warps, metadata.shared)
+    instructions = INSTRUCTION.findall(listing)
+    assert "EXIT" in instructions, "the disassembler's output is not understood"
+    early = [i for i in before_wait(instructions) if EARLY.match(i)]
+    return Compiled(
+        launch=launch.name,
+        kernel=name,
+        target=target,
+        instructions=dict(Counter(instructions)),
+        num_warps=kernel.metadata.num_warps,
+        shared_bytes=kernel.metadata.shared,
+        overlaps=kernel.metadata.launch_pdl,
+        waits=WAIT in instructions,
+        early=early,
+        early_arguments=sorted(arguments_before_wait(kernel.asm["ttir"])),
+    )
+
+
+def before_wait(instructions: Sequence[str]) -> Sequence[str]:
+    return instructions[: instructions.index(WAIT)] if WAIT in instructions else ()
+
+
+def arguments_before_wait(ttir: str) -> set[str]:
+    """Arguments of a kernel through which it loads before `griddepcontrol.wait`.
+
+    Follows pointers from the signature through what is calculated from them.
+    """
+    before, wait, _ = ttir.partition("griddepcontrol.wait")
+    if not wait:
+        return set()
+    names = re.findall(r"%(\w+): !tt\.(?:ptr|tensordesc)", before)
+    origins = {name: {name} for name in names}
+    loaded: set[str] = set()
+    for result, operation, operands in re.findall(r"^ *%(\w+) = ([\w.]+) (.*)", before, re.M):
+        found = (origins.get(operand, set()) for operand in re.findall(r"%(\w+)", operands))
+        origins[result] = set().union(*found)
+        if operation in ("tt.load", "tt.descriptor_load"):
+            loaded |= origins[result]
+    return loaded
 
 
 def compile_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -394,11 +604,12 @@ def main() -> None:
         if "error" in entry:
             print(f"sm_{entry['target']} {entry['launch']}: {entry['error']}", file=sys.stderr)
             continue
-        kept = ("GMMA", "MMA", "LDL", "STL", "LDG", "LDGSTS", "UTMALDG")
+        kept = ("MMA", "LDL", "STL", "LDG", "UTMALDG")
         counts = {k: n for k, n in entry["instructions"].items() if any(x in k for x in kept)}
         print(
             f"sm_{entry['target']} {entry['launch']}: {entry['kernel']}, "
-            f"{entry['num_warps']} warps, {entry['shared_bytes']} B shared, {counts}"
+            f"{entry['num_warps']} warps, {entry['shared_bytes']} B shared, {counts}, "
+            f"early {entry['early']} of {entry['early_arguments']}"
         )
 
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 import random
+import re
 from functools import cache
 
 import pytest
@@ -29,8 +30,9 @@ from transformers import (
 
 from qurl.assembly import build_actor
 from qurl.config import build_config
-from qurl.errors import DataError, EngineError, ModelError
+from qurl.errors import ConfigError, DataError, EngineError, ModelError
 from qurl.quant import get_format, quantize, quantized_copy
+from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
 from qurl.rollout.local.cache import CacheOptions
@@ -623,6 +625,48 @@ def test_canary_refuses_a_copy_that_computes_something_else(quant, monkeypatch):
         sync_with_damage(quant, monkeypatch, damage)
 
 
+def sync_with_broken_decoding(engine, monkeypatch, **broken):
+    for name, function in broken.items():
+        monkeypatch.setattr(engine._ops, name, function)
+    with pytest.raises(EngineError) as caught:
+        engine.sync(engine._model, version=3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_canary_is_decoded_with_the_cache(quant, kv, monkeypatch):
+    """A prompt scored without the cache would not notice."""
+    engine = build("local", own_model(), quant, kv=kv)
+
+    def not_finite(q, cache, table, positions, window):
+        return attend_pages(q + math.nan, cache, table, positions, window)
+
+    attend_pages = engine._ops.attend_pages
+    message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=not_finite)
+    assert "canary prompt decoded with the KV cache: the engine's log-probs are not fin" in message
+    assert engine.memory.num_pages == 0, "the cache of generations is left alone"
+
+
+def test_canary_refuses_decoding_that_reads_the_wrong_keys(monkeypatch):
+    engine = build("local", own_model())
+    attend_pages = engine._ops.attend_pages
+
+    def miss_the_last(q, cache, table, positions, window):
+        return attend_pages(q, cache, table, (positions - 1).clamp_min(0), window)
+
+    message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=miss_the_last)
+    assert re.search(r"decoded with the KV cache: mean .* = .* exceeds 0\.01", message)
+
+
+def test_canary_is_decoded_with_the_range_of_this_sync(monkeypatch):
+    engine = build("local", own_model(), kv="fp8")
+    scale = engine.memory.scale
+    monkeypatch.setattr(engine.memory, "set_range_", lambda amax: scale.fill_(math.nan))
+    message = sync_with_broken_decoding(engine, monkeypatch)
+    assert "decoded with the KV cache: the engine's log-probs are not finite" in message
+
+
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-block", "int4"])
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_spot_check_finds_damage_that_noise_would_hide(quant, name, monkeypatch):
@@ -653,6 +697,8 @@ def test_bounds_of_the_canary():
     assert canary_bound("none", torch.float32) == 0.01
     assert canary_bound("none", torch.bfloat16) == 1.0
     assert canary_bound("int4", torch.float32) == get_format("int4").canary_bound
+    assert canary_bound("none", torch.float32, "fp8") == get_format("fp8").canary_bound
+    assert canary_bound("int4", torch.float32, "fp8") == get_format("int4").canary_bound
 
 
 # --- progress and refusals --------------------------------------------------------------------
@@ -713,6 +759,37 @@ def test_a_request_that_never_fits_is_refused():
 def test_an_unknown_cache_format_is_refused():
     with pytest.raises(ValueError, match=r"kv = 'int8' is not one of none, fp8"):
         build("local", shared_model("llama"), kv="int8")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("max_batch", 0, "must be at least 1"),
+        ("page_size", -1, "must be at least 0"),
+        ("kv_tokens", -1, "must be at least 0"),
+        ("kv_memory_frac", 0.0, r"must be in \(0, 1\]"),
+        ("kv_memory_frac", 1.5, r"must be in \(0, 1\]"),
+        ("kv_memory_frac", math.nan, r"must be in \(0, 1\]"),
+        ("depth", -1, "must be at least 0, or None"),
+    ],
+)
+def test_options_out_of_range_are_refused(option, value, allowed):
+    with pytest.raises(ConfigError, match=f"^{option} = {value} {allowed}"):
+        build("local", shared_model("llama"), **{option: value})
+
+
+def test_all_options_out_of_range_are_named_at_once():
+    with pytest.raises(ConfigError, match=r"kv = 'int8' .*; max_batch = 0 .*; depth = -2 "):
+        build("local", shared_model("llama"), kv="int8", max_batch=0, depth=-2)
+
+
+def test_an_fp8_cache_needs_a_gpu_with_fp8(monkeypatch):
+    old = Target("NVIDIA A100", (8, 0), num_sms=108)
+    monkeypatch.setattr(Target, "of", lambda _: old)
+    message = r"quant.kv = 'fp8' needs .* 8\.9 .* NVIDIA A100 has 8\.0; set quant.kv = 'none'"
+    with pytest.raises(EngineError, match=message):
+        build("local", shared_model("llama"), kv="fp8")
+    build("local", shared_model("llama"))
 
 
 # --- recipes ----------------------------------------------------------------------------------

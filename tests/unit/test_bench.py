@@ -6,7 +6,9 @@ import math
 import re
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from qurl.bench.profile import (
     read_trace,
     summarize,
 )
-from qurl.bench.record import Record, source_commit
+from qurl.bench.record import Record, locked, source_commit
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
 from qurl.bench.shapes import SHAPES, build_model, get_shape
 from qurl.bench.sync import SyncBench, run_sync
@@ -153,6 +155,21 @@ def test_shapes_are_those_of_qwen(name, num_parameters):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("0.5B", ((1152, 896), (896, 896), (9728, 896), (896, 4864))),
+        ("1.5B", ((2048, 1536), (1536, 1536), (17920, 1536), (1536, 8960))),
+        ("3B", ((2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008))),
+        ("7B", ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))),
+        ("14B", ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824))),
+    ],
+)
+def test_products_of_a_layer(name, products):
+    roles = ("qkv", "o", "gate_up", "down")
+    assert SHAPES[name].products == dict(zip(roles, products, strict=True))
+
+
 def test_model(tiny):
     assert sum(p.numel() for p in tiny.parameters()) == SHAPES["tiny"].num_parameters
     weights = dict(tiny.named_parameters())
@@ -251,6 +268,42 @@ def test_two_commands_may_add_to_one_record(tmp_path):
     first.add("a", CPU, x=1)
     second.add("b", CPU, x=2)
     assert json.loads((tmp_path / "sync.json").read_text())["results"].keys() == {"a", "b"}
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    """Every thread opens the lock for itself, so that they exclude each other as processes do."""
+    path = tmp_path / "sync.json"
+
+    def add(writer):
+        record = Record("sync", path)
+        for i in range(10):
+            record.add(f"{writer}.{i}", CPU)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+    assert len(json.loads(path.read_text())["results"]) == 40
+    assert [p.name for p in tmp_path.iterdir()] == ["sync.json"]
+
+
+def test_a_lock_has_one_holder(tmp_path):
+    """Also while its file comes and goes."""
+    holders = []
+
+    def hold(_):
+        for _ in range(20):
+            with locked(tmp_path / "x"):
+                holders.append(1)
+                alone = len(holders) == 1
+                time.sleep(0)
+                alone = alone and len(holders) == 1
+                holders.pop()
+                if not alone:
+                    return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(hold, range(4)))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '{"bench": "sync", "results": {}}', "no json"])
@@ -476,14 +529,18 @@ def test_bench_help(capsys):
     assert printed.startswith("usage: qurl bench rollout|gemm|sync")
 
 
-@pytest.mark.parametrize("kind", ["rollout", "sync"])
-def test_help_explains_every_flag(kind, capsys):
+def check_help(kind, bench, capsys):
     with pytest.raises(SystemExit) as stop:
         run_bench([kind, "--help"])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    for field in dataclasses.fields(RolloutBench if kind == "rollout" else SyncBench):
+    for field in dataclasses.fields(bench):
         assert f"--{field.name.replace('_', '-')}" in printed
+
+
+@pytest.mark.parametrize(("kind", "bench"), [("rollout", RolloutBench), ("sync", SyncBench)])
+def test_help_explains_every_flag(kind, bench, capsys):
+    check_help(kind, bench, capsys)
 
 
 def test_help_of_the_benchmarks_needs_no_torch():
@@ -604,6 +661,322 @@ def test_sync_on_a_cpu(tmp_path, capsys):
     assert figures.verify_ms > 0
     assert list(json.loads(out.read_text())["results"]) == ["tiny int8 master=fp32"]
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["tiny", "int8", "fp32"]
+
+
+# Matrix products
+
+
+@pytest.fixture
+def gemm():
+    pytest.importorskip("triton")
+    import qurl.bench.gemm
+
+    return qurl.bench.gemm
+
+
+@pytest.fixture
+def chip(gemm):
+    """The H200."""
+    return gemm.Chip(num_sms=132, shared_bytes=225 * 2**10, l2_bytes=50 * 2**20)
+
+
+MACHINE = {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
+
+
+def test_help_of_gemm_explains_every_flag(gemm, capsys):
+    check_help("gemm", gemm.GemmBench, capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "7B,8B"], "model '8B' is not one of tiny, 0.5B"),
+        (["--kind", "int8,int4"], "'int4' is not a value; there are int8, fp8, bf16"),
+        (["--kind", "int8,fp8-block"], "fp8-block is not measured"),
+        (["--tokens", "48"], "'48' is not a value; there are 16, 32, 64"),
+        (["--limit-s", "0"], "--limit-s 0 must be above 0"),
+        (["--processes", "0"], "--processes 0 must be at least 1"),
+        ([], "measures kernels of a GPU, and there is none here"),
+    ],
+)
+def test_gemm_refusals(gemm, args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "gemm", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_fp8_products_need_fp8(gemm, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    target = types.SimpleNamespace(of=lambda device: gemm_target("NVIDIA A100", (8, 0)))
+    monkeypatch.setattr(gemm, "Target", target)
+    assert gemm.find_gpu(needs_fp8=False) == torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 has no FP8.* --kind int8,bf16"):
+        gemm.find_gpu(needs_fp8=True)
+
+
+def gemm_target(name, capability):
+    from qurl.quant.kernels.target import Target
+
+    return Target(name, capability, num_sms=108)
+
+
+def test_products_to_measure(gemm):
+    bench = gemm.GemmBench(model="1.5B, 7B", kind="int8,bf16", tokens="64,256")
+    groups = gemm.list_problems(bench)
+    assert [len(group) for group in groups] == [8] * 4
+    assert [(group[0].kind, group[0].K) for group in groups] == [
+        ("int8", 1536),
+        ("bf16", 1536),
+        ("int8", 3584),
+        ("bf16", 3584),
+    ]
+    problem = groups[2][5]
+    assert problem == gemm.Problem("gate_up", "int8", 37888, 3584, 256)
+    assert problem.name == "int8 37888x3584 M=256"
+    assert problem.table_key == ("int8", 37888, 3584, 256)
+
+
+def test_limits_of_products(gemm):
+    """37888 * 3584 bytes at 4.3 TB/s, twice that in BF16; many tokens are bound by FLOPs."""
+    few = gemm.Problem("gate_up", "int8", 37888, 3584, 64)
+    assert few.limit_seconds(H200) == pytest.approx(31.58e-6, rel=1e-3)
+    wide = dataclasses.replace(few, kind="bf16")
+    assert wide.limit_seconds(H200) == pytest.approx(63.16e-6, rel=1e-3)
+    many = dataclasses.replace(few, M=8192)
+    assert many.limit_seconds(H200) == pytest.approx(2 * 8192 * 37888 * 3584 / 1580e12)
+
+
+def test_candidates_fit_the_chip(gemm, chip):
+    groups = gemm.list_problems(gemm.GemmBench())
+    for problem in (p for group in groups for p in group):
+        plans = gemm.candidates(problem, chip)
+        assert len(set(plans)) == len(plans) > 10
+        for p in plans:
+            stage = (p.tokens + p.channels) * p.depth * problem.itemsize
+            assert 2 * stage <= p.stages * stage <= chip.shared_bytes
+            assert p.tokens <= problem.M
+            assert p.prefetch == 0
+            tiles = -(-problem.M // p.tokens) * -(-problem.N // p.channels)
+            assert p.splits == 0 or 1 < p.splits <= min(16, 5 * 132 // tiles)
+            assert p.splits == 0 or problem.role != "gate_up"
+
+
+def test_the_known_plan_is_tried_first(gemm, chip):
+    problem = gemm.Problem("o", "int8", 1536, 1536, 64)
+    others = gemm.candidates(problem, chip)
+    known = gemm.Plan(64, 64, 128, 4, 4, 6, prefetch=4)
+    expected = dataclasses.replace(known, prefetch=0)
+    assert expected not in others
+    assert gemm.candidates(problem, chip, known) == [expected, *others]
+    last = gemm.candidates(problem, chip, others[-1])
+    assert last == [others[-1], *others[:-1]]
+
+
+def test_copies_exceed_the_l2(gemm):
+    l2_bytes = 50 * 2**20
+    sizes = {"7B gate_up": 37888 * 3584, "7B o": 3584 * 3584, "1.5B o": 1536 * 1536}
+    copies = {name: gemm.num_copies(size, l2_bytes) for name, size in sizes.items()}
+    assert copies == {"7B gate_up": 2, "7B o": 9, "1.5B o": 24}
+    assert gemm.num_copies(10**6, 0) == 1
+
+
+def test_a_kernel_is_compiled_once(gemm):
+    """The product knows whether K is cut, its consumer into how many parts; M and K neither."""
+    problem = gemm.Problem("o", "int8", 3584, 3584, 64)
+    other_size = dataclasses.replace(problem, K=18944, M=256)
+    whole, two, four = (gemm.Plan(64, 64, 128, splits) for splits in (0, 2, 4))
+    compiled = set()
+    pairs = [(problem, whole), (other_size, whole), (problem, two), (problem, four)]
+    assert list(gemm.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
+    assert not list(gemm.covering(pairs, compiled))
+    others = [
+        (dataclasses.replace(problem, kind="fp8"), whole),
+        (dataclasses.replace(problem, role="qkv"), whole),
+        (dataclasses.replace(problem, role="gate_up"), whole),
+        (dataclasses.replace(problem, N=1536), whole),
+        (problem, dataclasses.replace(whole, stages=3)),
+        (problem, dataclasses.replace(whole, prefetch=2)),
+    ]
+    assert list(gemm.covering(others, compiled)) == others
+    small, plan = gemm.shrunk(pairs[1])
+    assert (small.M, plan) == (64, whole)
+    assert small.K < other_size.K
+    assert gemm.kernels_of(small, plan) == gemm.kernels_of(*pairs[1])
+
+
+def test_tables_are_merged(gemm, tmp_path):
+    path = tmp_path / "plans.json"
+    plan = gemm.Plan(64, 64, 128, 2)
+    assert gemm.open_table(path, MACHINE) == {}
+    gemm.merge_into_table(path, {("int8", 512, 256, 64): plan}, MACHINE)
+    gemm.merge_into_table(path, {("fp8", 512, 256, 64): None}, MACHINE)
+    newer = dataclasses.replace(plan, prefetch=4)
+    gemm.merge_into_table(path, {("int8", 512, 256, 64): newer}, MACHINE)
+    merged = {("int8", 512, 256, 64): newer, ("fp8", 512, 256, 64): None}
+    assert gemm.open_table(path, MACHINE) == merged
+    assert json.loads(path.read_text())["about"] == MACHINE
+    assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
+    with pytest.raises(ConfigError, match=r"holds plans of NVIDIA H200, and this is NVIDIA A100"):
+        gemm.open_table(path, {"device": "NVIDIA A100"})
+
+
+@pytest.mark.parametrize("content", ["no json", "[]", "{}", '{"about": {}, "plans": {"a": 1}}'])
+def test_a_file_that_is_no_table_is_left_alone(gemm, tmp_path, content):
+    path = tmp_path / "plans.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"plans\.json is no table of plans"):
+        gemm.open_table(path, MACHINE)
+    assert path.read_text() == content
+
+
+def test_the_shipped_table_says_where_it_was_measured(gemm):
+    text = (ROOT / "src/qurl/quant/kernels/plans_h200.json").read_text()
+    about = gemm.read_about(text)
+    assert about["device"] == "NVIDIA H200"
+    assert about["versions"]["triton"].startswith("3.")
+    assert gemm.write_table(gemm.read_table(text), about) == text
+
+
+class ScriptedSetup:
+    """Plans take the microseconds that they are given; None does not fit."""
+
+    has_library = False
+
+    def __init__(self, problem, times):
+        self.problem, self.times, self.replays = problem, times, []
+
+    def check(self, choice):
+        return self.times[choice] is not None
+
+    def clock(self, choice):
+        def replay():
+            self.replays.append(choice)
+            return self.times[choice]
+
+        return types.SimpleNamespace(replay=replay)
+
+    def microseconds(self, clock):
+        return clock.replay()
+
+
+def test_hopeless_plans_are_not_timed_further(gemm):
+    problem = gemm.Problem("o", "int8", 64, 64, 16)
+    first, close, hopeless, large, best = (gemm.Plan(16, 64, 64, 0, 4, n) for n in range(5))
+    times = {first: 10.0, close: 14.0, hopeless: 16.0, large: None, best: 8.0}
+    setup = ScriptedSetup(problem, times)
+    trial = gemm.measure(setup, list(times))
+    assert trial.microseconds == {first: 10.0, close: 14.0, best: 8.0}
+    assert trial.best == trial.best_own == best
+    assert trial.num_plans == 4
+    assert setup.replays == [first, first, close, close, hopeless, best, best]
+
+
+def test_the_best_plan_is_tried_with_prefetch(gemm):
+    problem, plan = gemm.Problem("o", "fp8", 64, 64, 16), gemm.Plan(16, 64, 64)
+    trial = gemm.Trial(problem, {None: 5.0, plan: 6.0}, 2)
+    assert trial.best is None
+    ahead = gemm.with_prefetch(trial)
+    assert [p.prefetch for p in ahead] == [2, 4, 8]
+    assert {dataclasses.replace(p, prefetch=0) for p in ahead} == {plan}
+    joined = trial.joined(gemm.Trial(problem, {ahead[1]: 4.0}, 3))
+    assert (joined.best, joined.num_plans) == (ahead[1], 5)
+    assert gemm.with_prefetch(gemm.Trial(problem, {None: 5.0}, 1)) == []
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("role", ["qkv", "o", "gate_up"])
+def test_right_products_pass(gemm, kind, role):
+    setup = gemm.Setup(gemm.Problem(role, kind, 64, 128, 16), CPU)
+    for splits in (0,) if role == "gate_up" else (0, 2):
+        assert setup.check(gemm.Plan(16, 64, 64, splits))
+    if kind == "bf16":
+        assert setup.has_library
+        assert setup.check(None)
+
+
+@pytest.mark.parametrize(
+    ("role", "function", "change"),
+    [("o", "multiply", 1.01), ("gate_up", "multiply_gated", 1.02), ("o", "multiply", math.nan)],
+)
+def test_one_wrong_number_is_found(gemm, role, function, change, monkeypatch):
+    right = getattr(gemm, function)
+
+    def wrong(*args, **options):
+        y = right(*args, **options)
+        y[3, 5] *= change
+        return y
+
+    monkeypatch.setattr(gemm, function, wrong)
+    setup = gemm.Setup(gemm.Problem(role, "int8", 64, 128, 16), CPU)
+    with pytest.raises(EngineError, match="is wrong"):
+        setup.check(gemm.Plan(16, 64, 64))
+
+
+class After:
+    """A deadline that passes when it was asked so many times."""
+
+    def __init__(self, count):
+        self.count = count
+
+    @property
+    def has_passed(self):
+        self.count -= 1
+        return self.count < 0
+
+
+@pytest.mark.parametrize(("asked", "num_measured", "is_finished"), [(9, 2, True), (1, 1, False)])
+def test_products_are_saved_until_the_deadline(
+    gemm, chip, tmp_path, capsys, monkeypatch, asked, num_measured, is_finished
+):
+    """In Triton's interpreter, in place of a GPU."""
+    plans = [gemm.Plan(16, 64, 64), gemm.Plan(16, 64, 64, 2)]
+    monkeypatch.setattr(gemm, "candidates", lambda problem, chip, known: plans)
+    compiled = []
+    compilers = types.SimpleNamespace(run=lambda pairs, deadline: compiled.extend(pairs))
+    session = gemm.Session(
+        device=CPU,
+        chip=dataclasses.replace(chip, l2_bytes=0),
+        speed=H200,
+        known={},
+        record=Record("gemm", tmp_path / "gemm.json"),
+        table=tmp_path / "plans.json",
+        machine=MACHINE,
+        deadline=After(asked),
+    )
+    problems = [gemm.Problem(role, "int8", 64, 128, 16) for role in ("qkv", "down")]
+    problems[1] = dataclasses.replace(problems[1], K=64)
+    figures = gemm.measure_group(session, problems, compilers)
+    assert len(figures) == num_measured
+    assert compiled == [(problem, plan) for problem in problems for plan in plans]
+    table = gemm.read_table(session.table.read_text())
+    assert list(table) == sorted(p.table_key for p in problems[:num_measured])
+    assert all(plan in plans for plan in table.values())
+    results = json.loads(session.record.path.read_text())["results"]
+    assert list(results) == ["int8 64x128 M=16", "int8 64x64 M=16"][:num_measured]
+    for key, (entry,) in results.items():
+        saved = entry["figures"]
+        assert saved["us"] == pytest.approx(saved["fastest"][saved["plan"]], abs=0.01)
+        assert saved["limit_share"] == pytest.approx(saved["limit_us"] / saved["us"])
+        assert saved["num_plans"] == 2
+        assert (saved["alone_us"] is not None) == is_finished
+        assert entry["settings"]["kind"] == key.split()[0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in lines] == [
+        ["int8", p.role, str(p.N), str(p.K), str(p.M)] for p in problems[:num_measured]
+    ]
+
+
+def test_deadline(gemm, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    deadline, never = gemm.Deadline(5.0), gemm.Deadline(None)
+    now[0] = 104.9
+    assert not deadline.has_passed
+    now[0] = 105.0
+    assert deadline.has_passed
+    assert not never.has_passed
 
 
 # vLLM, as far as that goes without it

@@ -287,6 +287,28 @@ def test_an_arena_that_cannot_be_unmapped_is_freed_with_one_warning(monkeypatch)
         memory.release()
 
 
+def test_an_arena_that_cannot_be_unmapped_matters_only_where_memory_is_given_back(monkeypatch):
+    memory = FakeGpu(monkeypatch, 100 * KIB, can_unmap=False).memory()
+    with warnings.catch_warnings(action="error"):
+        memory.acquire(10)
+        memory.release()
+    assert memory.num_pages == 10
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_small_cache_is_of_the_same_kind_and_apart(is_fp8):
+    memory = make_memory(is_fp8=is_fp8)
+    large = memory.acquire(3)
+    small = memory.make_small(num_tokens=5)
+    assert small.data.shape == (2, 2, 1 + 2, 4, 2, 8)
+    assert small.data.dtype == large.data.dtype
+    assert small.scale is large.scale
+    assert not small.data.float().any()
+    small.data.copy_(torch.ones(small.data.shape))
+    assert not large.data.float().any()
+    assert memory.num_pages == 3
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24, 64])
 def test_table_width_gives_a_whole_number_of_vectors(page_size):
     for num_pages in (1, 2, 7):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl.errors import EngineError
-from qurl.rollout import build_engine
+from qurl.rollout import build_engine, canary
 from qurl.rollout.local import generation as module
 from qurl.rollout.local.graphs import Actor, Rows
 from qurl.rollout.local.requests import Transcript
@@ -85,6 +85,7 @@ def test_the_operations_of_a_gpu_fit_the_loop(monkeypatch):
     from qurl.rollout.local import engine as engine_module
     from qurl.rollout.local.fused import FusedOps
 
+    monkeypatch.setattr(canary, "_LENGTH", 6)  # the interpreter is slow
     model = tiny_llama(hidden_size=64, intermediate_size=96)
     params = SamplingParams(max_tokens=2, group_size=2, seed=1, ignore_eos=True)
     expected = build(model=model, quant="int8", kv="fp8").generate(PROBLEMS[:2], params)
@@ -109,6 +110,28 @@ def test_stop_strings_end_completions(depth):
     assert first.finish == "stop"
     assert first.text == text[: text.index(text[7:9])]
     assert rollouts == build().generate(PROBLEMS[:1], params)
+
+
+def test_stop_strings_look_at_no_more_than_the_tail(monkeypatch):
+    """Else a completion of n tokens would be read n times."""
+    decoded, full = [], []
+    decode, token_ids = TOKENIZER.decode, Transcript.token_ids
+    monkeypatch.setattr(
+        TOKENIZER, "decode", lambda ids, **kw: decoded.append(len(ids)) or decode(ids, **kw)
+    )
+    monkeypatch.setattr(
+        Transcript, "token_ids", lambda self, i: full.append(i) or token_ids(self, i)
+    )
+    params = SamplingParams(max_tokens=30, group_size=2, seed=5, stop=["no"])
+    rollouts = build().generate(PROBLEMS[:1], params)
+    lengths = [len(c.token_ids) for c in completions(rollouts)]
+    assert min(lengths) > 12, "the test needs completions longer than the tail"
+    assert sorted(full) == [0, 1]
+    # Two characters: 12 tokens at most, besides each completion's text at its end.
+    for length in lengths:
+        decoded.remove(length)
+    assert max(decoded) == 12
+    assert len(decoded) == sum(lengths)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -216,6 +239,35 @@ def test_interrupt_from_a_callback(reference, depth, monkeypatch):
     assert calls[-1] == generation.num_tokens  # what was in flight is counted
     assert generation.run()
     assert generation.rollouts() == reference
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("call", ["sync", "generate", "start", "release", "run"])
+def test_a_callback_cannot_take_the_pages_away(reference, call, depth):
+    engine = build(depth=depth)
+    generation = engine.start(PROBLEMS, PARAMS)
+    calls = {
+        "sync": lambda: engine.sync(MODEL, version=9),
+        "generate": lambda: engine.generate(PROBLEMS[:1], PARAMS),
+        "start": lambda: engine.start(PROBLEMS[:1], PARAMS),
+        "release": generation.release,
+        "run": generation.run,
+    }
+    engine.on_progress = lambda *_: calls[call]()
+    with pytest.raises(EngineError, match=r"while a generation runs.*on_progress.*interrupt\(\)"):
+        generation.run()
+    assert engine.version == 0
+    engine.on_progress = None
+    assert generation.run()
+    assert tokens_of(generation.rollouts()) == tokens_of(reference)
+
+
+def test_max_steps_is_a_number_of_steps():
+    generation = build().start(PROBLEMS, PARAMS)
+    with pytest.raises(EngineError, match=r"max_steps = -1 must be at least 0, or None"):
+        generation.run(max_steps=-1)
+    assert not generation.run(max_steps=0)
+    assert generation.num_tokens == 0
 
 
 def test_a_callback_that_always_interrupts_lets_each_run_take_a_step():
@@ -440,4 +492,5 @@ def test_the_transcript_keeps_tokens_apart():
     transcript.append(np.array([0, 1]), np.array([6, 9]), np.array([-3.0, -4.0]), version=2)
     assert [transcript.token_ids(i) for i in range(3)] == [[5, 6], [9], [7]]
     assert [transcript.logprobs(i) for i in range(3)] == [[-2.0, -3.0], [-4.0], [-1.0]]
+    assert [transcript.tail(0, n) for n in (0, 1, 2, 3)] == [[], [6], [5, 6], [5, 6]]
     assert transcript.versions.tolist() == [1, 2, 1]

@@ -1,4 +1,5 @@
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -199,6 +200,35 @@ def test_a_graph_that_cannot_be_captured_is_an_error(engine, monkeypatch):
     monkeypatch.setattr(engine.stepper, "_capture", fail)
     with pytest.raises(EngineError, match=r"16 rows and 64 pages.*out of memory.*kv_memory_frac"):
         engine.generate(PROBLEMS, PARAMS)
+
+
+class FakeStream:
+    """Takes down who waits for whom."""
+
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other) -> None:
+        self.log.append((self.name, other.name))
+
+
+def test_an_exception_before_a_capture_leaves_the_streams_in_order(monkeypatch):
+    """What was launched on the side stream until then may still run."""
+    engine = build_engine("local", tiny_llama())
+    run_steps(engine, 1)
+    log = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream("main", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    engine.stepper._stream = FakeStream("side", log)
+
+    def fail(rows, columns):
+        log.append("computes")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.stepper, "_compute", fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.stepper._capture(8, 1)
+    assert log == [("side", "main"), "computes", ("main", "side")]
 
 
 # On a GPU

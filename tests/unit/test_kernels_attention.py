@@ -220,11 +220,12 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_number_of_chunks(has_cod
         assert torch.equal(attend(some), together[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("heads", "head_dim"), [((7, 1), 64), ((3, 1), 80)])
-def test_codes_are_those_of_the_fp32_row(heads, head_dim, format):
+def test_codes_are_those_of_the_row_in_the_compute_dtype(heads, head_dim, format, dtype):
     """448 and 240 columns: the last group of 128 has 64 and 112."""
-    problem = make([0, 100, CHUNK + 44], heads, head_dim)
+    problem = make([0, 100, CHUNK + 44], heads, head_dim, dtype=dtype)
     coded = attend(problem, FORMATS[format])
     expected = quantize_activation(attend(problem), FORMATS[format])
     assert isinstance(coded, Quantized)

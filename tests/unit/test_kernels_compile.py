@@ -15,12 +15,22 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kernels_compile import AMPERE, HOPPER, INSTRUCTION, LAUNCHES
+from kernels_compile import (
+    AMPERE,
+    EARLY,
+    HOPPER,
+    INSTRUCTION,
+    LAUNCHES,
+    arguments_before_wait,
+    before_wait,
+)
 
 ROOT = Path(__file__).parents[2]
 JOBS = [(launch, target) for launch in LAUNCHES for target in launch.targets]
 SHARED_BYTES = {AMPERE: 163 * 1024, HOPPER: 227 * 1024}
 """What one program can have."""
+STATIC = {"weight", "scale_w", "bias", "q_norm", "k_norm", "kv_scale"}
+"""Arguments that only a sync writes: no other kernel of a step does."""
 
 pytestmark = pytest.mark.xdist_group("kernels_compile")
 each_job = pytest.mark.parametrize(
@@ -63,9 +73,37 @@ def test_nothing_spills(compiled, launch, target):
 @each_job
 def test_instructions(compiled, launch, target):
     for entry in compiled[launch.name, target]:
-        pattern = launch.kernels[entry["kernel"]].get(target, r"EXIT")
+        pattern = launch.kernels[entry["kernel"]].has[target]
         found = [name for name in entry["instructions"] if re.match(pattern, name)]
         assert found, f"{entry['kernel']} has no {pattern}"
+
+
+@each_job
+def test_a_kernel_that_starts_early_waits(compiled, launch, target):
+    for entry in compiled[launch.name, target]:
+        assert entry["waits"] == entry["overlaps"], entry["kernel"]
+        assert not (entry["overlaps"] and target < HOPPER)
+
+
+@each_job
+def test_nothing_but_static_data_is_read_before_the_wait(compiled, launch, target):
+    """As it was written, and in the instructions that two compilers made of it."""
+    for entry in compiled[launch.name, target]:
+        assert set(entry["early_arguments"]) <= STATIC, entry["kernel"]
+        num_early = launch.kernels[entry["kernel"]].num_early if entry["waits"] else 0
+        assert [name.split(".")[0] for name in entry["early"]] == ["LDG"] * num_early
+
+
+def test_every_kernel_of_a_step_overlaps(compiled):
+    """All but those of a sync, which has no small kernels to hide."""
+    overlapping = {
+        entry["kernel"]
+        for (_, target), entries in compiled.items()
+        for entry in entries
+        if target == HOPPER and entry["overlaps"]
+    }
+    names = {name for launch in LAUNCHES for name in launch.kernels}
+    assert overlapping == {name for name in names if not name.startswith("requantize_")}
 
 
 @each_job
@@ -90,6 +128,41 @@ def test_what_the_disassembler_prints_is_understood():
     names = INSTRUCTION.findall(listing)
     assert names == ["LDC", "LDG.E.128", "UTMALDG.2D", "STL.64", "EXIT"]
     assert local_accesses(dict.fromkeys(names, 1)) == {"STL.64": 1}
+
+
+def test_what_happens_before_the_wait_is_found():
+    names = ["S2R", "CCTL.E.PF2", "LDG.E.128", "ACQBULK", "STG.E", "EXIT"]
+    assert [name for name in before_wait(names) if EARLY.match(name)] == ["LDG.E.128"]
+    assert not before_wait(["LDG.E", "EXIT"])
+    for name in (
+        "LDG.E",
+        "STG.E.64",
+        "ST.E",
+        "UTMALDG.2D",
+        "ATOMG.E.MAX",
+        "RED.E",
+        "BRA",
+        "CALL.REL",
+    ):
+        assert EARLY.match(name)
+    for name in ("LDGDEPBAR", "LDC", "LDS.128", "STS", "S2R", "CCTL.E.PF2"):
+        assert not EARLY.match(name)
+
+
+def test_what_is_read_before_the_wait_is_found():
+    ttir = """
+  tt.func @a_kernel(%x: !tt.ptr<f32> loc(#a), %w: !tt.ptr<i8>, %d: !tt.tensordesc<i8>, %n: i32) {
+    %at = tt.addptr %w, %n : !tt.ptr<i8>, i32 loc(#b)
+    %at_0 = tt.splat %at : !tt.ptr<i8> -> tensor<4x!tt.ptr<i8>>
+    %unread = tt.addptr %x, %n : !tt.ptr<f32>, i32
+    %values = tt.load %at_0, %mask : tensor<4x!tt.ptr<i8>>
+    %0 = tt.elementwise_inline_asm "griddepcontrol.wait; // dummy $0" {} -> i32
+    %values_1 = tt.load %x : !tt.ptr<f32>
+"""
+    assert arguments_before_wait(ttir) == {"w"}
+    sooner = ttir.replace("    %0 =", "    %tile = tt.descriptor_load %d[%n] : x\n    %0 =")
+    assert arguments_before_wait(sooner) == {"w", "d"}
+    assert arguments_before_wait(ttir.replace("griddepcontrol.wait", "")) == set()
 
 
 # Kernels end in "_kernel"; other jitted functions are parts of them and cannot be launched.

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from qurl.errors import EngineError
 from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import expand_scale, quantize_activation
-from qurl.quant.kernels.gemm import Plan, multiply, multiply_gated
+from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import (
     BUCKETS,
     Plans,
@@ -26,8 +26,8 @@ from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Partial, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts bits off where BF16 rounds, so that only a GPU can be held to the bit.
-DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+BF16, FP32 = torch.bfloat16, torch.float32
+both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 # The matrix unit of a GPU keeps 14 bits of a sum of FP8 products.
 TOLERANCES = {"fp8": 1e-3, "fp8-block": 1e-3} if DEVICE == "cuda" else {}
 SIZES = [(1, 48, 96), (17, 130, 272), (33, 64, 160), (5, 33, 50), (255, 16, 64)]
@@ -44,12 +44,17 @@ def operands(name: str, M: int, N: int, K: int, seed: int = 0):
     return quantize_activation(x, FORMATS[name]), quantize(w, FORMATS[name]), bias
 
 
+def operands_in_numbers(M: int, N: int, K: int, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(n, K, generator=generator).to(DEVICE, dtype) for n in (M, N))
+
+
 def in_float64(x: Quantized, w: Quantized, bias: torch.Tensor) -> torch.Tensor:
     x64, w64 = (q.codes.double() * expand_scale(q).double() for q in (x, w))
     return x64 @ w64.T + bias.double()
 
 
-def plan_for(name: str, splits: int) -> Plan:
+def plan_for(name: str | None, splits: int) -> Plan:
     return Plan(tokens=16, channels=64, depth=128 if name == "fp8-block" else 64, splits=splits)
 
 
@@ -59,13 +64,13 @@ def plan_for(name: str, splits: int) -> Plan:
 def test_product_against_float64(name, size, splits):
     x, w, bias = operands(name, *size)
     expected = in_float64(x, w, bias)
-    y = finish(multiply(x, w, bias, torch.float32, plan_for(name, splits)))
+    y = finish(multiply(x, w, bias, FP32, plan_for(name, splits)))
     scale = expected.abs().amax(0, keepdim=True)  # channels differ by forty orders of magnitude
     assert ((y - expected).abs() / scale).max() < TOLERANCES.get(name, 2e-6)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_dtypes
 def test_integers_are_exact_whatever_the_plan(name, dtype):
     x, w, bias = operands(name, 17, 130, 4096)
     total = (x.codes.long().cpu() @ w.codes.long().cpu().T).to(DEVICE)
@@ -81,18 +86,34 @@ def test_integers_are_exact_whatever_the_plan(name, dtype):
 
 def test_more_parts_than_steps_add_nothing():
     x, w, bias = operands("int8", 3, 16, 64)
-    product = multiply(x, w, bias, torch.float32, Plan(16, 64, 64, splits=4))
+    product = multiply(x, w, bias, FP32, Plan(16, 64, 64, splits=4))
     assert isinstance(product, Partial)
     assert product.acc.shape == (4, 3, 16)
     assert not product.acc[1:].any()
 
 
-def test_numbers_are_multiplied_too():
-    generator = torch.Generator().manual_seed(1)
-    x, w = (torch.randn(n, 96, generator=generator).to(DEVICE, DTYPES[-1]) for n in (9, 40))
+@both_dtypes
+@pytest.mark.parametrize("splits", [0, 2])
+def test_numbers_are_multiplied_too(splits, dtype):
+    """To the rounding of FP32 sums; TF32 factors would be off by 1e-2."""
+    x, w = operands_in_numbers(9, 40, 96, dtype)
     expected = x.double() @ w.double().T
-    y = finish(multiply(x, w, None, torch.float32, Plan(16, 64, 64, splits=2)))
+    y = finish(multiply(x, w, None, FP32, Plan(16, 64, 64, splits=splits)))
     assert (y - expected).abs().max() < 1e-4
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_a_finished_product_is_rounded_once(name, dtype):
+    """What is finished here has the bits of what the consumer finishes."""
+    bias = operands("int8", 17, 130, 272)[2].to(dtype)
+    if name is None:
+        x, w = operands_in_numbers(17, 130, 272, dtype)
+    else:
+        x, w, _ = operands(name, 17, 130, 272)
+    here, later = (multiply(x, w, bias, dtype, plan_for(name, splits)) for splits in (0, 1))
+    assert isinstance(later, Partial)
+    assert torch.equal(finish(here), finish(later))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -103,18 +124,34 @@ def test_gated_product(name):
     gate, up = in_float64(x, w, torch.zeros(130, device=DEVICE)).unflatten(-1, (-1, 2)).unbind(-1)
     expected = torch.nn.functional.silu(gate) * up
     amax = torch.zeros(17, device=DEVICE)
-    h = multiply_gated(x, w, None, torch.float32, plan_for(name, 0), amax)
+    h = multiply_gated(x, w, None, FP32, plan_for(name, 0), amax)
     assert h.shape == (17, 65)
     tolerance = 100 * TOLERANCES.get(name, 1e-6)
     torch.testing.assert_close(h.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(amax, h.abs().amax(1))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_gated_product_rounds_twice_to_the_compute_dtype(name):
+    """The product once, then silu(gate) * up once; a GPU's exponential may turn a few."""
+    x, w, _ = operands(name, 17, 130, 272)
+    w.scale.copy_(w.scale.clamp(1e-5, 1e5))
+    plan = plan_for(name, 0)
+    gate, up = finish(multiply(x, w, None, BF16, plan)).float().unflatten(-1, (-1, 2)).unbind(-1)
+    expected = (torch.nn.functional.silu(gate) * up).to(BF16)
+    amax = torch.zeros(17, device=DEVICE)
+    h = multiply_gated(x, w, None, BF16, plan, amax)
+    assert h.dtype == BF16
+    assert (h != expected).float().mean() < 5e-3
+    torch.testing.assert_close(h, expected, rtol=2**-7, atol=0)
+    assert torch.equal(amax, h.float().abs().amax(1))
+
+
 def test_gated_product_tells_of_nan():
     x, w, _ = operands("int8", 3, 32, 64)
     x.scale[1] = torch.nan
     amax = torch.zeros(3, device=DEVICE)
-    h = multiply_gated(x, w, None, torch.float32, plan_for("int8", 0), amax)
+    h = multiply_gated(x, w, None, FP32, plan_for("int8", 0), amax)
     assert h[1].isnan().all()
     assert amax.isinf().tolist() == [False, True, False]
 
@@ -122,10 +159,56 @@ def test_gated_product_tells_of_nan():
 def test_a_row_does_not_depend_on_the_batch():
     x, w, bias = operands("fp8", 33, 64, 256)
     plan = plan_for("fp8", 2)
-    together = finish(multiply(x, w, bias, torch.bfloat16, plan))
+    together = finish(multiply(x, w, bias, BF16, plan))
     for row in (1, 20, 32):
         alone = Quantized(x.codes[row : row + 1], x.scale[row : row + 1], x.format)
-        assert torch.equal(finish(multiply(alone, w, bias, torch.bfloat16, plan))[0], together[row])
+        assert torch.equal(finish(multiply(alone, w, bias, BF16, plan))[0], together[row])
+
+
+# --- the vendor's library ---------------------------------------------------------------------
+
+
+def test_the_library_multiplies_numbers():
+    x, w = operands_in_numbers(9, 48, 96, BF16)
+    bias = torch.ones(48, device=DEVICE, dtype=BF16)
+    y = library_product(x, w, bias, BF16)
+    assert y is not None
+    assert torch.equal(y, torch.nn.functional.linear(x, w, bias))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    [
+        ("int8", (16, 64, 64), BF16),  # no scales per row
+        ("fp8-block", (16, 128, 128), BF16),
+        ("fp8", (16, 72, 64), BF16),  # no multiple of 16
+        ("fp8", (16, 64, 64), FP32),
+    ],
+)
+def test_the_library_has_not_every_product(name, size, dtype):
+    x, w, bias = operands(name, *size)
+    assert library_product(x, w, bias.to(dtype), dtype) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_library_rounds_once_where_there_is_a_bias():
+    """Codes -1, 0 and 1 have exact sums, so that but for the order of scales bits are equal."""
+    if not Target.of(torch.device(DEVICE)).has_fp8:
+        pytest.skip("needs FP8 matrix instructions")
+    x, w, bias = operands("fp8", 64, 128, 64)
+    bias = bias.to(BF16)
+    for codes in (x.codes, w.codes):
+        codes.copy_(codes.float().sign())
+    w.scale.copy_(torch.rand_like(w.scale))
+    x.scale.copy_(torch.rand_like(x.scale))
+    y = library_product(x, w, bias, BF16)
+    assert y is not None
+    expected = in_float64(x, w, bias).to(BF16)
+    assert (y != expected).float().mean() < 0.01
+    plain = library_product(x, w, None, BF16)
+    assert plain is not None
+    assert (plain + bias != expected).float().mean() > 0.1, "two roundings would show"
 
 
 # --- plans ------------------------------------------------------------------------------------

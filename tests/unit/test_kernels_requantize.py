@@ -13,10 +13,8 @@ pytest.importorskip("triton")
 
 from qurl.quant import Quantized, get_format, quantize
 from qurl.quant.kernels.requantize import LONGEST_IN_REGISTERS, requantize_
-from qurl.quant.kernels.target import Target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PDL = Target.of(DEVICE).has_pdl
 FORMATS = ["int8", "fp8", "int4", "fp8-block"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 17), (5, 130), (7, 896), (2, 4864)]
@@ -44,7 +42,7 @@ def target_like(reference: Quantized) -> Quantized:
 def requantize(source, target):
     """Number of codes that changed."""
     flips = torch.full(target.scale.shape, -1, dtype=torch.int32, device=DEVICE)
-    requantize_(source.to(DEVICE), target, flips, pdl=PDL)
+    requantize_(source.to(DEVICE), target, flips)
     assert (flips >= 0).all()
     return int(flips.sum())
 
@@ -152,7 +150,7 @@ def test_flips_are_counted_under_each_scale(format):
     target = target_like(quantize(old, format))
     requantize(old, target)
     flips = torch.zeros(target.scale.shape, dtype=torch.int32, device=DEVICE)
-    requantize_(new.to(DEVICE), target, flips, pdl=PDL)
+    requantize_(new.to(DEVICE), target, flips)
     expected = torch.zeros(target.scale.shape, dtype=torch.int32)
     for place in [(0, 0), (1, 1)] if has_tiles else [(3, 0), (last, 0)]:
         expected[place] = 1
@@ -218,14 +216,24 @@ def hard_quotients(num_divisors):
     return np.array(pairs, dtype=np.float32).T
 
 
-def test_one_correction_gives_the_rounded_quotient():
-    """The formula of the kernel's division, which the interpreter cannot compute."""
+# Quotients are 2^e / 2 to 2^e * 2, from the smallest code of FP8 to the largest.
+@pytest.mark.parametrize(
+    ("divisor_exponent", "quotient_exponent"),
+    [(-126, -10), (-126, 8), (-61, -10), (-60, -10), (-60, 8), (0, -10), (0, 0), (0, 8), (118, 8)],
+)
+def test_one_correction_gives_the_rounded_quotient(divisor_exponent, quotient_exponent):
+    """The formula of `rounding.divide`, which the interpreter cannot compute."""
     x, s = hard_quotients(num_divisors=2000)
     assert len(x) > 5000
+    s = np.ldexp(s, divisor_exponent - 23)
+    x = np.ldexp(x, divisor_exponent + quotient_exponent - 23)
+    assert s.dtype == x.dtype == np.float32
+    lift = np.where(s < 2.0**-60, 2.0**64, 1.0).astype(np.float32)
     inverse = np.float32(1) / s
     q = x * inverse
     assert (q != x / s).any()
-    assert (fma(fma(q, s, -x), -inverse, q) == x / s).all()
+    excess = fma(q, s * lift, -x * lift)
+    assert (fma(excess, -inverse / lift, q) == x / s).all()
 
 
 @pytest.mark.gpu

@@ -257,13 +257,15 @@ def test_swiglu_of_alternating_channels_is_the_same(format, parts):
     assert_same(swiglu(on_device(pairs), format, BF16, True, pdl=False), expected)
 
 
+@both_dtypes
 @all_formats
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 17), (17, 130), (2, 9000), (1, LONG)])
-def test_swiglu_quantizes_its_fp32_rows(num_rows, width, format):
+def test_swiglu_quantizes_rows_rounded_to_the_compute_dtype(num_rows, width, format, dtype):
     gate_up = on_device(make_product(1, num_rows, 2 * width, BF16))
-    values = swiglu(gate_up, None, FP32, pdl=False)
+    values = swiglu(gate_up, None, dtype, pdl=False)
     assert isinstance(values, Tensor)
-    assert_codes(swiglu(gate_up, format, BF16, pdl=False), values, format)
+    assert values.dtype == dtype
+    assert_codes(swiglu(gate_up, format, dtype, pdl=False), values, format)
 
 
 def test_rows_that_are_read_twice_give_the_same_codes(monkeypatch):

@@ -34,13 +34,13 @@ def random_rows(batch, vocabulary, *, seed=0, spread=3.0):
     return logits.to(DEVICE), keys.to(DEVICE), counters.to(DEVICE)
 
 
-def temperatures(*values):
-    return torch.tensor(values, device=DEVICE)
+def one(temperature):
+    return torch.tensor([temperature], device=DEVICE)
 
 
 def reference(logits, temperature, keys, counters):
-    one = torch.ones(1, device=DEVICE)
-    params = RowParams(temperature, one.double(), 0 * one.long(), has_filter=False)
+    everything = torch.ones(1, device=DEVICE)
+    params = RowParams(temperature, everything.double(), 0 * everything.long(), has_filter=False)
     return sample(logits.float(), uniform(keys, counters), params)
 
 
@@ -54,7 +54,7 @@ def check_tokens(tokens, expected, logits, temperature, keys, counters):
     Of V steps some V * 1e-6 are as near to a random u as FP32 exponentials are exact.
     """
     for row in (tokens != expected).nonzero().flatten().tolist():
-        scaled = logits[row].double() / temperature[row % len(temperature)]
+        scaled = logits[row].double() / temperature
         cdf = scaled.softmax(-1).cumsum(-1)
         u = uniform(keys[row : row + 1], counters[row : row + 1])
         low, high = sorted((int(tokens[row]), int(expected[row])))
@@ -84,7 +84,7 @@ def test_random_numbers_are_those_of_every_engine():
 )
 def test_draws_what_the_reference_draws(batch, vocabulary, temperature, block):
     rows = random_rows(batch, vocabulary)
-    t = temperatures(temperature)
+    t = one(temperature)
     tokens, logprobs = draw(rows[0], t, *rows[1:], block=block)
     expected, expected_logprobs = reference(rows[0], t, *rows[1:])
     check_tokens(tokens, expected, rows[0], t, *rows[1:])
@@ -98,7 +98,7 @@ def test_draws_what_the_reference_draws(batch, vocabulary, temperature, block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_vocabulary(dtype):
     logits, keys, counters = random_rows(257, 151936)
-    logits, t = logits.to(dtype), temperatures(1.0)
+    logits, t = logits.to(dtype), one(1.0)
     tokens, logprobs = draw(logits, t, keys, counters)
     expected, _ = reference(logits, t, keys, counters)
     check_tokens(tokens, expected, logits, t, keys, counters)
@@ -112,16 +112,14 @@ def test_frequencies_follow_the_distribution():
     p = torch.tensor([0.1, 0.25, 0.15, 0.3, 0.05, 0.15], device=DEVICE)
     keys = torch.full((count,), 7, device=DEVICE)
     counters = torch.arange(count, device=DEVICE)
-    tokens, _ = draw(
-        p.log().expand(count, 6).contiguous(), temperatures(1.0), keys, counters, block=4
-    )
+    tokens, _ = draw(p.log().expand(count, 6).contiguous(), one(1.0), keys, counters, block=4)
     counts = torch.bincount(tokens, minlength=6)
     assert ((counts - count * p) ** 2 / (count * p)).sum() < 26
 
 
 def test_bfloat16_logits():
     logits, keys, counters = random_rows(20, 300)
-    t = temperatures(0.8)
+    t = one(0.8)
     tokens, logprobs = draw(logits.bfloat16(), t, keys, counters)
     same, same_logprobs = draw(logits.bfloat16().float(), t, keys, counters)
     assert torch.equal(tokens, same)
@@ -133,19 +131,10 @@ def test_greedy_takes_the_first_of_the_largest():
     logits, keys, counters = random_rows(2, 1000, spread=0.5)
     logits[0, [700, 900]] = 9.0
     logits[1, [3, 4]] = 9.0
-    tokens, logprobs = draw(logits, temperatures(0.0), keys, counters, block=64)
+    tokens, logprobs = draw(logits, one(0.0), keys, counters, block=64)
     assert tokens.tolist() == [700, 3]
     expected = logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
-
-
-def test_rows_have_their_own_temperature():
-    logits, keys, counters = random_rows(8, 200)
-    t = temperatures(1.0, 0.0, 0.5, 2.0, 0.0, 1e-3, 1.0, 3.0)
-    tokens, logprobs = draw(logits, t, keys, counters, block=64)
-    expected, expected_logprobs = reference(logits, t, keys, counters)
-    check_tokens(tokens, expected, logits, torch.where(t == 0, 1.0, t), keys, counters)
-    torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
 
 
 def test_impossible_tokens_are_never_drawn():
@@ -154,7 +143,7 @@ def test_impossible_tokens_are_never_drawn():
     possible = torch.tensor([64, 70, 129], device=DEVICE)
     masked = torch.full_like(logits, -math.inf)
     masked[:, possible] = logits[:, possible]
-    tokens, logprobs = draw(masked, temperatures(1.0), keys, counters, block=32)
+    tokens, logprobs = draw(masked, one(1.0), keys, counters, block=32)
     assert torch.isin(tokens, possible).all()
     assert set(tokens.tolist()) == set(possible.tolist())
     expected = masked.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
@@ -165,7 +154,7 @@ def test_the_only_token_is_certain():
     logits, keys, counters = random_rows(5, 100)
     logits[:] = -math.inf
     logits[:, 77] = -1e4
-    tokens, logprobs = draw(logits, temperatures(1.0), keys, counters, block=32)
+    tokens, logprobs = draw(logits, one(1.0), keys, counters, block=32)
     assert tokens.tolist() == [77] * 5
     assert logprobs.tolist() == [0.0] * 5
 
@@ -173,8 +162,8 @@ def test_the_only_token_is_certain():
 def test_a_probable_token_has_an_accurate_logprob():
     """p = 1 / (1 + e^-15), log p = -3.06e-7, to a step of the FP32 numbers above 1."""
     logits = torch.tensor([[0.0, -15.0]], device=DEVICE)
-    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    _, logprobs = draw(logits, temperatures(0.0), one, one)
+    key = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    _, logprobs = draw(logits, one(0.0), key, key)
     assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-15)), abs=2.0**-23)
 
 
@@ -183,13 +172,11 @@ def test_a_probable_token_has_an_accurate_logprob():
 def test_senseless_logits_have_no_logprob(value, temperature):
     """One NaN or +inf, or nothing but -inf. The rows beside it do not notice."""
     logits, keys, counters = random_rows(3, 100)
-    t = temperatures(temperature)
+    t = one(temperature)
     sound, sound_logprobs = draw(logits, t, keys, counters, block=32)
     logits[1, slice(None) if value == -math.inf else 50] = value
-    entropy = torch.zeros(3, device=DEVICE)
-    tokens, logprobs = draw(logits, t, keys, counters, block=32, out_entropy=entropy)
+    tokens, logprobs = draw(logits, t, keys, counters, block=32)
     assert logprobs.isnan().tolist() == [False, True, False]
-    assert entropy.isnan().tolist() == [False, True, False]
     assert 0 <= tokens[1] < 100
     assert torch.equal(tokens[::2], sound[::2])
     assert torch.equal(logprobs[::2], sound_logprobs[::2])
@@ -197,37 +184,9 @@ def test_senseless_logits_have_no_logprob(value, temperature):
 
 def test_a_row_does_not_depend_on_the_others():
     logits, keys, counters = random_rows(12, 500)
-    t = temperatures(0.9)
+    t = one(0.9)
     tokens, logprobs = draw(logits, t, keys, counters, block=128)
     for rows in (slice(0, 4), slice(7, 12), slice(5, 6)):
         some = draw(logits[rows].contiguous(), t, keys[rows], counters[rows], block=128)
         assert torch.equal(some[0], tokens[rows])
         assert torch.equal(some[1], logprobs[rows])
-
-
-def test_results_go_where_they_are_wanted():
-    logits, keys, counters = random_rows(4, 50)
-    expected = draw(logits, temperatures(1.0), keys, counters)
-    tokens = torch.full((4,), -1, device=DEVICE)
-    logprobs = torch.full((4,), 9.0, device=DEVICE)
-    results = draw(
-        logits, temperatures(1.0), keys, counters, out_tokens=tokens, out_logprobs=logprobs
-    )
-    assert results[0] is tokens
-    assert results[1] is logprobs
-    assert torch.equal(tokens, expected[0])
-    assert torch.equal(logprobs, expected[1])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_entropy(temperature):
-    """Of the distribution drawn from; blocks of -inf and far-off blocks add nothing."""
-    logits, keys, counters = random_rows(4, 300)
-    logits[1, :64] = -math.inf
-    logits[2, 64:128] -= 1000
-    logits[3, 1:] = -math.inf
-    entropy = torch.zeros(4, device=DEVICE)
-    draw(logits, temperatures(temperature), keys, counters, block=64, out_entropy=entropy)
-    logp = (logits.double() / (temperature or 1.0)).log_softmax(-1)
-    expected = -torch.where(logp > -math.inf, logp.exp() * logp, 0.0).sum(-1)
-    torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import nn
 from qurl.errors import EngineError
 from qurl.quant import Quantized, quantize
 from qurl.rollout.local import weights as module
-from qurl.rollout.local.weights import Weights
+from qurl.rollout.local.weights import Weights, Whereabouts
 
 FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
@@ -172,6 +172,89 @@ def test_addresses_change_with_a_parameter_that_is_made_anew():
     after = weights.addresses()
     assert [a != b for a, b in zip(before, after, strict=True)].count(True) == 1
     assert model.model.norm.weight.data_ptr() in after
+
+
+def replace_module(model):
+    linear = nn.Linear(32, 64, bias=False)
+    model.model.layers[1].mlp.up_proj = linear
+
+
+def replace_parameter(model):
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = nn.Parameter(down.weight.detach() * 0.5)
+
+
+def replace_storage(model):
+    norm = model.model.layers[1].input_layernorm
+    norm.weight.data = norm.weight.data * 0.5
+
+
+def replace_bias(model):
+    bias = model.model.layers[1].self_attn.k_proj.bias
+    model.model.layers[1].self_attn.k_proj.bias = nn.Parameter(bias.detach() + 1)
+
+
+def untie(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone() + 1)
+
+
+@pytest.mark.parametrize(
+    "change", [replace_module, replace_parameter, replace_storage, replace_bias, untie]
+)
+def test_a_plan_lasts_until_a_parameter_lies_elsewhere(change):
+    model = tiny_llama(attention_bias=True, tie_word_embeddings=True)
+    weights = load(model)
+    plan = weights._plan
+    change_(model)
+    weights.load_(model)
+    assert weights._plan is plan
+    change(model)
+    weights.load_(model)
+    assert weights._plan is not plan
+    assert_holds(weights, model)
+
+
+def test_another_model_has_another_plan():
+    model = tiny_llama()
+    weights = load(model)
+    plan = weights._plan
+    other = copy.copy(model)  # with the very same parameters
+    weights.load_(other)
+    assert weights._plan is not plan
+
+
+def test_a_bias_that_comes_or_goes_is_seen():
+    linear = nn.Linear(3, 2)
+    places = Whereabouts.of(linear)
+    bias, linear.bias = linear.bias, None
+    assert not places.hold_for(linear)
+    without = Whereabouts.of(linear)
+    assert without.hold_for(linear)
+    linear.bias = bias
+    assert places.hold_for(linear)
+    assert not without.hold_for(linear)
+
+
+def test_a_recording_that_fails_leaves_none_behind(monkeypatch):
+    """The next sync writes everything again; it must not replay half a graph."""
+
+    def fail(graph, **options):
+        raise RuntimeError("capture failed")
+
+    model = tiny_llama()
+    weights = load(model)
+    transfer = weights._plan.transfer
+    change_(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", object)
+        patch.setattr(torch.cuda, "graph", fail)
+        patch.setattr(transfer, "_can_record", True)
+        with pytest.raises(RuntimeError, match="capture failed"):
+            weights.load_(model)
+    assert transfer._graph is None
+    change_(model)
+    weights.load_(model)
+    assert_holds(weights, model)
 
 
 def test_copies_in_another_precision_keep_their_addresses():

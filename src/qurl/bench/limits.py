@@ -8,6 +8,10 @@ One decode step of B sequences at context c takes at least
 
 BW in bytes/s and F in FLOP/s are what the device really reaches. A rollout takes at least the sum
 of t over its contexts; its prefill is left out, so a share of this limit counts prefill as a loss.
+
+Every sequence is taken to read all of its keys. Where a group shares its prompt, an engine may read
+the prompt's keys once for all of it: for grouped workloads the limit is not a strict one.
+
 A sync reads every master weight and writes every weight of the engine's copy once.
 """
 

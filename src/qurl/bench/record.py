@@ -3,18 +3,22 @@
     {"bench": "rollout",
      "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
 
-A key that is measured again gets one more entry, the newest last.
+A key that is measured again gets one more entry, the newest last. Several commands may add to one
+file at a time.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ class Record:
         """`path` None: benchmarks/results/<bench>.json, seen from where the command runs."""
         self.bench = bench
         self.path = path or RESULTS / f"{bench}.json"
+        self._machine = functools.cache(describe_machine)  # asks git, and a command may add much
         self._read()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,14 +47,13 @@ class Record:
 
     def add(self, key: str, device: torch.device, **figures: Any) -> None:
         """Save one more entry under `key`."""
-        entry = {"date": _now(), "machine": describe_machine(device), **figures}
-        # Read again: another process may have added to the file in the meantime.
-        results = self._read()
-        results.setdefault(key, []).append(entry)
-        text = json.dumps({"bench": self.bench, "results": results}, indent=1)
-        staging = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        staging.write_text(text + "\n", encoding="utf-8")
-        os.replace(staging, self.path)
+        entry = {"date": _now(), "machine": self._machine(device), **figures}
+        with locked(self.path):
+            # Read again: another process may have added to the file in the meantime.
+            results = self._read()
+            results.setdefault(key, []).append(entry)
+            text = json.dumps({"bench": self.bench, "results": results}, indent=1)
+            replace_text(self.path, text + "\n")
 
     def _read(self) -> dict[str, list[Mapping[str, Any]]]:
         if not self.path.exists():
@@ -64,6 +68,37 @@ class Record:
                 "it is left as it is, give another file"
             )
         return content["results"]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Others who want to change the file wait. The lock is a file beside it, gone afterwards."""
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file.fileno(), lock):
+                continue  # its holder removed it while we waited: what we hold guards nothing
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: a reader sees the old one or the new one."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_text(text, encoding="utf-8")
+    os.replace(staging, path)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -33,11 +33,19 @@ class Shape:
         return self.hidden // self.heads
 
     @property
+    def products(self) -> Mapping[str, tuple[int, int]]:
+        """(N, K) of a layer's matrix products: output and input channels."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
+            "o": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+    @property
     def num_body(self) -> int:
         """Weights of the projections, which formats quantize."""
-        kv_width = self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * (self.hidden + kv_width)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        return self.layers * sum(n * k for n, k in self.products.values())
 
     @property
     def num_head(self) -> int:

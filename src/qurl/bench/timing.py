@@ -76,29 +76,47 @@ def measure_graph(
     """
     if device.type != "cuda":
         return measure(work, device, repeats=repeats)
-    graph = _capture(work, calls, device)
-    seconds = []
-    for _ in range(repeats + 1):
+
+    def several() -> None:
+        for _ in range(calls):
+            work()
+
+    _warm_up(work, device)
+    clock = GraphClock(several, device)
+    clock.replay()  # the first one also uploads the graph
+    return Timing(tuple(clock.replay() / calls for _ in range(repeats)))
+
+
+class GraphClock:
+    """Times replays of work that was captured once. Whatever it compiles must have run before."""
+
+    def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._graph = None
+        if device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                work()
+
+    def replay(self) -> float:
+        """Seconds on the device; on a CPU, of the work itself."""
+        if self._graph is None:
+            return time_call(self._work, self._device)[0]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        self._graph.replay()
         end.record()
         end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / calls)
-    return Timing(tuple(seconds[1:]))  # the first replay also uploads the graph
+        return start.elapsed_time(end) / 1e3
 
 
-def _capture(work: Callable[[], Any], calls: int, device: torch.device) -> torch.cuda.CUDAGraph:
+def _warm_up(work: Callable[[], Any], device: torch.device) -> None:
+    """Compile and allocate what a capture may not, away from the default stream."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        work()  # compiles and allocates what a capture may not
+        work()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            work()
-    return graph
 
 
 def measure_bandwidth(device: torch.device) -> float:

@@ -23,10 +23,10 @@ def canary_ids(model: Any) -> list[int]:
     return [(i * 2654435761 + 1) % vocabulary for i in range(min(_LENGTH, longest))]
 
 
-def canary_bound(quant: str, dtype: torch.dtype) -> float:
-    """Largest mean |log-prob gap| that rounding explains."""
-    if quant != "none":
-        return get_format(quant).canary_bound
+def canary_bound(quant: str, dtype: torch.dtype, kv: str = "none") -> float:
+    """Largest mean |log-prob gap| that rounding explains, of the weights and of the cache."""
+    if bounds := [get_format(name).canary_bound for name in (quant, kv) if name != "none"]:
+        return max(bounds)
     # In BF16 a logit of 16 has a last bit of 0.125, and RL makes logits larger.
     return 0.01 if dtype == torch.float32 else 1.0
 
@@ -40,8 +40,11 @@ def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
-def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int) -> float:
-    """The mean |log-prob gap| of the canary prompt; raises when it is not below the bound."""
+def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: str = "") -> float:
+    """The mean |log-prob gap| of the canary prompt; raises when it is not below the bound.
+
+    `by` says how the engine has computed its log-probs, where there are several ways.
+    """
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
     if math.isfinite(gap) and gap <= bound:
         return gap
@@ -52,8 +55,9 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int) -> fl
         else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
     )
     raise EngineError(
-        f"sync of version {version} failed on the canary prompt: {cause}; the engine's copy does "
-        "not compute what the trainer's model does, and sampling from it would train on garbage"
+        f"sync of version {version} failed on the canary prompt{by and f' {by}'}: {cause}; the "
+        "engine's copy does not compute what the trainer's model does, and sampling from it would "
+        "train on garbage"
     )
 
 

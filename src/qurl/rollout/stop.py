@@ -40,11 +40,24 @@ class StopRule:
         ids = frozenset(s for s in params.stop if not isinstance(s, str))
         return StopRule(ids | eos_ids(model, tokenizer), strings, params.max_tokens, tokenizer)
 
-    def finish(self, token_ids: Sequence[int]) -> Literal["stop", "length"] | None:
-        """Why the completion ends with its last token, or None if it goes on."""
+    @property
+    def tail_length(self) -> int:
+        """Last tokens that decide whether a completion ends: decoding everything for each new
+        token would be quadratic."""
+        longest = max((len(s) for s in self.strings), default=0)
+        return _TOKENS_PER_CHARACTER * (longest + 1)
+
+    def finish(
+        self, token_ids: Sequence[int], num_tokens: int | None = None
+    ) -> Literal["stop", "length"] | None:
+        """Why the completion ends with its last token, or None if it goes on.
+
+        The last `tail_length` tokens suffice where `num_tokens` says how many there are in all.
+        """
         if token_ids[-1] in self.token_ids or self._ends_in_string(token_ids):
             return "stop"
-        return "length" if len(token_ids) >= self.max_tokens else None
+        num_tokens = len(token_ids) if num_tokens is None else num_tokens
+        return "length" if num_tokens >= self.max_tokens else None
 
     def complete(
         self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Literal["stop", "length"]
@@ -55,9 +68,7 @@ class StopRule:
     def _ends_in_string(self, token_ids: Sequence[int]) -> bool:
         if not self.strings:
             return False
-        longest = max(len(s) for s in self.strings)
-        # Only the tail: decoding everything for each new token is quadratic.
-        text = self._decode(token_ids[-_TOKENS_PER_CHARACTER * (longest + 1) :])
+        text = self._decode(token_ids[-self.tail_length :])
         return any(s in text for s in self.strings)
 
     def _text(self, token_ids: Sequence[int]) -> str:

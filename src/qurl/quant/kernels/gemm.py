@@ -12,7 +12,8 @@ The gate and up projections of an MLP are one product whose channels alternate (
 token comes along, because the quantizer behind it needs it.
 
 "fp8-block" scales every 128 columns apart. The same kernel multiplies BF16 numbers, for results
-that do not depend on the batch; where they may, cuBLAS is used.
+that do not depend on the batch; where they may, cuBLAS is used. FP32 numbers are multiplied as
+such, not as TF32.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -30,6 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qurl.quant.formats import BLOCK, Quantized
+from qurl.quant.kernels.rounding import EXACT, as_factor, narrow
 from qurl.quant.linear import Operand, Partial, Product
 
 
@@ -133,17 +135,9 @@ def gemm_kernel(
             w_tile = w.load([first_channel, column])
             x_tile = x.load([first_token, column])
         else:
-            columns = column + depth
-            w_tile = tl.load(
-                w + channels.to(tl.int64)[:, None] * K + columns[None, :],
-                mask=(channels < N)[:, None] & (columns < K)[None, :],
-                other=0.0,
-            )
-            x_tile = tl.load(
-                x + tokens.to(tl.int64)[:, None] * K + columns[None, :],
-                mask=(tokens < M)[:, None] & (columns < K)[None, :],
-                other=0.0,
-            )
+            w_tile = _load_tile(w, channels, column + depth, N, K)
+            x_tile = _load_tile(x, tokens, column + depth, M, K)
+        w_tile, x_tile = as_factor(w_tile), as_factor(x_tile)
         if IS_BLOCKED:
             num_groups = tl.cdiv(K, DEPTH)
             sx = tl.load(scale_x + tokens.to(tl.int64) * num_groups + step, tokens < M, 0.0)
@@ -153,7 +147,13 @@ def gemm_kernel(
             acc = tl.dot(w_tile, x_tile.T, acc, out_dtype=tl.int32)
         else:
             # FP8 sums lose bits in the matrix unit: every step is added up in FP32 outside.
-            acc = tl.dot(w_tile, x_tile.T, acc, max_num_imprecise_acc=DEPTH)
+            acc = tl.dot(
+                w_tile,
+                x_tile.T,
+                acc,
+                input_precision="ieee" if w_tile.dtype == tl.float32 else None,
+                max_num_imprecise_acc=DEPTH,
+            )
 
     out = acc.T
     num_columns = N
@@ -164,19 +164,38 @@ def gemm_kernel(
             value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
         if HAS_BIAS:
             value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
-        out = value.to(y.dtype.element_ty)
+        out = narrow(value, y.dtype.element_ty)
         if IS_GATED:
-            gate, up = tl.split(out.to(tl.float32).reshape(TOKENS, CHANNELS // 2, 2))
-            out = (gate / (1.0 + tl.exp(-gate)) * up).to(y.dtype.element_ty)
+            out = _gate(out)
             num_columns = N // 2
             channels = first_channel // 2 + tl.arange(0, CHANNELS // 2)
             if HAS_AMAX:
-                # NaN becomes an infinite scale, which makes NaN of the whole row again.
-                size = tl.abs(out.to(tl.float32))
-                size = tl.where(size == size, size, float("inf"))
-                tl.atomic_max(amax + tokens, tl.max(size, 1), tokens < M, sem="relaxed")
+                tl.atomic_max(amax + tokens, _largest(out), tokens < M, sem="relaxed")
     at = (part.to(tl.int64) * M + tokens.to(tl.int64))[:, None] * num_columns + channels[None, :]
     tl.store(y + at, out, (tokens < M)[:, None] & (channels < num_columns)[None, :])
+
+
+@triton.jit
+def _load_tile(matrix, rows, columns, num_rows, num_columns):
+    """Rows and columns of a contiguous matrix, zero beyond its edges."""
+    pointers = matrix + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _gate(y):
+    """silu(gate) * up of a finished tile whose channels alternate, rounded once to its dtype."""
+    pairs = y.to(tl.float32).reshape(y.shape[0], y.shape[1] // 2, 2)
+    gate, up = tl.split(pairs)
+    return narrow(gate / (1.0 + tl.exp(-gate)) * up, y.dtype)
+
+
+@triton.jit
+def _largest(y):
+    """max|y| of each row. NaN becomes an infinite scale, which makes NaN of the row again."""
+    size = tl.abs(y.to(tl.float32))
+    return tl.max(tl.where(size == size, size, float("inf")), 1)
 
 
 def multiply(
@@ -305,7 +324,7 @@ def _launch(
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         "launch_pdl": pdl,
-        "enable_fp_fusion": False,  # product and bias round apart, as in `finish`
+        **EXACT,
     }
     num_tiles = _divide_up(M, plan.tokens) * _divide_up(N, plan.channels)
     gemm_kernel[(num_tiles, plan.num_parts)](**args)
@@ -314,19 +333,24 @@ def _launch(
 def library_product(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """cuBLAS's product, or None where it has none with our scales."""
+    """cuBLAS's product, or None where it has none with our scales; rounded once, bias and all."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     assert isinstance(x, Quantized)
     assert isinstance(weight, Quantized)
     is_fp8 = x.codes.dtype == torch.float8_e4m3fn and weight.format.block is None
     is_aligned = all(n % 16 == 0 for n in weight.codes.shape)
-    if not (is_fp8 and is_aligned and x.codes.is_cuda and dtype == torch.bfloat16):
+    is_bfloat16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == dtype)
+    if not (is_fp8 and is_aligned and x.codes.is_cuda and is_bfloat16):
         return None
-    y = torch._scaled_mm(
-        x.codes, weight.codes.T, scale_a=x.scale, scale_b=weight.scale.T, out_dtype=dtype
+    return torch._scaled_mm(
+        x.codes,
+        weight.codes.T,
+        scale_a=x.scale,
+        scale_b=weight.scale.T,
+        bias=bias,  # added in FP32, before the one rounding
+        out_dtype=dtype,
     )
-    return y if bias is None else y + bias
 
 
 def _can_describe(matrix: Tensor) -> bool:

@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from importlib import resources
+from typing import Any
 
 from qurl.errors import EngineError
 from qurl.quant.formats import BLOCK, Format
@@ -101,7 +102,13 @@ def read_table(text: str) -> Mapping[tuple[str, int, int, int], Choice]:
     return {_parse_key(k): None if v is None else Plan(**v) for k, v in plans.items()}
 
 
-def write_table(plans: Mapping[tuple[str, int, int, int], Choice], about: Mapping[str, str]) -> str:
+def read_about(text: str) -> Mapping[str, Any]:
+    """Where and with what a table was measured, as `qurl.bench.record.describe_machine` says it."""
+    return json.loads(text)["about"]
+
+
+def write_table(plans: Mapping[tuple[str, int, int, int], Choice], about: Mapping[str, Any]) -> str:
+    """`about` is a JSON object of any depth."""
     entries = {
         ",".join(map(str, key)): None if plan is None else dataclasses.asdict(plan)
         for key, plan in sorted(plans.items())

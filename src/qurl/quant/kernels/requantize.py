@@ -1,3 +1,5 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright `tl.static_range` cannot be iterated.)
 """Quantizes a weight into the buffers that the engine computes with, in one pass over memory.
 
     scale = max|w| / largest;  codes = round(clamp(w / scale, -largest, largest))
@@ -18,10 +20,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qurl.quant.formats import Quantized
+from qurl.quant.kernels.rounding import (
+    divide,
+    float8_bits,
+    from_magnitude,
+    integer_bits,
+    magnitude,
+    scale_for,
+)
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_IN_REGISTERS = 32768
@@ -29,13 +37,9 @@ LONGEST_IN_REGISTERS = 32768
 
 # Loads of old codes that are under way while values are coded; each takes a register meanwhile.
 _AHEAD = tl.constexpr(8)
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-# Beyond it the FP32 grid is the integers, and the low bits of the sum are the integer.
-_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
-def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool = False) -> None:
+def requantize_(source: Tensor, target: Quantized, flips: Tensor) -> None:
     """Rewrite codes [N, K] and scale of `target` with those of source [N, K].
 
     `flips` (int32, shaped like the scale) receives how many codes under each scale changed as
@@ -63,8 +67,6 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor, *, pdl: bool =
         "CODE_STRIDE": codes.stride(0),
         "LARGEST": float(format.weight_max),
         "IS_INT": format.is_integer,
-        "PDL": pdl,
-        "launch_pdl": pdl,
     }
     if format.block is not None:
         arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
@@ -105,10 +107,8 @@ def requantize_rows_kernel(
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One row, read once, in chunks that stay in registers."""
-    _start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
     codes += row * CODE_STRIDE
@@ -118,10 +118,10 @@ def requantize_rows_kernel(
         values += (tl.load(source + row * K + column, mask=column < K, other=0.0),)
         if first < _AHEAD * CHUNK:
             held += (tl.load(codes + column, mask=column < K, other=0),)
-    magnitude = _magnitude(values[0])
+    peak = magnitude(values[0])
     for index in tl.static_range(1, len(values)):
-        magnitude = tl.maximum(magnitude, _magnitude(values[index]))
-    row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
+        peak = tl.maximum(peak, magnitude(values[index]))
+    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), source.dtype.element_ty), LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for index in tl.static_range(len(values)):
         column = index * CHUNK + columns
@@ -147,18 +147,16 @@ def requantize_long_rows_kernel(
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One row, read twice; the second time it comes from the cache."""
-    _start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
-    magnitude = _magnitude(tl.zeros([CHUNK], source.dtype.element_ty))
+    peak = magnitude(tl.zeros([CHUNK], source.dtype.element_ty))
     for first in range(0, K, CHUNK):
         column = first + columns
         value = tl.load(source + row * K + column, mask=column < K, other=0.0)
-        magnitude = tl.maximum(magnitude, _magnitude(value))
-    row_scale = _scale(tl.max(magnitude, axis=0), source.dtype.element_ty, LARGEST)
+        peak = tl.maximum(peak, magnitude(value))
+    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), source.dtype.element_ty), LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for first in range(0, K, CHUNK):
         column = first + columns
@@ -186,10 +184,8 @@ def requantize_tiles_kernel(
     IS_INT: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One tile of BLOCK x BLOCK, cut off at the edges of the weight; ROWS rows per load."""
-    _start(PDL)
     tile_column, tile_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tile_row * BLOCK + tl.arange(0, ROWS)[:, None]
     column = tile_column * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -200,10 +196,10 @@ def requantize_tiles_kernel(
         values += (tl.load(source + row * K + column, mask=mask, other=0.0),)
         if first < _AHEAD * ROWS:
             held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0),)
-    magnitude = _magnitude(values[0])
+    peak = magnitude(values[0])
     for index in tl.static_range(1, len(values)):
-        magnitude = tl.maximum(magnitude, _magnitude(values[index]))
-    tile_scale = _scale(tl.max(magnitude), source.dtype.element_ty, LARGEST)
+        peak = tl.maximum(peak, magnitude(values[index]))
+    tile_scale = scale_for(from_magnitude(tl.max(peak), source.dtype.element_ty), LARGEST)
     changes = tl.zeros([ROWS, BLOCK], tl.int32)
     for index in tl.static_range(len(values)):
         row = rows + index * ROWS
@@ -220,85 +216,10 @@ def requantize_tiles_kernel(
 
 
 @triton.jit
-def _start(PDL: tl.constexpr):
-    """Wait for the kernel before, and let the next one be set up meanwhile."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _magnitude(value):
-    """Bits of |value|. They sort as the numbers do, and NaN above all: a NaN is never lost."""
-    if value.dtype.primitive_bitwidth == 32:
-        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        bits = value.to(tl.int16, bitcast=True) & 0x7FFF
-    return bits
-
-
-@triton.jit
-def _scale(magnitude, dtype, LARGEST: tl.constexpr):
-    """The scale that takes the largest magnitude, given as bits of a `dtype`, to LARGEST."""
-    if dtype.primitive_bitwidth == 32:
-        amax = magnitude.to(dtype, bitcast=True)
-    else:
-        amax = magnitude.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    scale = tl.div_rn(amax, LARGEST)
-    return tl.where(scale < _TINY, 1.0, scale)
-
-
-@triton.jit
 def _code(value, scale, IS_INT: tl.constexpr):
     """The byte that stores a value's code."""
-    # No need to clamp: the quotient exceeds LARGEST by its last place at most, which rounds off.
-    quotient = _divide(value.to(tl.float32), scale)
-    if IS_INT:
-        byte = (quotient + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.uint8)
-    else:
-        byte = _float8(quotient)
-    return byte
-
-
-@triton.jit
-def _divide(x, scale):
-    """x / scale, rounded once, for |x| <= 448 scale, in a third of a division's instructions.
-
-        q = x * inverse;  excess = q * scale - x;  x / scale = q - excess * inverse
-
-    with the rounded inverse = 1 / scale. One such step is enough: the excess is exact, which leaves
-    less than 2^-22 of a last place of error before the last rounding, and all quotients that close
-    to where it turns come out right. In this form a zero keeps its sign.
-    """
-    if _INTERPRETED:  # it rounds q * scale, which an FMA does not
-        quotient = tl.div_rn(x, scale)
-    else:
-        # Below 2^-126 the excess would lose bits, so it is lifted where the scale is small.
-        is_small = scale < 2.0**-60
-        lift = tl.where(is_small, 2.0**64, 1.0)
-        drop = tl.where(is_small, 2.0**-64, 1.0)
-        inverse = tl.div_rn(1.0, scale)
-        quotient = x * inverse
-        excess = tl.fma(quotient, scale * lift, x * -lift)
-        quotient = tl.fma(excess, inverse * -drop, quotient)
-    return quotient
-
-
-@triton.jit
-def _float8(value):
-    """The byte of the E4M3 number next to |value| <= 448, half to even.
-
-    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9. By
-    hand, because ptxas 12.8 forgets that something else than a store may want the pairs of FP8 that
-    its own conversion gives: it crashes, or compares garbage. (The interpreter's loses carries.)
-    """
-    bits = _magnitude(value)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    steps = bits.to(tl.float32, bitcast=True) * 512.0 + _ROUND_TO_INTEGER
-    small = steps.to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(bits.to(tl.float32, bitcast=True) < 2.0**-6, small, normal)
-    code = tl.where(value == value, code, 0x7F)
-    return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    quotient = divide(value.to(tl.float32), scale)
+    return integer_bits(quotient).to(tl.uint8) if IS_INT else float8_bits(quotient)
 
 
 @triton.jit

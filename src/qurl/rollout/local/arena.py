@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,11 +35,6 @@ class Arena:
     def can_unmap(self) -> bool:
         """Whether `unmap` gives the memory back; else it stays with the arena until `close`."""
         return self._virtual is not None or self.device.type != "cuda"
-
-    @property
-    def is_address_stable(self) -> bool:
-        """Whether a tensor is valid again after `unmap` and `map`; else it must be made anew."""
-        return self.device.type == "cuda"
 
     def map(self) -> None:
         """Get the memory, filled with zeros: keys that are masked must be finite."""
@@ -204,14 +198,10 @@ def _as_tensor(memory: VirtualMemory, device: torch.device) -> Tensor:
 
 
 def _reserve(num_bytes: int, device: torch.device) -> VirtualMemory | None:
+    """Addresses on a GPU; None where cuda-bindings is not installed."""
     try:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
     except ImportError:
-        warnings.warn(
-            "the KV cache cannot give its memory back while it keeps its address, because the "
-            "package cuda-bindings is not installed",
-            stacklevel=3,
-        )
         return None
     torch.cuda.synchronize(device)  # the driver is initialised, and has a context
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -194,10 +194,14 @@ class CacheMemory:
         if not arena.is_mapped:
             arena.map()
         self._arena, self.num_pages = arena, num_pages
-        arch = self._arch
-        shape = (arch.num_layers, 2, 1 + num_pages, self.options.page_size)
-        data = arena.tensor((*shape, arch.num_kv_heads, arch.head_dim), self.dtype)
-        return KVCache(data, self.scale)
+        return KVCache(arena.tensor(self._shape(num_pages), self.dtype), self.scale)
+
+    def make_small(self, num_tokens: int) -> KVCache:
+        """A cache of the same kind for one short sequence, apart from the large one."""
+        num_pages = -(-num_tokens // self.options.page_size)
+        num_bytes = (1 + num_pages) * self.page_bytes
+        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        return KVCache(data.view(self.dtype).view(self._shape(num_pages)), self.scale)
 
     def release(self) -> None:
         """The generation is over: give the memory back where that is wanted."""
@@ -238,6 +242,10 @@ class CacheMemory:
             return self._is_mapped
         share = (1 + self.options.memory_frac) / 2
         return self.num_pages <= self._num_pages_in(share * self.available_bytes())
+
+    def _shape(self, num_pages: int) -> tuple[int, ...]:
+        arch, page_size = self._arch, self.options.page_size
+        return (arch.num_layers, 2, 1 + num_pages, page_size, arch.num_kv_heads, arch.head_dim)
 
     def _num_pages_in(self, num_bytes: float) -> int:
         return int(num_bytes // self.page_bytes) - 1  # the scratch page

@@ -47,7 +47,7 @@ def prefill(
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
         layer_cache = None if cache is None else cache.layer(index)
-        q, k, v = ops.rotate_and_store(qkv, layer, rotations, places, layer_cache)
+        q, k, v = ops.rotate_prompts(qkv, layer, rotations, places, layer_cache)
         if kv_amax is not None:
             kv_amax[index] = torch.stack([k, v])[:, : sum(lengths)].abs().amax((1, 3))
         h = ops.attend_prompts(q, k, v, lengths, layer.window)
@@ -74,10 +74,32 @@ def decode(
     for index, layer in enumerate(weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        q, _, _ = ops.rotate_and_store(qkv, layer, rotations, places, cache.layer(index))
+        q = ops.rotate_and_store(qkv, layer, rotations, places, cache.layer(index))
         h = ops.attend_pages(q, cache.layer(index), table, positions, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.head(ops.final_norm(x, delta), weights.lm_head)
+
+
+def decode_sequence(
+    weights: Weights,
+    ops: Ops,
+    rotations: Rotations,
+    cache: KVCache,
+    token_ids: Sequence[int],
+) -> Tensor:
+    """Logits [T, V] after each token of one sequence, whose pages are 1, 2, ... of the cache.
+
+    All tokens are rows of one decode step. That is sound because in each layer the keys of all rows
+    are stored before any of them attends.
+    """
+    length, page_size = len(token_ids), cache.page_size
+    num_pages = -(-length // page_size)
+    tokens = _pad(torch.tensor(token_ids), ops.row_multiple)
+    positions = _pad(torch.arange(length), ops.row_multiple)
+    table = torch.zeros(len(tokens), table_width(num_pages, page_size), dtype=torch.int32)
+    table[:length, :num_pages] = torch.arange(1, 1 + num_pages)
+    tokens, positions, table = (x.to(weights.device) for x in (tokens, positions, table))
+    return decode(weights, ops, rotations, cache, tokens, positions, table)[:length]
 
 
 def table_width(num_pages: int, page_size: int) -> int:

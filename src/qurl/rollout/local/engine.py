@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from qurl.errors import ConfigError, EngineError
+from qurl.quant.kernels.target import Target
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
 from qurl.rollout.checks import check_prompts
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
-from qurl.rollout.local.decoder import prefill
+from qurl.rollout.local.decoder import decode_sequence, prefill
 from qurl.rollout.local.generation import Generation
 from qurl.rollout.local.graphs import Actor, Stepper
 from qurl.rollout.local.ops import Rotations, choose_ops
@@ -57,9 +58,17 @@ class LocalEngine:
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
-        if kv not in ("none", "fp8"):
-            raise ConfigError(f"kv = {kv!r} is not one of none, fp8")
+        _check_options(
+            kv=kv,
+            max_batch=max_batch,
+            page_size=page_size,
+            kv_tokens=kv_tokens,
+            kv_memory_frac=kv_memory_frac,
+            depth=depth,
+        )
+        _check_device(kv, device)
         self.quant = quant
+        self.kv = kv
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.deterministic = deterministic
@@ -119,14 +128,7 @@ class LocalEngine:
         flip_frac = self.weights.load_(model)
         loaded = self._clock()
         self._model, self.version = model, version
-        ids = canary_ids(model)
-        gap = verify(
-            score_with(model, ids),
-            self._score_canary(ids),
-            bound=canary_bound(self.quant, self.weights.dtype),
-            version=version,
-        )
-        self.weights.check(model, version)
+        gap = self._verify(model, version)
         return SyncReport(
             version,
             loaded - start,
@@ -204,9 +206,23 @@ class LocalEngine:
     def _score(self, token_ids: Sequence[int], kv_amax: Tensor | None = None) -> Tensor:
         self._extend_rotations(len(token_ids))
         hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_amax=kv_amax)
-        logits = self._ops.head(hidden[:-1], self.weights.lm_head).float()
-        targets = torch.tensor(token_ids[1:], device=logits.device)
-        return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+        return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
+
+    def _verify(self, model: nn.Module, version: int) -> float:
+        """The canary's mean |log-prob gap|; raises where the copy is not sound."""
+        ids, dtype = canary_ids(model), self.weights.dtype
+        expected = score_with(model, ids)
+        bound = canary_bound(self.quant, dtype)
+        gap = verify(expected, self._score_canary(ids), bound=bound, version=version)
+        verify(
+            expected,
+            self._decode_canary(ids),
+            bound=canary_bound(self.quant, dtype, self.kv),
+            version=version,
+            by="decoded with the KV cache",
+        )
+        self.weights.check(model, version)
+        return gap
 
     def _score_canary(self, token_ids: Sequence[int]) -> Tensor:
         """Its keys and values also give an FP8 cache its range."""
@@ -217,6 +233,14 @@ class LocalEngine:
         self.memory.set_range_(amax)
         return scores
 
+    @torch.no_grad()
+    def _decode_canary(self, token_ids: Sequence[int]) -> Tensor:
+        """The same log-probs by what tokens are sampled with: the decode step and its cache."""
+        *prefix, _ = token_ids
+        cache = self.memory.make_small(len(prefix))
+        logits = decode_sequence(self.weights, self._ops, self._rotations, cache, prefix)
+        return _logprobs(logits, token_ids[1:])
+
     def _extend_rotations(self, length: int) -> None:
         if length > len(self._rotations):
             self._rotations = Rotations.up_to(length, self.weights)
@@ -226,3 +250,42 @@ class LocalEngine:
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()
+
+
+def _check_options(
+    *,
+    kv: str,
+    max_batch: int,
+    page_size: int,
+    kv_tokens: int,
+    kv_memory_frac: float,
+    depth: int | None,
+) -> None:
+    """Raise a ConfigError that names every option whose value is not allowed."""
+    rules = {
+        f"kv = {kv!r} is not one of none, fp8": kv in ("none", "fp8"),
+        f"max_batch = {max_batch} must be at least 1": max_batch >= 1,
+        f"page_size = {page_size} must be at least 0 (0 = by device)": page_size >= 0,
+        f"kv_tokens = {kv_tokens} must be at least 0 (0 = as needed)": kv_tokens >= 0,
+        f"kv_memory_frac = {kv_memory_frac} must be in (0, 1]": 0 < kv_memory_frac <= 1,
+        f"depth = {depth} must be at least 0, or None": depth is None or depth >= 0,
+    }
+    if mistakes := [mistake for mistake, is_kept in rules.items() if not is_kept]:
+        raise ConfigError("; ".join(mistakes))
+
+
+def _check_device(kv: str, device: torch.device) -> None:
+    target = Target.of(device)
+    if kv == "fp8" and not target.has_fp8:
+        assert target.capability is not None, "a CPU emulates FP8"
+        major, minor = target.capability
+        raise EngineError(
+            f"quant.kv = 'fp8' needs a GPU of compute capability 8.9 or later, and {target.name} "
+            f"has {major}.{minor}; set quant.kv = 'none'"
+        )
+
+
+def _logprobs(logits: Tensor, targets: Sequence[int]) -> Tensor:
+    """Log-probs [T] of tokens under logits [T, V]."""
+    index = torch.tensor(targets, device=logits.device)
+    return logits.float().log_softmax(-1).gather(-1, index[:, None]).squeeze(-1)

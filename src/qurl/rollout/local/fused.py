@@ -68,7 +68,7 @@ class FusedOps:
         products = [self._project(p.weight, p.bias, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
 
-    def rotate_and_store(
+    def rotate_prompts(
         self,
         qkv: Product,
         layer: Layer,
@@ -76,27 +76,21 @@ class FusedOps:
         places: Places,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        arch = self.arch
-        heads = rotate_and_store(
-            qkv,
-            places.positions,
-            places.slots,
-            rotations.cos,
-            rotations.sin,
-            layer.norms.get("q_norm"),
-            layer.norms.get("k_norm"),
-            arch.norm_eps,
-            None if cache is None else cache.data,
-            None if cache is None else cache.scale,
-            arch.num_heads,
-            arch.num_kv_heads,
-            arch.head_dim,
-            self.dtype,
-            keep_kv=True,
-            pdl=self.pdl,
-        )
+        heads = self._rotate(qkv, layer, rotations, places, cache, keep_kv=True)
         assert isinstance(heads, tuple)
         return heads
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache,
+    ) -> Tensor:
+        q = self._rotate(qkv, layer, rotations, places, cache, keep_kv=False)
+        assert isinstance(q, Tensor)
+        return q
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -146,6 +140,36 @@ class FusedOps:
         if params.has_filter:
             return sample(logits.float(), uniform(keys, counters), params)
         return sample_rows(logits, params.temperature, keys, counters, pdl=self.pdl)
+
+    def _rotate(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache | None,
+        *,
+        keep_kv: bool,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        arch = self.arch
+        return rotate_and_store(
+            qkv,
+            places.positions,
+            places.slots,
+            rotations.cos,
+            rotations.sin,
+            layer.norms.get("q_norm"),
+            layer.norms.get("k_norm"),
+            arch.norm_eps,
+            None if cache is None else cache.data,
+            None if cache is None else cache.scale,
+            arch.num_heads,
+            arch.num_kv_heads,
+            arch.head_dim,
+            self.dtype,
+            keep_kv=keep_kv,
+            pdl=self.pdl,
+        )
 
     def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
         """silu(gate) * up, where possible in the epilogue of the product."""

@@ -59,6 +59,7 @@ class Generation:
         self._requests: dict[int, Request] = {}
         self._scheduler: Scheduler | None = None
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
+        self._is_running = False
         self._is_interrupted = False
         self._next_report = 0.0
 
@@ -103,16 +104,20 @@ class Generation:
 
         Any exception, KeyboardInterrupt included, leaves the generation resumable.
         """
+        if max_steps is not None and max_steps < 0:
+            raise EngineError(f"max_steps = {max_steps} must be at least 0, or None for no limit")
+        self._refuse_while_running()
         try:
             if not self.is_finished:
                 self._acquire()
+                self._is_running = True
                 self._loop(max_steps)
             self._report(is_last=True)
         except BaseException:
             self._forget()
             raise
         finally:
-            self._is_interrupted = False
+            self._is_running = self._is_interrupted = False
         if self.is_finished:
             self.release()
         return self.is_finished
@@ -127,6 +132,7 @@ class Generation:
 
     def release(self) -> None:
         """Give pages and memory back. A later `run` computes keys and values again."""
+        self._refuse_while_running()
         self._forget()
         self._engine.take_back(self)
 
@@ -213,11 +219,11 @@ class Generation:
 
     def _complete(self, index: int) -> None:
         """Finish a completion if its last token ends it."""
-        token_ids = self._transcript.token_ids(index)
-        finish = self._stop.finish(token_ids)
+        tail = self._transcript.tail(index, self._stop.tail_length)
+        finish = self._stop.finish(tail, int(self._transcript.counts[index]))
         if finish is None:
             return
-        logprobs = self._transcript.logprobs(index)
+        token_ids, logprobs = self._transcript.token_ids(index), self._transcript.logprobs(index)
         self._completions[index] = self._stop.complete(token_ids, logprobs, finish)
         self._is_complete[index] = True
         problem = self.problems[index // self.params.group_size]
@@ -251,6 +257,14 @@ class Generation:
                 key = request_key(seed, problem.id, j - first)
                 requests.append(Request(j, problem, group, key, self._transcript, bool(is_new[j])))
         return requests
+
+    def _refuse_while_running(self) -> None:
+        """A callback, or another thread, must not pull the pages away under a step."""
+        if self._is_running:
+            raise EngineError(
+                "sync, generate, start, run and release cannot be called while a generation runs, "
+                "as from on_progress; call its interrupt(), and go on when run() has returned"
+            )
 
     def _forget(self) -> None:
         """Drop pages, rows and steps in flight, all of which the transcript can bring back."""

@@ -261,11 +261,13 @@ class Stepper:
         main = torch.cuda.current_stream(self.device)
         numbers = self.rows.numbers.clone()
         self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            self._compute(rows, columns)
-            # It has written the keys that it will write again, but as a step it does not count.
-            self.rows.numbers.copy_(numbers)
-        main.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._compute(rows, columns)
+                # It has written the keys that it will write again, but as a step it does not count.
+                self.rows.numbers.copy_(numbers)
+        finally:
+            main.wait_stream(self._stream)  # also what was launched before an exception
         graph = torch.cuda.CUDAGraph()
         # Other threads of the trainer may use the GPU meanwhile.
         with torch.cuda.graph(

@@ -1,8 +1,9 @@
 """The operations that the decoder is made of; there is one set for torch and one in Triton.
 
 An `Operand` is what a projection takes (numbers, or codes with a scale per token), a `Product` what
-it gives (finished, or parts that the next operation sums up). Whatever the set, a row's result does
-not depend on the other rows.
+it gives (finished, or parts that the next operation sums up). On a CPU and in deterministic mode a
+row's result does not depend on the other rows. Else the number of rows may decide how a GPU cuts a
+sum, ours by plan and cuBLAS's by its own choice, which shows in the last bits.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qurl.errors import EngineError
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams
@@ -79,7 +81,7 @@ class Ops(Protocol):
         """h W^T + b; several projections give their outputs side by side."""
         ...
 
-    def rotate_and_store(
+    def rotate_prompts(
         self,
         qkv: Product,
         layer: Layer,
@@ -87,7 +89,18 @@ class Ops(Protocol):
         places: Places,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots."""
+        """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots, if any."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache,
+    ) -> Tensor:
+        """q [B, H, D], rotated; k and v go to their slots and nowhere else."""
         ...
 
     def attend_prompts(
@@ -123,6 +136,14 @@ def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
         try:
             from qurl.rollout.local.fused import FusedOps
         except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            if deterministic:
+                raise EngineError(
+                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
+                    "torch's own products depend on the number of rows; install triton, or set "
+                    "rollout.deterministic = false"
+                ) from error
             warnings.warn(
                 f"{error}: the engine runs on torch operations, which are many times slower; "
                 "install triton",

@@ -53,7 +53,7 @@ class ReferenceOps:
         products = [self._project(p, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
-    def rotate_and_store(
+    def rotate_prompts(
         self,
         qkv: Product,
         layer: Layer,
@@ -72,6 +72,17 @@ class ReferenceOps:
         if cache is not None and places.slots is not None:
             write_pages_(cache, k, v, places.slots)
         return q, k, v
+
+    def rotate_and_store(
+        self,
+        qkv: Product,
+        layer: Layer,
+        rotations: Rotations,
+        places: Places,
+        cache: LayerCache,
+    ) -> Tensor:
+        q, _, _ = self.rotate_prompts(qkv, layer, rotations, places, cache)
+        return q
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None

@@ -37,6 +37,11 @@ class Transcript:
     def token_ids(self, index: int) -> list[int]:
         return self._token_ids[index, : self.counts[index]].tolist()
 
+    def tail(self, index: int, length: int) -> list[int]:
+        """The last `length` tokens, or all where there are fewer."""
+        count = self.counts[index]
+        return self._token_ids[index, max(count - length, 0) : count].tolist()
+
     def logprobs(self, index: int) -> list[float]:
         return self._logprobs[index, : self.counts[index]].tolist()
 
@@ -85,7 +90,8 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        return self.token_ids[-1] if self.num_sampled else self.problem.prompt_ids[-1]
+        sampled = self.transcript.tail(self.index, 1)
+        return sampled[0] if sampled else self.problem.prompt_ids[-1]
 
     @property
     def cached_tokens(self) -> list[int]:

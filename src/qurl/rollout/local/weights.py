@@ -37,6 +37,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NUM_STREAMS = 4
 """Weights that a sync codes at the same time."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+Place = tuple[int, torch.dtype] | None
+"""Address and dtype of a parameter; None where a module has none, like a bias."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,10 @@ class Transfer:
         else:
             self._write()  # before recording: a kernel is compiled when it is first launched
             if self._can_record:
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._write()
+                self._graph = graph
         return int(self._num_flips)
 
     def _write(self) -> None:
@@ -231,11 +234,42 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Whereabouts:
+    """Where all parameters of a model lie.
+
+    Looked up in the dicts of their owners: `model.parameters()` takes five times as long, which
+    would be a good part of a small model's sync.
+    """
+
+    model: nn.Module
+    children: Sequence[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]]
+    """Of each module, now and then."""
+    places: Sequence[tuple[dict[str, nn.Parameter | None], str, Place]]
+    """Of each parameter: its owner's dict, its name there, and where it was."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Whereabouts:
+        modules = list(model.modules())
+        return Whereabouts(
+            model,
+            [(m._modules, dict(m._modules)) for m in modules if m._modules],
+            [(m._parameters, n, _place(p)) for m in modules for n, p in m._parameters.items()],
+        )
+
+    def hold_for(self, model: nn.Module) -> bool:
+        """Whether it is the same model, with every parameter where it was."""
+        return (
+            model is self.model
+            and all(now == then for now, then in self.children)
+            and all(_place(owner.get(name)) == place for owner, name, place in self.places)
+        )
+
+
+@dataclass(frozen=True)
+class SyncPlan:
     """A sync from parameters at given addresses, and what is shared with them."""
 
-    key: tuple[tuple[int, torch.dtype], ...]
-    """Address and dtype of every parameter."""
+    whereabouts: Whereabouts
     transfer: Transfer
     norms: Sequence[Mapping[str, Tensor]]
     """Of each layer."""
@@ -271,7 +305,7 @@ class Weights:
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
         self._copies: dict[str, Tensor] = {}
-        self._plan: Plan | None = None
+        self._plan: SyncPlan | None = None
         self.embedding: Tensor
         self.norm: Tensor
         self.lm_head: Tensor
@@ -293,9 +327,8 @@ class Weights:
 
         0 the first time, when there is nothing to compare with, and without quantization.
         """
-        key = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
-        if self._plan is None or self._plan.key != key:
-            self._plan = self._make_plan(model, key)
+        if self._plan is None or not self._plan.whereabouts.hold_for(model):
+            self._plan = self._make_plan(model)
         plan = self._plan
         flips = plan.transfer.run()
         for layer, norms in zip(self.layers, plan.norms, strict=True):
@@ -363,7 +396,7 @@ class Weights:
         yield layer.o, [attention.o_proj]
         yield layer.down, [mlp.down_proj]
 
-    def _make_plan(self, model: Any, key: tuple[tuple[int, torch.dtype], ...]) -> Plan:
+    def _make_plan(self, model: Any) -> SyncPlan:
         codings: list[tuple[Tensor, Quantized]] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for part in self._parts(model):
@@ -399,7 +432,11 @@ class Weights:
         is_tied = model.lm_head.weight is body.embed_tokens.weight
         lm_head = embedding if is_tied else share("lm_head", model.lm_head.weight, self.dtype)
         transfer = Transfer(codings, copies, self.device)
-        return Plan(key, transfer, norms, embedding, norm, lm_head)
+        return SyncPlan(Whereabouts.of(model), transfer, norms, embedding, norm, lm_head)
+
+
+def _place(parameter: nn.Parameter | None) -> Place:
+    return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

@@ -29,21 +29,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from qurl.quant.formats import BLOCK, Format, Quantized
+from qurl.quant.kernels.rounding import EXACT, INTERPRETED, as_factor, await_inputs, narrow
 from qurl.quant.linear import Operand
 from qurl.rollout.local.kernels.product import (
     DTYPES,
-    EXACT,
-    await_inputs,
-    narrow,
+    empty_operand,
     next_power_of_2,
     quantize_row,
 )
 
 CHUNK = 512
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 64 KiB in flight
 
 
@@ -112,8 +109,8 @@ def attend_pages(
     # Sequences before chunks: those of a group then read their common prompt at the same time.
     split_kernel[(kv_heads, batch, num_chunks)](**args)
     num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
-    operand = _empty_operand(batch, q[0].numel(), format, q)
-    _combine(parts, stats, positions, num_keys, operand, cut)
+    operand = empty_operand(batch, q[0].numel(), format, q.dtype, q.device)
+    _combine(parts, stats, positions, num_keys, operand, q.dtype, cut)
     return operand
 
 
@@ -177,6 +174,7 @@ def _combine(
     positions: Tensor,
     num_keys: int,
     operand: Operand,
+    dtype: torch.dtype,
     cut: dict[str, Any],
 ) -> None:
     batch, num_chunks, heads, head_dim = parts.shape
@@ -188,6 +186,7 @@ def _combine(
         **cut,
         "out": operand.codes if is_quantized else operand,
         "out_scale": operand.scale if is_quantized else None,
+        "RESULT": DTYPES[dtype],
         "LARGEST": float(operand.format.act_max) if is_quantized else 0.0,
         "GROUP": (operand.format.block if is_quantized else None) or width,
         "H": heads,
@@ -205,17 +204,6 @@ def _combine(
         num_chunks=num_chunks,
         num_keys=num_keys,
         **args,
-    )
-
-
-def _empty_operand(rows: int, width: int, format: Format | None, like: Tensor) -> Operand:
-    if format is None:
-        return like.new_empty(rows, width)
-    groups = 1 if format.block is None else -(-width // format.block)
-    return Quantized(
-        like.new_empty(rows, width, dtype=format.dtype),
-        like.new_empty(rows, groups, dtype=torch.float32),
-        format,
     )
 
 
@@ -292,13 +280,7 @@ def split_kernel(
         is_seen = start + keys < high
         if WINDOW:
             is_seen &= start + keys > position - WINDOW
-        if PAGE_SIZE % BLOCK == 0:
-            base = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * (H_KV * WIDTH)
-            offsets = keys * (H_KV * WIDTH)
-        else:
-            base = 0
-            offsets = page.to(tl.int64) * PAGE_SIZE + (start + keys) % PAGE_SIZE
-            offsets *= H_KV * WIDTH
+        base, offsets = _locate(page, start, keys, H_KV * WIDTH, PAGE_SIZE, BLOCK)
         # A step ahead, so that no load of keys has to wait for the load of their page.
         page = _load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
         base += kv_head * WIDTH
@@ -327,13 +309,9 @@ def split_kernel(
     if kv_scale is not None:
         acc = tl.interleave(acc, tl.trans(odd_acc) if KEYS_FIRST else odd_acc)
         acc *= tl.load(kv_scale + H_KV + kv_head)
-    is_head = heads < GROUP
+    total = tl.sum(total, 0 if KEYS_FIRST else 1)
     index = (sequence * num_chunks + chunk) * H + kv_head * GROUP + heads
-    tl.store(stats + 2 * index, top, mask=is_head)
-    tl.store(stats + 2 * index + 1, tl.sum(total, 0 if KEYS_FIRST else 1), mask=is_head)
-    columns = tl.arange(0, DIMS * (D // WIDTH))
-    mask = is_head[:, None] & (columns < D)[None, :]
-    tl.store(parts + (index * D)[:, None] + columns[None, :], acc, mask=mask)
+    _store_part(parts, stats, index, heads < GROUP, top, total, acc, D)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_keys"])
@@ -353,10 +331,14 @@ def combine_kernel(
     C: tl.constexpr,
     UNROLL: tl.constexpr,
     GROUP: tl.constexpr,
+    RESULT: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per sequence: its row as a tile [R, C], UNROLL chunks at once."""
+    """One program per sequence: its row as a tile [R, C], UNROLL chunks at once.
+
+    The row is rounded to RESULT, then coded where there is a scale.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, R)
     is_row = rows < H * D // C
@@ -396,16 +378,15 @@ def combine_kernel(
     # No chunk or no page for the last keys: better no number than a wrong one.
     total = tl.where(position < num_keys, total, float("nan"))
 
-    values = tl.reshape(acc / total[:, None], [R * C // GROUP, GROUP])
+    row = narrow(tl.reshape(acc / total[:, None], [R * C // GROUP, GROUP]), RESULT)
     groups = tl.arange(0, R * C // GROUP)[:, None]
     columns = groups * GROUP + tl.arange(0, GROUP)[None, :]
     mask = columns < H * D
-    dtype = out.dtype.element_ty
     if out_scale is not None:
-        values, scale = quantize_row(values, mask, LARGEST, not dtype.is_floating())
+        row, scale = quantize_row(row.to(tl.float32), mask, LARGEST, out.dtype.element_ty)
         out_scale += sequence * tl.cdiv(H * D, GROUP)
         tl.store(out_scale + groups, scale, mask=groups * GROUP < H * D)
-    tl.store(out + sequence * (H * D) + columns, narrow(values, dtype), mask=mask)
+    tl.store(out + sequence * (H * D) + columns, row, mask=mask)
 
 
 @triton.jit
@@ -418,11 +399,33 @@ def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def _locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the keys from `start` on are, STRIDE numbers each: one base and an offset for each."""
+    if PAGE_SIZE % BLOCK == 0:
+        base = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * STRIDE
+        offsets = keys * STRIDE
+    else:
+        base = 0
+        offsets = (page.to(tl.int64) * PAGE_SIZE + (start + keys) % PAGE_SIZE) * STRIDE
+    return base, offsets
+
+
+@triton.jit
 def _load_tile(source, offsets, dims, is_seen, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Keys or values [dims, keys], or the transpose. Unseen ones, which may be NaN, are zero."""
     offsets = _per_item(offsets, KEYS_FIRST) + _per_head(dims, KEYS_FIRST)
     mask = _per_item(is_seen, KEYS_FIRST) & _per_head(dims < WIDTH, KEYS_FIRST)
     return tl.load(source + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def _store_part(parts, stats, index, is_head, top, total, acc, D: tl.constexpr):
+    """What `combine_kernel` needs of a chunk, heads at `index` in [sequence, chunk, head]."""
+    tl.store(stats + 2 * index, top, mask=is_head)
+    tl.store(stats + 2 * index + 1, total, mask=is_head)
+    columns = tl.arange(0, acc.shape[1])
+    mask = is_head[:, None] & (columns < D)[None, :]
+    tl.store(parts + (index * D)[:, None] + columns[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -440,13 +443,11 @@ def _per_item(x, KEYS_FIRST: tl.constexpr):
 @triton.jit
 def _times(x, y, acc, KEYS_FIRST: tl.constexpr):
     """x y + acc; with KEYS_FIRST all of them are given transposed."""
-    if _INTERPRETED:  # It would multiply the bits of BF16.
-        x = x.to(tl.float32)
-        y = y.to(tl.float32)
+    x, y = as_factor(x), as_factor(y.to(x.dtype))
     if KEYS_FIRST:
-        product = tl.dot(y.to(x.dtype), x, acc, input_precision="ieee")
+        product = tl.dot(y, x, acc, input_precision="ieee")
     else:
-        product = tl.dot(x, y.to(x.dtype), acc, input_precision="ieee")
+        product = tl.dot(x, y, acc, input_precision="ieee")
     return product
 
 
@@ -461,7 +462,7 @@ def _power_of_two(magnitude, KEYS_FIRST: tl.constexpr):
 @triton.jit
 def _decode(pairs):
     """The first and the second E4M3 code of each pair, in FP16."""
-    if _INTERPRETED:
+    if INTERPRETED:
         first = _decode_one(pairs)
         second = _decode_one(pairs >> 8)
     else:

@@ -1,11 +1,13 @@
 # pyright: reportGeneralTypeIssues=false
 # (To pyright neither `tl.static_range` nor what a jitted function returns can be iterated.)
-"""What row-wise kernels share: reading a `Product`, rounding, quantizing a row in registers.
+"""What row-wise kernels share: reading a `Product`, making an `Operand`, quantizing a row.
 
     finish(p) = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
 
 Every step rounds on its own, as in torch: kernels that call these functions are launched with
-`EXACT`, which keeps the compiler from fusing a product and a sum into one rounding.
+`EXACT`. What a quantizer reads has been rounded once to the compute dtype, whichever kernel made
+it and whether or not it went through memory: attention's output, silu(gate) * up. Only the norm
+is quantized from FP32, which it is in the reference too.
 
 A row is a tile [G, C] in registers, G groups of C columns, and each group has its own scale: G = 1
 where a row has one scale. Values in masked columns are zero.
@@ -21,20 +23,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qurl.quant.linear import Partial, Product
-
-EXACT = {"enable_fp_fusion": False}
-"""Launch options of kernels whose numbers are those of torch."""
+from qurl.quant.formats import Format, Quantized
+from qurl.quant.kernels.rounding import divide, from_magnitude, magnitude, narrow, scale_for
+from qurl.quant.linear import Operand, Partial, Product
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_SMALL = tl.constexpr(2.0**-64)
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # beyond it the FP32 grid is the integers
 
 
 def product_args(product: Product | None) -> dict[str, Any]:
@@ -61,16 +55,22 @@ def product_shape(product: Product) -> tuple[int, int]:
     return rows, columns
 
 
+def empty_operand(
+    rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
+) -> Operand:
+    """Room for the input [M, K] of a projection; without a format, numbers of `dtype`."""
+    if format is None:
+        return torch.empty(rows, width, dtype=dtype, device=device)
+    groups = 1 if format.block is None else -(-width // format.block)
+    return Quantized(
+        torch.empty(rows, width, dtype=format.dtype, device=device),
+        torch.empty(rows, groups, dtype=torch.float32, device=device),
+        format,
+    )
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-@triton.jit
-def await_inputs(PDL: tl.constexpr):
-    """Nothing that the kernel before writes may be read earlier; the next kernel may start now."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -125,93 +125,17 @@ def load_product(
 
 
 @triton.jit
-def narrow(values, dtype: tl.constexpr):
-    """FP32 values in a narrower dtype, rounded half to even. Of INT8 they are within +-127."""
-    if dtype == tl.int8:
-        # The low bits of the sum are the integer, which spares a conversion at a quarter rate.
-        narrowed = (values + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
-    elif _INTERPRETED and dtype == tl.bfloat16:
-        narrowed = _bfloat16_bits(values).to(tl.bfloat16, bitcast=True)
-    elif _INTERPRETED and dtype == tl.float8e4nv:
-        narrowed = _float8_bits(values).to(tl.float8e4nv, bitcast=True)
-    else:
-        narrowed = values.to(dtype)
-    return narrowed
-
-
-@triton.jit
-def magnitude(values):
-    """Bits of |values|. They sort as the numbers do, and NaN above all: a NaN is never lost."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def largest(magnitudes):
-    """max|values| [G, 1] of each group, from the bits of the magnitudes [G, C]."""
-    return tl.max(magnitudes, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    """max|values| [G, 1] of each group, from the bits of their magnitudes [G, C]."""
+    return from_magnitude(tl.max(magnitudes, axis=1, keep_dims=True), tl.float32)
 
 
 @triton.jit
-def quantize_row(values, mask, LARGEST: tl.constexpr, IS_INT: tl.constexpr):
-    """Codes [G, C], as FP32 numbers, and their scale [G, 1].
+def quantize_row(values, mask, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    """Codes [G, C] in `dtype` and their scale [G, 1], as of `formats.quantize_activation`.
 
-    The same as those of `qurl.quant.formats.quantize_activation`. For a row in several tiles, take
-    `scale_for` the largest magnitude of all of them, and `narrow` what `divide` gives for each.
+    For a row in several tiles, take `scale_for` the largest magnitude of all of them, and `narrow`
+    what `divide` gives for each.
     """
     scale = scale_for(largest(magnitude(tl.where(mask, values, 0.0))), LARGEST)
-    codes = divide(values, scale)
-    if IS_INT:
-        codes = (codes + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
-    return codes, scale
-
-
-@triton.jit
-def scale_for(amax, LARGEST: tl.constexpr):
-    """The scale of values up to amax. No code needs clamping: amax / scale rounds to LARGEST."""
-    scale = tl.div_rn(amax, LARGEST)
-    return tl.where(scale < _TINY, 1.0, scale)
-
-
-@triton.jit
-def divide(values, scale):
-    """values / scale as IEEE division rounds it; below 2^-11, where codes are 0, only about.
-
-    `tl.div_rn` branches for each value. Here one reciprocal r, rounded to nearest, serves them all:
-    values * r is within 2 ulp of the quotient, a correction by the exact remainder brings it within
-    1 ulp, and another one to the nearest (Markstein's theorem). The remainder of a small scale
-    would underflow, so such a scale and its values are lifted.
-    """
-    if _INTERPRETED:  # which has no fused multiply-add
-        quotient = tl.div_rn(values, scale)
-    else:
-        lift = tl.where(scale < _SMALL, 1.0 / _SMALL, 1.0)
-        values = values * lift
-        scale = scale * lift
-        inverse = tl.div_rn(1.0, scale)
-        quotient = values * inverse
-        quotient = tl.fma(tl.fma(-quotient, scale, values), inverse, quotient)
-        quotient = tl.fma(tl.fma(-quotient, scale, values), inverse, quotient)
-    return quotient
-
-
-# Triton's interpreter truncates to BF16, and to FP8 it loses carries, subnormals and NaN.
-
-
-@triton.jit
-def _bfloat16_bits(values):
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (tl.where(values == values, rounded, bits) >> 16).to(tl.int16)
-
-
-@triton.jit
-def _float8_bits(values):
-    """E4M3 of values up to 448: exponent bias 7, 3 bits of mantissa, below 2^-6 steps of 2^-9."""
-    bits = magnitude(values)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    normal = rounded - ((127 - 7) << 3)
-    absolute = bits.to(tl.float32, bitcast=True)
-    small = (absolute * 512.0 + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
-    code = tl.where(absolute < 0.015625, small.to(tl.int32), normal)
-    code = tl.where(values == values, code, 0x7F)
-    return (code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return narrow(divide(values, scale), dtype), scale

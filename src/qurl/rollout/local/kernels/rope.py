@@ -19,14 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl.quant.kernels.rounding import EXACT, await_inputs, divide, narrow
 from qurl.quant.linear import Product
 from qurl.rollout.local.kernels.product import (
-    EXACT,
-    await_inputs,
-    divide,
     load_channels,
     load_product,
-    narrow,
     next_power_of_2,
     product_args,
     product_shape,
@@ -74,10 +71,7 @@ def rotate_and_store(
     if slots is None:
         kv = kv_scale = None
     else:
-        assert kv is not None
-        assert _fits(kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), kv.dtype)
-        assert (kv.dtype == torch.float8_e4m3fn) == (kv_scale is not None)
-        assert _fits(kv_scale, (2, num_kv_heads), torch.float32)
+        _check_cache(kv, kv_scale, num_kv_heads, head_dim)
     q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
     k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
     half = next_power_of_2(head_dim // 2)
@@ -114,6 +108,15 @@ def rotate_and_store(
         **args,
     )
     return q if k is None or v is None else (q, k, v)
+
+
+def _check_cache(
+    kv: Tensor | None, kv_scale: Tensor | None, num_kv_heads: int, head_dim: int
+) -> None:
+    assert kv is not None
+    assert _fits(kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), kv.dtype)
+    assert (kv.dtype == torch.float8_e4m3fn) == (kv_scale is not None)
+    assert _fits(kv_scale, (2, num_kv_heads), torch.float32)
 
 
 def _fits(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -209,10 +212,8 @@ def rotate_kernel(
         a = narrow(a, dtype).to(tl.float32)
         b = narrow(b, dtype).to(tl.float32)
         if kv_scale is not None:
-            # Clamped before the division, which must not overflow; 448 scale / scale rounds to 448.
-            bound = _FP8_MAX * scale
-            a = divide(tl.clamp(a, -bound, bound, tl.PropagateNan.ALL), scale)
-            b = divide(tl.clamp(b, -bound, bound, tl.PropagateNan.ALL), scale)
+            a = _divide_clamped(a, scale)
+            b = _divide_clamped(b, scale)
         slot_at = slot * (NUM_KV_HEADS * HEAD_DIM)
         plane_at = tl.where(is_value, plane_stride, 0).to(tl.int64)
         _store_pair(kv + plane_at + slot_at + kv_at, a, b, mask & ~is_query, HEAD_DIM)
@@ -224,6 +225,14 @@ def _load_gain(q_norm, k_norm, is_query, lane, mask):
     q_gain = tl.load(q_norm + lane, mask=mask, other=0.0)
     k_gain = tl.load(k_norm + lane, mask=mask, other=0.0)
     return tl.where(is_query, q_gain, k_gain)
+
+
+@triton.jit
+def _divide_clamped(values, scale):
+    """values / scale within the range of FP8."""
+    # Clamped before the division, which must not overflow; 448 scale / scale rounds to 448.
+    bound = _FP8_MAX * scale
+    return divide(tl.clamp(values, -bound, bound, tl.PropagateNan.ALL), scale)
 
 
 @triton.jit

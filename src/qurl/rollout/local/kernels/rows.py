@@ -6,7 +6,8 @@
     swiglu     h = gate / (1 + exp(-gate)) * up
     then       codes and scale of h (`qurl.quant.formats`), or h rounded to the compute dtype
 
-FP32 throughout, and each row on its own: neither tiles nor the order of a sum depend on M.
+The h of `swiglu` is rounded to the compute dtype before it is coded (see `product.py`). Else FP32
+throughout, and each row on its own: neither tiles nor the order of a sum depend on M.
 
 Shapes: M rows, K columns of the result; tiles are [G, C], as in `product.py`.
 """
@@ -21,21 +22,25 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.quant.formats import Format, Quantized
-from qurl.quant.linear import Operand, Product
-from qurl.rollout.local.kernels.product import (
+from qurl.quant.kernels.rounding import (
     EXACT,
     await_inputs,
     divide,
+    magnitude,
+    narrow,
+    scale_for,
+)
+from qurl.quant.linear import Operand, Product
+from qurl.rollout.local.kernels.product import (
+    DTYPES,
+    empty_operand,
     largest,
     load_channels,
     load_product,
-    magnitude,
-    narrow,
     next_power_of_2,
     product_args,
     product_shape,
     quantize_row,
-    scale_for,
 )
 
 _REGISTERS = 65536  # of a multiprocessor
@@ -64,7 +69,7 @@ def add_norm(
     assert weight.is_contiguous()
     assert delta is None or product_shape(delta) == (rows, width)
     assert clear is None or clear.shape == (rows,)
-    operand = _empty_operand(rows, width, format, dtype, x.device)
+    operand = empty_operand(rows, width, format, dtype, x.device)
     block = next_power_of_2(width)
     # Four columns, one load, per thread: with few rows the latency of loads is what counts.
     num_warps = min(max(block // 128, 4), 32)
@@ -92,15 +97,16 @@ def swiglu(
     *,
     pdl: bool,
 ) -> Operand:
-    """silu(gate) * up of gate_up [M, 2 K].
+    """silu(gate) * up of gate_up [M, 2 K], rounded to `dtype`, then coded where there is a format.
 
     The gate is the first half of the columns; where they alternate, every other one from the first.
     """
     rows, columns = product_shape(gate_up)
     assert columns % 2 == 0
     device = gate_up.device if isinstance(gate_up, Tensor) else gate_up.acc.device
-    operand = _empty_operand(rows, columns // 2, format, dtype, device)
-    _map_rows(gate_up, operand, None, pdl, GATED=True, ALTERNATING=is_alternating)
+    operand = empty_operand(rows, columns // 2, format, dtype, device)
+    gate = {"GATED": True, "ALTERNATING": is_alternating, "RESULT": DTYPES[dtype]}
+    _map_rows(gate_up, operand, None, gate, pdl)
     return operand
 
 
@@ -118,14 +124,15 @@ def quantize_with(x: Tensor, amax: Tensor, format: Format, *, pdl: bool) -> Quan
 
 def _quantize(x: Tensor, amax: Tensor | None, format: Format, pdl: bool) -> Quantized:
     rows, width = x.shape
-    operand = _empty_operand(rows, width, format, x.dtype, x.device)
+    operand = empty_operand(rows, width, format, x.dtype, x.device)
     assert isinstance(operand, Quantized)
-    _map_rows(x, operand, amax, pdl, GATED=False, ALTERNATING=False)
+    no_gate = {"GATED": False, "ALTERNATING": False, "RESULT": DTYPES[x.dtype]}
+    _map_rows(x, operand, amax, no_gate, pdl)
     return operand
 
 
 def _map_rows(
-    product: Product, operand: Operand, amax: Tensor | None, pdl: bool, **flags: bool
+    product: Product, operand: Operand, amax: Tensor | None, gate: dict[str, Any], pdl: bool
 ) -> None:
     """Fill the operand from a product; one program has a whole row only where a scale needs it."""
     out, format = (
@@ -141,7 +148,7 @@ def _map_rows(
     args = {
         **product_args(product),
         **_operand_args(operand, tile),
-        **flags,
+        **gate,
         "num_rows": rows,
         "K": width,
         "PDL": pdl,
@@ -156,19 +163,6 @@ def _map_rows(
     fits = num_tiles <= (_MAX_TILES if args["S"] <= 1 else _MAX_TILES_IN_PARTS)
     kernel = map_row_kernel if fits else map_long_row_kernel
     kernel[(rows,)](**args)
-
-
-def _empty_operand(
-    rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
-) -> Operand:
-    if format is None:
-        return torch.empty(rows, width, dtype=dtype, device=device)
-    groups = 1 if format.block is None else -(-width // format.block)
-    return Quantized(
-        torch.empty(rows, width, dtype=format.dtype, device=device),
-        torch.empty(rows, groups, dtype=torch.float32, device=device),
-        format,
-    )
 
 
 def _operand_args(operand: Operand, tile: int) -> dict[str, Any]:
@@ -242,31 +236,21 @@ def map_row_kernel(
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     ALTERNATING: tl.constexpr,
+    RESULT: tl.constexpr,
     LARGEST: tl.constexpr,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row of several tiles with one scale, held in registers until it is known."""
     await_inputs(PDL)
+    product = (acc, scale_x, scale_w, bias)
     row = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, 1)[:, None]
     peak = tl.zeros([1, C], dtype=tl.int32)
     tiles = ()
     for tile in tl.static_range((K + C - 1) // C):
         values = _load_tile(
-            acc,
-            scale_x,
-            scale_w,
-            bias,
-            row,
-            first + tile,
-            num_rows,
-            K,
-            C,
-            S,
-            DTYPE,
-            GATED,
-            ALTERNATING,
+            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
         )
         peak = tl.maximum(peak, magnitude(values))
         tiles = tiles + (values,)  # noqa: RUF005 (Triton has no unpacking)
@@ -290,49 +274,27 @@ def map_long_row_kernel(
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     ALTERNATING: tl.constexpr,
+    RESULT: tl.constexpr,
     LARGEST: tl.constexpr,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`map_row_kernel` for any width: tiles are computed twice, from the same bits to the same."""
     await_inputs(PDL)
+    product = (acc, scale_x, scale_w, bias)
     row = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, 1)[:, None]
     peak = tl.zeros([1, C], dtype=tl.int32)
     for tile in tl.range((K + C - 1) // C):
         values = _load_tile(
-            acc,
-            scale_x,
-            scale_w,
-            bias,
-            row,
-            first + tile,
-            num_rows,
-            K,
-            C,
-            S,
-            DTYPE,
-            GATED,
-            ALTERNATING,
+            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
         )
         peak = tl.maximum(peak, magnitude(values))
     scale = scale_for(largest(peak), LARGEST)
     tl.store(out_scale + row + first, scale)
     for tile in tl.range((K + C - 1) // C):
         values = _load_tile(
-            acc,
-            scale_x,
-            scale_w,
-            bias,
-            row,
-            first + tile,
-            num_rows,
-            K,
-            C,
-            S,
-            DTYPE,
-            GATED,
-            ALTERNATING,
+            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
         )
         _store_codes(out, row, first + tile, values, scale, K, C)
 
@@ -352,6 +314,7 @@ def map_tile_kernel(
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     ALTERNATING: tl.constexpr,
+    RESULT: tl.constexpr,
     LARGEST: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -359,11 +322,10 @@ def map_tile_kernel(
 ):
     """One program per row and tile, where a tile needs at most the maximum of its row."""
     await_inputs(PDL)
+    product = (acc, scale_x, scale_w, bias)
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * G + tl.arange(0, G)[:, None]
-    values = _load_tile(
-        acc, scale_x, scale_w, bias, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING
-    )
+    values = _load_tile(product, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT)
     if amax is None:
         _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
     else:
@@ -374,10 +336,7 @@ def map_tile_kernel(
 
 @triton.jit
 def _load_tile(
-    acc,
-    scale_x,
-    scale_w,
-    bias,
+    product,
     row,
     groups,
     num_rows,
@@ -387,11 +346,13 @@ def _load_tile(
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     ALTERNATING: tl.constexpr,
+    RESULT: tl.constexpr,
 ):
-    """FP32 values [G, C] of a row before they are quantized, zero beyond K.
+    """Values [G, C] of a row that a quantizer may read: FP32 numbers of RESULT, zero beyond K.
 
     Group g is columns C * groups[g] onwards.
     """
+    acc, scale_x, scale_w, bias = product
     N: tl.constexpr = 2 * K if GATED else K
     WIDTH: tl.constexpr = 2 * C if ALTERNATING else C
     columns = groups * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -409,7 +370,7 @@ def _load_tile(
             up = load_product(
                 acc, scale_x, up_scale, up_shift, row, columns + K, mask, num_rows, N, S, DTYPE
             )
-        values = values / (1.0 + tl.exp(-values)) * up
+        values = narrow(values / (1.0 + tl.exp(-values)) * up, RESULT).to(tl.float32)
     return values
 
 
@@ -420,14 +381,13 @@ def _store_tile(
     """Store values [G, C] as an operand; each group has its own scale, if any."""
     columns = groups * C + tl.arange(0, C)[None, :]
     mask = columns < K
-    dtype: tl.constexpr = out.dtype.element_ty
     if out_scale is None:
-        numbers = values
+        stored = narrow(values, out.dtype.element_ty)
     else:
-        numbers, scale = quantize_row(values, mask, LARGEST, out.dtype.element_ty.is_int())
+        stored, scale = quantize_row(values, mask, LARGEST, out.dtype.element_ty)
         num_groups: tl.constexpr = (K + C - 1) // C
         tl.store(out_scale + row * num_groups + groups, scale, mask=groups < num_groups)
-    tl.store(out + row * K + columns, narrow(numbers, dtype), mask=mask)
+    tl.store(out + row * K + columns, stored, mask=mask)
 
 
 @triton.jit

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.rollout.local.kernels.product import await_inputs, next_power_of_2
+from qurl.quant.kernels.rounding import await_inputs
+from qurl.rollout.local.kernels.product import next_power_of_2
 
 MAX_BLOCK = 4096
 
@@ -37,38 +38,33 @@ def sample_rows(
     *,
     pdl: bool,
     block: int = MAX_BLOCK,
-    out_tokens: Tensor | None = None,
-    out_logprobs: Tensor | None = None,
-    out_entropy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A token [B] int64 and its log-prob [B] for each row of logits [B, V].
 
-    Temperature is [B] or [1]; the random number of a row is `uniform(keys, counters)`. Results go
-    to the given tensors where there are any; the entropy of a row is computed only for one.
+    The temperature [1] is that of all rows, in memory because a graph holds its address; the random
+    number of a row is `uniform(keys, counters)`.
     """
     rows, vocabulary = logits.shape
-    tokens = keys.new_empty(rows) if out_tokens is None else out_tokens
-    logprobs = temperature.new_empty(rows) if out_logprobs is None else out_logprobs
     assert logits.is_contiguous()
+    assert temperature.shape == (1,)
     assert temperature.dtype == torch.float32
-    assert temperature.shape in ((1,), (rows,))
-    assert temperature.is_contiguous()
-    _check_vectors(rows, torch.int64, keys, counters, tokens)
-    _check_vectors(rows, torch.float32, logprobs, *([] if out_entropy is None else [out_entropy]))
+    for vector in (keys, counters):
+        assert vector.shape == (rows,)
+        assert vector.dtype == torch.int64
+        assert vector.is_contiguous()
 
     block = min(block, next_power_of_2(vocabulary))
     num_blocks = -(-vocabulary // block)
-    peaks, sums, moments = logits.new_empty(3, rows, num_blocks, dtype=torch.float32)
+    peaks, sums = logits.new_empty(2, rows, num_blocks, dtype=torch.float32)
+    tokens, logprobs = keys.new_empty(rows), temperature.new_empty(rows)
     shared: dict[str, Any] = {
         "logits": logits,
         "temperature": temperature,
         "peaks": peaks,
         "sums": sums,
-        "moments": None if out_entropy is None else moments,
         "V": vocabulary,
         "BLOCK": block,
         "NUM_BLOCKS": num_blocks,
-        "HAS_ROWS": len(temperature) > 1,
         "PDL": pdl,
         "launch_pdl": pdl,
     }
@@ -79,7 +75,6 @@ def sample_rows(
         "counters": counters,
         "tokens": tokens,
         "logprobs": logprobs,
-        "entropies": out_entropy,
         "PADDED_BLOCKS": next_power_of_2(num_blocks),
         "num_warps": 8,
     }
@@ -88,40 +83,28 @@ def sample_rows(
     return tokens, logprobs
 
 
-def _check_vectors(rows: int, dtype: torch.dtype, *vectors: Tensor) -> None:
-    for vector in vectors:
-        assert vector.shape == (rows,)
-        assert vector.dtype == dtype
-        assert vector.is_contiguous()
-
-
 @triton.jit
 def summarise_kernel(
     logits,
     temperature,
     peaks,
     sums,
-    moments,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per block and row: max x, sum exp(x - max x), sum exp(x - max x) (x - max x)."""
+    """One program per block and row: max x and sum exp(x - max x)."""
     await_inputs(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1)
-    _, divisor = _load_temperature(temperature, row, HAS_ROWS)
+    _, divisor = _load_temperature(temperature)
     x = _load_scaled(logits, row, block, divisor, V, BLOCK)
     peak = tl.max(x, 0)
-    x -= tl.where(peak == float("-inf"), 0.0, peak)
-    mass = tl.exp(x)
+    mass = tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))
     index = row * NUM_BLOCKS + block
     tl.store(peaks + index, peak)
     tl.store(sums + index, tl.sum(mass, 0))
-    if moments is not None:
-        tl.store(moments + index, tl.sum(tl.where(mass > 0, mass * x, 0.0), 0))
 
 
 @triton.jit
@@ -130,23 +113,20 @@ def sample_kernel(
     temperature,
     peaks,
     sums,
-    moments,
     keys,
     counters,
     tokens,
     logprobs,
-    entropies,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row."""
     await_inputs(PDL)
     row = tl.program_id(0)
-    is_greedy, divisor = _load_temperature(temperature, row, HAS_ROWS)
+    is_greedy, divisor = _load_temperature(temperature)
     blocks = tl.arange(0, PADDED_BLOCKS)
     index = row * NUM_BLOCKS + blocks
     is_block = blocks < NUM_BLOCKS
@@ -162,14 +142,8 @@ def sample_kernel(
     lane, _, _ = _choose(token_mass, share, x == top, is_greedy, BLOCK)
     token = tl.minimum(block * BLOCK + lane, V - 1)
     chosen = tl.sum(tl.where(tl.arange(0, BLOCK) == lane, x, 0.0), 0)
-    log_whole = tl.log(whole)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, ((chosen - top).to(tl.float64) - log_whole).to(tl.float32))
-    if entropies is not None:
-        moment = tl.load(moments + index, mask=is_block, other=0.0)
-        moment = (moment + total * (peak - top)) * tl.exp(peak - top)
-        mean = tl.sum(tl.where(mass > 0, moment, 0.0).to(tl.float64), 0) / whole
-        tl.store(entropies + row, (log_whole - mean).to(tl.float32))
+    tl.store(logprobs + row, ((chosen - top).to(tl.float64) - tl.log(whole)).to(tl.float32))
 
 
 @triton.jit
@@ -195,9 +169,9 @@ def _choose(mass, share, is_largest, is_greedy, N: tl.constexpr):
 
 
 @triton.jit
-def _load_temperature(temperature, row, HAS_ROWS: tl.constexpr):
-    """Whether the row is greedy, and what its logits are divided by."""
-    value = tl.load(temperature + (row if HAS_ROWS else 0))
+def _load_temperature(temperature):
+    """Whether rows are greedy, and what their logits are divided by."""
+    value = tl.load(temperature)
     return value == 0, tl.where(value == 0, 1.0, value)
 
 

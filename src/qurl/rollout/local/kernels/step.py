@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.rollout.local.kernels.product import await_inputs, next_power_of_2
+from qurl.quant.kernels.rounding import await_inputs
+from qurl.rollout.local.kernels.product import next_power_of_2
 
 _COLUMNS = 1024
 

@@ -1,0 +1,142 @@
+"""How kernels divide and round: to the bit what torch does with the same numbers.
+
+    scale = max|x| / largest, or 1 where that is subnormal;  codes = round(x / scale)
+
+No code needs clamping: x / scale exceeds the largest code by its last place at most, which rounds
+off. Kernels that add products and promise torch's bits are launched with `EXACT`; what is here has
+the same bits without it.
+
+Triton's interpreter truncates to BF16, loses carries, subnormals and NaN on the way to FP8, and has
+no fused multiply-add; `INTERPRETED` branches do the same by other means.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+EXACT = {"enable_fp_fusion": False}
+"""Launch options that keep the compiler from making one rounding of a product and a sum."""
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Beyond it the FP32 grid is the integers, and the low bits of the sum are the integer.
+_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """Nothing that the kernel before writes may be read earlier; the next kernel may start now."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def magnitude(values):
+    """Bits of |values|. They sort as the numbers do, and NaN above all: a NaN is never lost."""
+    if values.dtype.primitive_bitwidth == 32:
+        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = values.to(tl.int16, bitcast=True) & 0x7FFF
+    return bits
+
+
+@triton.jit
+def from_magnitude(bits, dtype):
+    """The FP32 number whose `magnitude` in `dtype` has these bits."""
+    if dtype.primitive_bitwidth == 32:
+        number = bits.to(dtype, bitcast=True)
+    else:
+        number = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def scale_for(amax, LARGEST: tl.constexpr):
+    """The scale that takes amax to the code LARGEST."""
+    scale = tl.div_rn(amax, LARGEST)
+    return tl.where(scale < _TINY, 1.0, scale)
+
+
+@triton.jit
+def divide(values, scale):
+    """values / scale, rounded once, for |values| <= 448 scale, in a third of a division's work.
+
+        q = x * inverse;  excess = q * scale - x;  x / scale = q - excess * inverse
+
+    with the rounded inverse = 1 / scale, one for all values. One such step is enough: the excess is
+    exact, which leaves less than 2^-22 of a last place of error before the last rounding, and all
+    quotients that close to where it turns come out right. In this form a zero keeps its sign.
+    Quotients below 2^-40, whose codes are 0, may be off.
+    """
+    if INTERPRETED:  # it rounds q * scale, which an FMA does not
+        quotient = tl.div_rn(values, scale)
+    else:
+        # Below 2^-126 the excess would lose bits, so it is lifted where the scale is small.
+        is_small = scale < 2.0**-60
+        lift = tl.where(is_small, 2.0**64, 1.0)
+        drop = tl.where(is_small, 2.0**-64, 1.0)
+        inverse = tl.div_rn(1.0, scale)
+        quotient = values * inverse
+        excess = tl.fma(quotient, scale * lift, values * -lift)
+        quotient = tl.fma(excess, inverse * -drop, quotient)
+    return quotient
+
+
+@triton.jit
+def narrow(values, dtype: tl.constexpr):
+    """FP32 values in a narrower dtype, rounded half to even. Of INT8 they are within +-127."""
+    if dtype == tl.int8:
+        narrowed = integer_bits(values).to(tl.int8)
+    elif INTERPRETED and dtype == tl.bfloat16:
+        narrowed = _bfloat16_bits(values).to(tl.bfloat16, bitcast=True)
+    elif INTERPRETED and dtype == tl.float8e4nv:
+        narrowed = float8_bits(values).to(tl.float8e4nv, bitcast=True)
+    else:
+        narrowed = values.to(dtype)
+    return narrowed
+
+
+@triton.jit
+def integer_bits(values):
+    """INT32 whose low 22 bits are the integers next to the values, half to even.
+
+    It spares a conversion, which runs at a quarter of an addition's rate.
+    """
+    return (values + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float8_bits(values):
+    """Bytes of the E4M3 numbers next to |values| <= 448, half to even.
+
+    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9. For
+    kernels that do more with a code than store it: ptxas 12.8 forgets that something else than a
+    store may want the pairs of FP8 that its own conversion gives, and crashes, or compares garbage.
+    """
+    bits = magnitude(values)
+    absolute = bits.to(tl.float32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    small = integer_bits(absolute * 512.0) & 0xFF
+    code = tl.where(absolute < 2.0**-6, small, normal)
+    code = tl.where(values == values, code, 0x7F)
+    return (code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def as_factor(tile):
+    """A tile as `tl.dot` takes it: the interpreter would multiply the bits of BF16."""
+    if INTERPRETED and tile.dtype == tl.bfloat16:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _bfloat16_bits(values):
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (tl.where(values == values, rounded, bits) >> 16).to(tl.int16)

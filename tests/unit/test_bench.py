@@ -772,6 +772,8 @@ def test_the_known_plan_is_tried_first(gemm, chip):
     assert gemm.candidates(problem, chip, known) == [expected, *others]
     last = gemm.candidates(problem, chip, others[-1])
     assert last == [others[-1], *others[:-1]]
+    gated = dataclasses.replace(problem, role="gate_up")
+    assert gemm.candidates(gated, chip, known)[0] == dataclasses.replace(expected, splits=0)
 
 
 def test_copies_exceed_the_l2(gemm):

@@ -330,7 +330,10 @@ def candidates(problem: Problem, chip: Chip, known: Choice = None) -> list[Plan]
     Stages follow from how many programs are to share a multiprocessor, and the cut of K from how
     many there are to be in all, so that they come in one wave.
     """
-    first = [dataclasses.replace(known, prefetch=0)] if known else []
+    first = []
+    if known is not None:
+        splits = 0 if problem.is_gated else known.splits
+        first = [dataclasses.replace(known, prefetch=0, splits=splits)]
     return list(dict.fromkeys([*first, *_candidates(problem, chip)]))
 
 
@@ -620,6 +623,8 @@ class Compilers:
 
     def run(self, pairs: Iterable[Pair], deadline: Deadline) -> None:
         """Compile what the pairs launch, until the deadline."""
+        if deadline.has_passed:
+            return
         jobs = [shrunk(pair) for pair in covering(pairs, self._compiled)]
         for _ in self._pool.imap_unordered(self._compile, jobs):
             if deadline.has_passed:

@@ -54,7 +54,7 @@ class LocalEngine:
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
         `dtype` None: float32 on a CPU, bfloat16 on a GPU.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
-        of unfinished completions count.
+        of unfinished completions count. It may interrupt the generation, but not sync or generate.
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"

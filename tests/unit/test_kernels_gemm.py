@@ -221,12 +221,12 @@ def test_buckets():
     assert [bucket_of(n) for n in (1, 16, 17, 256, 257, 10**6)] == [16, 16, 32, 256, 512, 8192]
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16", "fp8-block"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16", "fp32", "fp8-block"])
 @pytest.mark.parametrize("tokens", BUCKETS)
 @pytest.mark.parametrize("shape", [(1536, 1536), (37888, 3584), (64, 64), (3584, 18944)])
 def test_rule_of_thumb_fits_the_chip(kind, tokens, shape):
     plan = rule_of_thumb(kind, tokens, *shape, num_sms=132)
-    itemsize = 2 if kind == "bf16" else 1
+    itemsize = {"bf16": 2, "fp32": 4}.get(kind, 1)
     assert plan.stages * (plan.tokens + plan.channels) * plan.depth * itemsize <= 160 * 1024
     assert plan.splits <= max(1, shape[1] // plan.depth)
     tiles = -(-tokens // plan.tokens) * -(-shape[0] // plan.channels)
@@ -249,6 +249,7 @@ def test_unknown_devices_have_plans_too():
     plans = Plans(A100)
     assert isinstance(plans.choose("int8", 40, 1536, 1536), Plan)
     assert plans.choose("bf16", 40, 1536, 1536) is None
+    assert plans.choose("fp32", 40, 1536, 1536) is None
 
 
 def test_measured_plans_name_real_kernels():

@@ -1,7 +1,7 @@
 """Which plan computes which product: measured for known devices, a rule of thumb elsewhere.
 
 `qurl bench gemm` measures every (format, N, K, M) with its consumer behind it and writes the table.
-Formats share entries by what they multiply: "int8", "fp8" or "bf16".
+Formats share entries by what they multiply: "int8", "fp8" or "bf16"; "fp32" is never measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ TABLES = {"NVIDIA H200": "plans_h200.json"}
 """Device names, as torch reports them, and their measured tables."""
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
 """Numbers of tokens that are measured; others take the plan of the next larger one there is."""
+STEPS = {"bf16": 64, "fp32": 32}
+"""Input channels per step of numbers that are no codes: 128 bytes. Elsewhere cuBLAS has these."""
 _FIXED_TOKENS = 64
 """In deterministic mode the cut of K is that of this many tokens, whatever the batch."""
 
@@ -48,7 +50,7 @@ class Plans:
         if larger := [m for m in measured if m >= tokens]:
             plan = self.table[kind, channels, depth, min(larger)]
             return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
-        if kind == "bf16":
+        if kind in STEPS:
             return None
         return rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)
 
@@ -68,7 +70,7 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
     """Tiles of 64 or 128 channels, and K cut until there are two tiles per multiprocessor."""
     tile_tokens = min(tokens, 128)
     tile_channels = 128 if channels >= 128 * num_sms or tokens > 64 else 64
-    step = 64 if kind == "bf16" else BLOCK
+    step = STEPS.get(kind, BLOCK)
     tiles = -(-tokens // tile_tokens) * -(-channels // tile_channels)
     is_large = tile_tokens * tile_channels > 64 * 128
     splits = min(2 * num_sms // tiles, -(-depth // step) // 4, 16)

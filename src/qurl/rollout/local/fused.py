@@ -190,7 +190,8 @@ class FusedOps:
         is_coded = isinstance(weight, Quantized)
         matrix = weight.codes if is_coded else weight
         rows = (h.codes if isinstance(h, Quantized) else h).shape[0]
-        return self.plans.choose(self.kind if is_coded else "bf16", rows, *matrix.shape)
+        numbers = "bf16" if matrix.dtype.itemsize == 2 else "fp32"
+        return self.plans.choose(self.kind if is_coded else numbers, rows, *matrix.shape)
 
     def _project(self, weight: Operand, bias: Tensor | None, h: Operand) -> Product:
         plan = self._plan(weight, h)

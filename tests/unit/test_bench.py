@@ -675,9 +675,23 @@ def gemm():
 
 
 @pytest.fixture
-def chip(gemm):
+def products(gemm):
+    import qurl.bench.products
+
+    return qurl.bench.products
+
+
+@pytest.fixture
+def compilers(gemm):
+    import qurl.bench.compilers
+
+    return qurl.bench.compilers
+
+
+@pytest.fixture
+def chip(products):
     """The H200."""
-    return gemm.Chip(num_sms=132, shared_bytes=225 * 2**10, l2_bytes=50 * 2**20)
+    return products.Chip(num_sms=132, shared_bytes=225 * 2**10, l2_bytes=50 * 2**20)
 
 
 MACHINE = {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
@@ -722,7 +736,7 @@ def gemm_target(name, capability):
     return Target(name, capability, num_sms=108)
 
 
-def test_products_to_measure(gemm):
+def test_products_to_measure(gemm, products):
     bench = gemm.GemmBench(model="1.5B, 7B", kind="int8,bf16", tokens="64,256")
     groups = gemm.list_problems(bench)
     assert [len(group) for group in groups] == [8] * 4
@@ -733,14 +747,14 @@ def test_products_to_measure(gemm):
         ("bf16", 3584),
     ]
     problem = groups[2][5]
-    assert problem == gemm.Problem("gate_up", "int8", 37888, 3584, 256)
+    assert problem == products.Problem("gate_up", "int8", 37888, 3584, 256)
     assert problem.name == "int8 37888x3584 M=256"
     assert problem.table_key == ("int8", 37888, 3584, 256)
 
 
-def test_limits_of_products(gemm):
+def test_limits_of_products(products):
     """37888 * 3584 bytes at 4.3 TB/s, twice that in BF16; many tokens are bound by FLOPs."""
-    few = gemm.Problem("gate_up", "int8", 37888, 3584, 64)
+    few = products.Problem("gate_up", "int8", 37888, 3584, 64)
     assert few.limit_seconds(H200) == pytest.approx(31.58e-6, rel=1e-3)
     wide = dataclasses.replace(few, kind="bf16")
     assert wide.limit_seconds(H200) == pytest.approx(63.16e-6, rel=1e-3)
@@ -748,10 +762,10 @@ def test_limits_of_products(gemm):
     assert many.limit_seconds(H200) == pytest.approx(2 * 8192 * 37888 * 3584 / 1580e12)
 
 
-def test_candidates_fit_the_chip(gemm, chip):
+def test_candidates_fit_the_chip(gemm, chip, products):
     groups = gemm.list_problems(gemm.GemmBench())
     for problem in (p for group in groups for p in group):
-        plans = gemm.candidates(problem, chip)
+        plans = products.candidates(problem, chip)
         assert len(set(plans)) == len(plans) > 10
         for p in plans:
             stage = (p.tokens + p.channels) * p.depth * problem.itemsize
@@ -763,36 +777,36 @@ def test_candidates_fit_the_chip(gemm, chip):
             assert p.splits == 0 or problem.role != "gate_up"
 
 
-def test_the_known_plan_is_tried_first(gemm, chip):
-    problem = gemm.Problem("o", "int8", 1536, 1536, 64)
-    others = gemm.candidates(problem, chip)
-    known = gemm.Plan(64, 64, 128, 4, 4, 6, prefetch=4)
+def test_the_known_plan_is_tried_first(chip, products):
+    problem = products.Problem("o", "int8", 1536, 1536, 64)
+    others = products.candidates(problem, chip)
+    known = products.Plan(64, 64, 128, 4, 4, 6, prefetch=4)
     expected = dataclasses.replace(known, prefetch=0)
     assert expected not in others
-    assert gemm.candidates(problem, chip, known) == [expected, *others]
-    last = gemm.candidates(problem, chip, others[-1])
+    assert products.candidates(problem, chip, known) == [expected, *others]
+    last = products.candidates(problem, chip, others[-1])
     assert last == [others[-1], *others[:-1]]
     gated = dataclasses.replace(problem, role="gate_up")
-    assert gemm.candidates(gated, chip, known)[0] == dataclasses.replace(expected, splits=0)
+    assert products.candidates(gated, chip, known)[0] == dataclasses.replace(expected, splits=0)
 
 
-def test_copies_exceed_the_l2(gemm):
+def test_copies_exceed_the_l2(products):
     l2_bytes = 50 * 2**20
     sizes = {"7B gate_up": 37888 * 3584, "7B o": 3584 * 3584, "1.5B o": 1536 * 1536}
-    copies = {name: gemm.num_copies(size, l2_bytes) for name, size in sizes.items()}
+    copies = {name: products.num_copies(size, l2_bytes) for name, size in sizes.items()}
     assert copies == {"7B gate_up": 2, "7B o": 9, "1.5B o": 24}
-    assert gemm.num_copies(10**6, 0) == 1
+    assert products.num_copies(10**6, 0) == 1
 
 
-def test_a_kernel_is_compiled_once(gemm):
+def test_a_kernel_is_compiled_once(products, compilers):
     """The product knows whether K is cut, its consumer into how many parts; M and K neither."""
-    problem = gemm.Problem("o", "int8", 3584, 3584, 64)
+    problem = products.Problem("o", "int8", 3584, 3584, 64)
     other_size = dataclasses.replace(problem, K=18944, M=256)
-    whole, two, four = (gemm.Plan(64, 64, 128, splits) for splits in (0, 2, 4))
+    whole, two, four = (products.Plan(64, 64, 128, splits) for splits in (0, 2, 4))
     compiled = set()
     pairs = [(problem, whole), (other_size, whole), (problem, two), (problem, four)]
-    assert list(gemm.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
-    assert not list(gemm.covering(pairs, compiled))
+    assert list(compilers.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
+    assert not list(compilers.covering(pairs, compiled))
     others = [
         (dataclasses.replace(problem, kind="fp8"), whole),
         (dataclasses.replace(problem, role="qkv"), whole),
@@ -801,16 +815,16 @@ def test_a_kernel_is_compiled_once(gemm):
         (problem, dataclasses.replace(whole, stages=3)),
         (problem, dataclasses.replace(whole, prefetch=2)),
     ]
-    assert list(gemm.covering(others, compiled)) == others
-    small, plan = gemm.shrunk(pairs[1])
+    assert list(compilers.covering(others, compiled)) == others
+    small, plan = compilers.shrunk(pairs[1])
     assert (small.M, plan) == (64, whole)
     assert small.K < other_size.K
-    assert gemm.kernels_of(small, plan) == gemm.kernels_of(*pairs[1])
+    assert compilers.kernels_of(small, plan) == compilers.kernels_of(*pairs[1])
 
 
-def test_tables_are_merged(gemm, tmp_path):
+def test_tables_are_merged(gemm, tmp_path, products):
     path = tmp_path / "plans.json"
-    plan = gemm.Plan(64, 64, 128, 2)
+    plan = products.Plan(64, 64, 128, 2)
     assert gemm.open_table(path, MACHINE) == {}
     gemm.merge_into_table(path, {("int8", 512, 256, 64): plan}, MACHINE)
     gemm.merge_into_table(path, {("fp8", 512, 256, 64): None}, MACHINE)
@@ -863,36 +877,36 @@ class ScriptedSetup:
         return clock.replay()
 
 
-def test_hopeless_plans_are_not_timed_further(gemm):
-    problem = gemm.Problem("o", "int8", 64, 64, 16)
-    first, close, hopeless, large, best = (gemm.Plan(16, 64, 64, 0, 4, n) for n in range(5))
+def test_hopeless_plans_are_not_timed_further(products):
+    problem = products.Problem("o", "int8", 64, 64, 16)
+    first, close, hopeless, large, best = (products.Plan(16, 64, 64, 0, 4, n) for n in range(5))
     times = {first: 10.0, close: 14.0, hopeless: 16.0, large: None, best: 8.0}
     setup = ScriptedSetup(problem, times)
-    trial = gemm.measure(setup, list(times))
+    trial = products.measure(setup, list(times))
     assert trial.microseconds == {first: 10.0, close: 14.0, best: 8.0}
     assert trial.best == trial.best_own == best
     assert trial.num_plans == 4
     assert setup.replays == [first, first, close, close, hopeless, best, best]
 
 
-def test_the_best_plan_is_tried_with_prefetch(gemm):
-    problem, plan = gemm.Problem("o", "fp8", 64, 64, 16), gemm.Plan(16, 64, 64)
-    trial = gemm.Trial(problem, {None: 5.0, plan: 6.0}, 2)
+def test_the_best_plan_is_tried_with_prefetch(products):
+    problem, plan = products.Problem("o", "fp8", 64, 64, 16), products.Plan(16, 64, 64)
+    trial = products.Trial(problem, {None: 5.0, plan: 6.0}, 2)
     assert trial.best is None
-    ahead = gemm.with_prefetch(trial)
+    ahead = products.with_prefetch(trial)
     assert [p.prefetch for p in ahead] == [2, 4, 8]
     assert {dataclasses.replace(p, prefetch=0) for p in ahead} == {plan}
-    joined = trial.joined(gemm.Trial(problem, {ahead[1]: 4.0}, 3))
+    joined = trial.joined(products.Trial(problem, {ahead[1]: 4.0}, 3))
     assert (joined.best, joined.num_plans) == (ahead[1], 5)
-    assert gemm.with_prefetch(gemm.Trial(problem, {None: 5.0}, 1)) == []
+    assert products.with_prefetch(products.Trial(problem, {None: 5.0}, 1)) == []
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("role", ["qkv", "o", "gate_up"])
-def test_right_products_pass(gemm, kind, role):
-    setup = gemm.Setup(gemm.Problem(role, kind, 64, 128, 16), CPU)
+def test_right_products_pass(kind, role, products):
+    setup = products.Setup(products.Problem(role, kind, 64, 128, 16), CPU)
     for splits in (0,) if role == "gate_up" else (0, 2):
-        assert setup.check(gemm.Plan(16, 64, 64, splits))
+        assert setup.check(products.Plan(16, 64, 64, splits))
     if kind == "bf16":
         assert setup.has_library
         assert setup.check(None)
@@ -902,18 +916,18 @@ def test_right_products_pass(gemm, kind, role):
     ("role", "function", "change"),
     [("o", "multiply", 1.01), ("gate_up", "multiply_gated", 1.02), ("o", "multiply", math.nan)],
 )
-def test_one_wrong_number_is_found(gemm, role, function, change, monkeypatch):
-    right = getattr(gemm, function)
+def test_one_wrong_number_is_found(role, function, change, monkeypatch, products):
+    right = getattr(products, function)
 
     def wrong(*args, **options):
         y = right(*args, **options)
         y[3, 5] *= change
         return y
 
-    monkeypatch.setattr(gemm, function, wrong)
-    setup = gemm.Setup(gemm.Problem(role, "int8", 64, 128, 16), CPU)
+    monkeypatch.setattr(products, function, wrong)
+    setup = products.Setup(products.Problem(role, "int8", 64, 128, 16), CPU)
     with pytest.raises(EngineError, match="is wrong"):
-        setup.check(gemm.Plan(16, 64, 64))
+        setup.check(products.Plan(16, 64, 64))
 
 
 class After:
@@ -930,10 +944,10 @@ class After:
 
 @pytest.mark.parametrize(("asked", "num_measured", "is_finished"), [(9, 2, True), (1, 1, False)])
 def test_products_are_saved_until_the_deadline(
-    gemm, chip, tmp_path, capsys, monkeypatch, asked, num_measured, is_finished
+    gemm, chip, tmp_path, capsys, monkeypatch, asked, num_measured, is_finished, products
 ):
     """In Triton's interpreter, in place of a GPU."""
-    plans = [gemm.Plan(16, 64, 64), gemm.Plan(16, 64, 64, 2)]
+    plans = [products.Plan(16, 64, 64), products.Plan(16, 64, 64, 2)]
     monkeypatch.setattr(gemm, "candidates", lambda problem, chip, known: plans)
     compiled = []
     compilers = types.SimpleNamespace(run=lambda pairs, deadline: compiled.extend(pairs))
@@ -947,7 +961,7 @@ def test_products_are_saved_until_the_deadline(
         machine=MACHINE,
         deadline=After(asked),
     )
-    problems = [gemm.Problem(role, "int8", 64, 128, 16) for role in ("qkv", "down")]
+    problems = [products.Problem(role, "int8", 64, 128, 16) for role in ("qkv", "down")]
     problems[1] = dataclasses.replace(problems[1], K=64)
     figures = gemm.measure_group(session, problems, compilers)
     assert len(figures) == num_measured
@@ -970,10 +984,10 @@ def test_products_are_saved_until_the_deadline(
     ]
 
 
-def test_deadline(gemm, monkeypatch):
+def test_deadline(monkeypatch, compilers):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    deadline, never = gemm.Deadline(5.0), gemm.Deadline(None)
+    deadline, never = compilers.Deadline(5.0), compilers.Deadline(None)
     now[0] = 104.9
     assert not deadline.has_passed
     now[0] = 105.0

@@ -6,7 +6,8 @@ Integer codes are multiplied as FP32 numbers. Every product is exact, and so is 
 stays below 2^24; longer sums are cut into blocks of K that are added in FP64, so that the result
 is the integer one on any hardware. FP8 codes take the same route (products exact, sums FP32).
 
-`matmul_codes` is the seam for faster kernels: whatever replaces it returns the same numbers.
+This is the reference. On a GPU the engine multiplies with `qurl.quant.kernels.gemm`, which returns
+the same numbers: of integers to the bit.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from qurl.kernels import token_scores
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels import gemm, requantize
@@ -286,6 +287,28 @@ def quantize_with(format: str) -> Callable:
     return call
 
 
+def score_tokens(pdl: bool) -> Any:
+    return token_scores.score_rows(floats(64, 152064), numbers(64, dtype=torch.int64), 1.0, pdl=pdl)
+
+
+def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Callable:
+    def call(pdl: bool) -> Any:
+        row = floats(64)
+        return token_scores.logit_gradients(
+            floats(64, 152064),
+            numbers(64, dtype=torch.int64),
+            log_z=row,
+            grad_logp=row,
+            entropy=row if has_entropy else None,
+            grad_entropy=row if has_entropy else None,
+            factor=1.0,
+            dtype=dtype,
+            pdl=pdl,
+        )
+
+    return call
+
+
 def on_both(pattern: str) -> Look:
     return Look({HOPPER: pattern, AMPERE: pattern})
 
@@ -297,6 +320,8 @@ FP8_MATRIX = Look({HOPPER: r"QGMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", AMPERE: r"HMMA"})
 SMALL_MATRIX = on_both(r"HMMA")
 WIDE_LOADS = on_both(r"LDG\.\S*(128|64)")
+WIDEST_LOADS = on_both(r"LDG\.\S*128")
+FP64_SUMS = on_both(r"DADD")
 
 LAUNCHES = (
     Launch(
@@ -463,6 +488,26 @@ LAUNCHES = (
         targets=(HOPPER,),
     ),
     Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": WIDE_LOADS}),
+    Launch(
+        "scores of tokens",
+        score_tokens,
+        {"score_blocks_kernel": WIDEST_LOADS, "score_rows_kernel": FP64_SUMS},
+    ),
+    Launch(
+        "gradients of logits to bf16",
+        logit_gradients(torch.bfloat16, has_entropy=False),
+        {"logit_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "gradients of logits and entropy to bf16",
+        logit_gradients(torch.bfloat16, has_entropy=True),
+        {"logit_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "gradients of logits and entropy in place",
+        logit_gradients(torch.float32, has_entropy=True),
+        {"logit_gradients_kernel": WIDEST_LOADS},
+    ),
     Launch(
         "fp32 weight to int8",
         requantize_from(torch.float32, 18944, "int8"),

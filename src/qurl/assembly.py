@@ -69,7 +69,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
         reference = load_policy(initial, config.model, device).freeze_()
     learner = Learner(policy, config, reference=reference)
     task = training_task(config, policy.tokenizer)
-    for note in task.notes:
+    for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed)
     tracker = _build_tracker(config, policy, run)

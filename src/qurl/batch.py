@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from qurl.types import Batch, Graded
 
@@ -40,18 +40,47 @@ def pack(graded: Sequence[Graded]) -> Batch:
     )
 
 
-def microbatches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
-    """Row indices of pieces of similar length whose padded size stays within `max_tokens`.
+def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Rows of pieces of at most `max_tokens` tokens: few pieces, of about equal size.
 
-    A row longer than that makes a piece of its own.
+    A row longer than `max_tokens` makes a piece of its own.
     """
-    order = lengths.argsort(descending=True, stable=True)
-    start = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        size = max(1, max_tokens // longest)
-        yield order[start : start + size]
-        start += size
+    tokens = sum(min(length, max_tokens) for length in lengths)
+    count = -(-tokens // max_tokens)
+    while True:
+        pieces = _level(lengths, count)
+        sizes = [sum(lengths[row] for row in rows) for rows in pieces]
+        if all(
+            size <= max_tokens or len(rows) == 1 for size, rows in zip(sizes, pieces, strict=True)
+        ):
+            return pieces
+        count += 1  # at the latest, when every row is alone, they fit
+
+
+def _level(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Rows in `count` pieces: the longest first, each where the fewest tokens are so far."""
+    pieces: list[list[int]] = [[] for _ in range(count)]
+    fullness = [(0, index) for index in range(count)]  # a heap
+    for row in _by_length(lengths):
+        size, index = fullness[0]
+        heapq.heapreplace(fullness, (size + lengths[row], index))
+        pieces[index].append(row)
+    return pieces
+
+
+def padded_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """The same for forwards that pad: rows of similar length, and padding counts."""
+    order, pieces = _by_length(lengths), []
+    while order:
+        size = max(1, max_tokens // lengths[order[0]])
+        pieces.append(order[:size])
+        order = order[size:]
+    return pieces
+
+
+def _by_length(lengths: Sequence[int]) -> list[int]:
+    """All rows, the longest first."""
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def sample_records(graded: Sequence[Graded], batch: Batch, count: int) -> Iterator[dict]:

@@ -131,7 +131,7 @@ class BatchConfig(_Section):
     epochs: Count = 1
     """Passes over the step's batch."""
     microbatch_tokens: Count = 16384
-    """Most tokens (padding included) in one forward and backward."""
+    """Most tokens in one forward and backward; a longer sequence has one to itself."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,9 @@ class OptimConfig(_Section):
     """After the warm-up; linear and cosine reach 0 where a step after the last one would be."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
+    norm_fed_lr_scale: Positive = 1.0
+    """Multiplies the learning rate of q, k, v, gate and up, and divides that of their norms: what
+    UAQ is to AdamW, without UAQ (for comparisons)."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import Tensor, nn
 
-from qurl.policy import Policy, autocast, disable_dropout_
+from qurl.packing import Layout
+from qurl.policy import Policy, disable_dropout_, hidden_states
 from qurl.types import Batch
 
 
@@ -22,12 +22,14 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = policy.compute_dtype
+        self.is_packed = policy.is_packed
         self.to(policy.device)
         disable_dropout_(self)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, layout: Layout | None = None) -> Tensor:
         """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""
-        with autocast(batch.token_ids.device, self.compute_dtype):
-            states = self.backbone(input_ids=batch.token_ids, use_cache=False).last_hidden_state
-        values = self.head(states[:, :-1].float()).squeeze(-1)  # [B, T - 1]
-        return torch.cat([torch.zeros_like(values[:, :1]), values], -1) * batch.mask
+        layout = layout or Layout.of(batch, is_packed=self.is_packed)
+        states = hidden_states(
+            self.backbone, layout.token_ids, self.compute_dtype, **layout.options
+        )
+        return layout.spread(self.head(layout.before(states).float()).squeeze(-1))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qurl.batch import microbatches
+from qurl.batch import microbatches, padded_microbatches
 from qurl.config import Config
 from qurl.critic import Critic
 from qurl.errors import TrainingError
 from qurl.losses import aggregate, count, explained_variance, kl_penalty, policy_loss, value_loss
 from qurl.optim import apply_gradients, build_optimizer, learning_rate
+from qurl.packing import Layout
 from qurl.policy import Policy
-from qurl.quant.scaling import uaq_scale, unscaled_grad_norm
+from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
 from qurl.seeds import generator
 from qurl.types import Batch
 
@@ -23,14 +25,34 @@ KL_LIMIT = 10.0
 """Largest KL of one token in the loss, as in verl."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch: what one forward and backward sees."""
+
+    rows: Tensor  # [b] of the batch that it is a piece of
+    batch: Batch
+    layout: Layout
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return self.layout.num_scored
+
+
 class Learner:
-    """The full-precision models and their optimizers."""
+    """The full-precision models and their optimizers.
+
+    A GPU runs behind the host, which waits for it only between mini-batches: to cut the next one
+    into pieces, and to see that losses and gradients are finite before they touch the weights.
+    """
 
     def __init__(self, policy: Policy, config: Config, *, reference: Policy | None) -> None:
         self.config = config
         self.policy = policy
         self.reference = reference
-        self.optimizer = build_optimizer(policy.model, config.optim, lr=config.optim.lr)
+        self.optimizer = build_optimizer(
+            policy.model, config.optim, lr=config.optim.lr, scales=_scales(policy, config)
+        )
         self.critic: Critic | None = None
         self.critic_optimizer = None
         if config.algo.advantage == "gae":
@@ -46,16 +68,15 @@ class Learner:
         """
         is_bypassed = self.config.correction.mode == "bypass"
         prox, entropy, ref, values = (torch.zeros_like(batch.mask) for _ in range(4))
-        for rows in microbatches(batch.lengths, self.config.batch.microbatch_tokens):
-            piece = batch.select(rows)
-            width = piece.mask.shape[1]
+        for piece in self._pieces(batch):
+            rows, width = piece.rows, piece.batch.mask.shape[1]
             if not is_bypassed:
-                scores = self.policy.score(piece)
+                scores = self.policy.score(piece.batch, piece.layout)
                 prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
             if self.reference is not None:
-                ref[rows, :width] = self.reference.score(piece).logp
+                ref[rows, :width] = self.reference.score(piece.batch).logp
             if self.critic is not None:
-                values[rows, :width] = self.critic(piece)
+                values[rows, :width] = self.critic(piece.batch, piece.layout)
         batch = batch.replace(
             logp_prox=batch.logp_behav if is_bypassed else prox,
             logp_ref=ref if self.reference is not None else None,
@@ -83,140 +104,187 @@ class Learner:
         for epoch in range(config.batch.epochs):
             shuffled = batch.shuffle(generator(config.seed, "shuffle", step, epoch))
             for minibatch in shuffled.split(config.batch.minibatches):
-                if minibatch.num_tokens == 0:  # every token was rejected
+                pieces = [piece for piece in self._pieces(minibatch) if piece.num_tokens]
+                if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
                 if not is_pretraining:
-                    self._update_policy(minibatch, step, meter)
+                    self._update_policy(minibatch, pieces, step, meter)
                 if self.critic is not None:
-                    self._update_critic(minibatch, step, meter)
+                    self._update_critic(pieces, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if batch.values is not None and batch.returns is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
             metrics["critic/vf_explained_var"] = variance
         return metrics
 
-    def _update_policy(self, minibatch: Batch, step: int, meter: Meter) -> None:
+    def _pieces(self, batch: Batch) -> list[Piece]:
+        """All micro-batches of a batch, cut before the first forward."""
+        cut = microbatches if self.policy.is_packed else padded_microbatches
+        pieces = []
+        for indices in cut(batch.lengths.tolist(), self.config.batch.microbatch_tokens):
+            rows = torch.tensor(indices, device=batch.mask.device)
+            part = batch.select(rows)
+            pieces.append(Piece(rows, part, self.policy.layout(part)))
+        return pieces
+
+    def _update_policy(
+        self, minibatch: Batch, pieces: Sequence[Piece], step: int, meter: Meter
+    ) -> None:
         config = self.config
-        for rows in microbatches(minibatch.lengths, config.batch.microbatch_tokens):
-            piece = minibatch.select(rows)
-            if piece.num_tokens == 0:
-                continue
-            loss, stats = self._policy_terms(piece, count(minibatch.mask, config.algo.aggregation))
-            _check_finite(loss, stats, step)
+        denominator = count(minibatch.mask, config.algo.aggregation)
+        losses = []
+        for piece in pieces:
+            loss, stats = self._policy_terms(piece, denominator)
             loss.backward()
+            losses.append(PieceLoss(loss.detach(), stats))
             meter.add(stats, weight=piece.num_tokens)
+        _check_finite(losses, step)
         if uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         lr = learning_rate(config.optim.lr, step, config.steps, config.optim)
         norm = apply_gradients(self.optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
 
-    def _policy_terms(self, piece: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_terms(self, piece: Piece, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""
-        algo = self.config.algo
-        assert piece.logp_prox is not None
-        assert piece.advantages is not None
+        algo, batch = self.config.algo, piece.batch
+        assert batch.logp_prox is not None
+        assert batch.advantages is not None
         shape = {
             "aggregation": algo.aggregation,
             "horizon": float(self.config.sampling.max_tokens),
             "denominator": denominator,
         }
-        scores = self.policy.score(piece, needs_entropy_grad=algo.entropy_coef > 0)
+        scores = self.policy.score(batch, piece.layout, needs_entropy_grad=algo.entropy_coef > 0)
         loss, stats = policy_loss(
             scores.logp,
-            piece.logp_prox,
-            piece.logp_behav,
-            piece.advantages,
-            piece.mask,
+            batch.logp_prox,
+            batch.logp_behav,
+            batch.advantages,
+            batch.mask,
             objective=algo.objective,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
             cap=algo.cap,
             dual_clip=algo.dual_clip,
             acr_max_bound=algo.acr_max_bound,
-            weight=piece.weight,
-            shrink=piece.shrink,
+            weight=batch.weight,
+            shrink=batch.shrink,
             **shape,
         )
         stats["actor/pg_loss_sum"] = loss.detach()
         if algo.kl_coef > 0 and not algo.kl_in_reward:
-            assert piece.logp_ref is not None
-            kl = kl_penalty(scores.logp, piece.logp_ref, algo.kl_estimator, limit=KL_LIMIT)
+            assert batch.logp_ref is not None
+            kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=KL_LIMIT)
             if algo.kl_is_correct:
-                assert piece.weight is not None
-                kl = kl * piece.weight
-            kl_loss = aggregate(kl, piece.mask, **shape)
+                assert batch.weight is not None
+                kl = kl * batch.weight
+            kl_loss = aggregate(kl, batch.mask, **shape)
             loss = loss + algo.kl_coef * kl_loss
             stats["actor/kl_loss_sum"] = kl_loss.detach()
         if algo.entropy_coef > 0:
-            loss = loss - algo.entropy_coef * aggregate(scores.entropy, piece.mask, **shape)
+            loss = loss - algo.entropy_coef * aggregate(scores.entropy, batch.mask, **shape)
         return loss, stats
 
-    def _update_critic(self, minibatch: Batch, step: int, meter: Meter) -> None:
+    def _update_critic(self, pieces: Sequence[Piece], step: int, meter: Meter) -> None:
         config = self.config
         assert self.critic is not None
         assert self.critic_optimizer is not None
-        assert minibatch.returns is not None
-        for rows in microbatches(minibatch.lengths, config.batch.microbatch_tokens):
-            piece = minibatch.select(rows)
-            if piece.num_tokens == 0:
-                continue
-            assert piece.returns is not None
+        num_tokens = sum(piece.num_tokens for piece in pieces)
+        losses = []
+        for piece in pieces:
+            batch = piece.batch
+            assert batch.returns is not None
             loss, stats = value_loss(
-                self.critic(piece),
-                piece.returns,
-                piece.mask,
-                old_values=piece.values,
+                self.critic(batch, piece.layout),
+                batch.returns,
+                batch.mask,
+                old_values=batch.values,
                 clip=config.critic.clip,
-                denominator=minibatch.num_tokens,
+                denominator=num_tokens,
             )
             stats["critic/vf_loss_sum"] = loss.detach()
-            _check_finite(loss, stats, step)
             loss.backward()
+            losses.append(PieceLoss(loss.detach(), stats))
             meter.add(stats, weight=piece.num_tokens)
+        _check_finite(losses, step)
         lr = learning_rate(config.critic.lr, step, config.steps, config.optim)
         norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
+
+
+def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] | None:
+    scale = config.optim.norm_fed_lr_scale
+    return None if scale == 1 else learning_rate_scales(policy.model, scale)
+
+
+Number = Tensor | float
 
 
 class Meter:
     """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
 
     The pieces of an update share one denominator: their `_sum` names add up to that update's value,
-    and the mean over updates is reported without the suffix.
+    and the mean over updates is reported without the suffix. Tensors are read in `summary` only.
     """
 
     def __init__(self) -> None:
-        self._total: dict[str, float] = defaultdict(float)
-        self._weight: dict[str, float] = defaultdict(float)
-        self._max: dict[str, float] = {}
-        self._sum: dict[str, float] = defaultdict(float)
+        self._values: dict[str, list[Number]] = defaultdict(list)
+        self._weights: dict[str, list[float]] = defaultdict(list)
+        self._sums: dict[str, Number] = {}
 
-    def add(self, stats: Mapping[str, Tensor | float], weight: float = 1.0) -> None:
+    def add(self, stats: Mapping[str, Number], weight: float = 1.0) -> None:
         for name, value in stats.items():
-            value = float(value)
-            if "max" in name:
-                self._max[name] = max(self._max.get(name, value), value)
-            elif name.endswith("_sum"):
-                self._sum[name.removesuffix("_sum")] += value
+            if name.endswith("_sum"):
+                name = name.removesuffix("_sum")
+                value = value.double() if isinstance(value, Tensor) else value
+                self._sums[name] = self._sums.get(name, 0.0) + value
             else:
-                self._total[name] += value * weight
-                self._weight[name] += weight
+                self._values[name].append(value)
+                self._weights[name].append(weight)
 
-    def finish_update(self, stats: Mapping[str, float]) -> None:
+    def finish_update(self, stats: Mapping[str, Number]) -> None:
         """Close the sums of an update and add what is known of it as a whole."""
-        self.add({**self._sum, **stats})
-        self._sum.clear()
+        self.add({**self._sums, **stats})
+        self._sums.clear()
 
     def summary(self) -> dict[str, float]:
-        return {name: x / self._weight[name] for name, x in self._total.items()} | self._max
+        values = iter(_read([value for column in self._values.values() for value in column]))
+        columns = {name: [next(values) for _ in column] for name, column in self._values.items()}
+        return {
+            name: max(column) if "max" in name else _mean(column, self._weights[name])
+            for name, column in columns.items()
+        }
 
 
-def _check_finite(loss: Tensor, stats: Mapping[str, Tensor], step: int) -> None:
-    if not torch.isfinite(loss):
-        values = ", ".join(f"{name} = {float(value):.4g}" for name, value in stats.items())
-        raise TrainingError(
-            f"the loss of step {step} is {loss.item()} ({values}). No update was made with it; the "
-            "batch and the weights are in the crash folder. A lower optim.lr may help"
-        )
+def _read(values: Sequence[Number]) -> list[float]:
+    """Numbers and tensors as numbers; the device is asked once."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(read) if isinstance(value, Tensor) else value for value in values]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(x * w for x, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+@dataclass(frozen=True)
+class PieceLoss:
+    """What is looked at when the loss of an update is not finite."""
+
+    value: Tensor
+    stats: Mapping[str, Tensor]
+
+
+def _check_finite(losses: Sequence[PieceLoss], step: int) -> None:
+    """Once per update, before the weights are touched."""
+    values = torch.stack([loss.value for loss in losses])
+    if values.isfinite().all():
+        return
+    broken = next(loss for loss in losses if not loss.value.isfinite())
+    stats = ", ".join(f"{name} = {float(value):.4g}" for name, value in broken.stats.items())
+    raise TrainingError(
+        f"the loss of step {step} is {broken.value.item()} ({stats}). No update was made with it; "
+        "the batch and the weights are in the crash folder. A lower optim.lr may help"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,19 +13,37 @@ from qurl.config import OptimConfig
 from qurl.errors import TrainingError
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, *, lr: float) -> AdamW:
-    """AdamW; matrices decay, norms and biases do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def build_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    lr: float,
+    scales: Mapping[nn.Parameter, float] | None = None,
+) -> AdamW:
+    """AdamW; matrices decay, norms and biases do not.
+
+    `scales` multiply the learning rate of single parameters. Their epsilon and decay are divided,
+    so that a scale s is the same as training the parameter divided by s.
+    """
+    scales = scales or {}
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            key = (parameter.dim() >= 2, scales.get(parameter, 1.0))
+            groups.setdefault(key, []).append(parameter)
     return AdamW(
-        groups,
+        [
+            {
+                "params": parameters,
+                "weight_decay": config.weight_decay / scale if is_matrix else 0.0,
+                "eps": config.eps / scale,
+                "lr_scale": scale,
+            }
+            for (is_matrix, scale), parameters in groups.items()
+        ],
         lr=lr,
         betas=config.betas,
-        eps=config.eps,
-        fused=parameters[0].device.type == "cuda",
+        fused=next(model.parameters()).device.type == "cuda",
     )
 
 
@@ -53,7 +72,7 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
             "terms and the rollouts in the crash folder; a lower optim.lr or algo.cap may help"
         )
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

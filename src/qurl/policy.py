@@ -1,7 +1,8 @@
 """The trained model: a transformers causal LM with FP32 master weights.
 
-Log-probs and entropies are computed in chunks of positions, so that [B, T, V] never exists.
-Shapes: B sequences, T positions, N scored tokens, H hidden, V vocabulary.
+Forwards are packed: no token of padding is computed (`qurl.packing`). Log-probs and entropies are
+computed in chunks of tokens, so that [B, T, V] never exists.
+Shapes: B sequences, T positions, N tokens, M scored tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from qurl.config import ModelConfig
 from qurl.errors import ModelError
+from qurl.head import plain_head, token_scores
+from qurl.packing import Layout, Packed, use_packed_attention_
 from qurl.types import Batch
+
+PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""How far states may be from those of padded sequences, relative to their size: rounding, through
+all layers. What leaks from one sequence into the next shows in FP32."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +52,58 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
+        obstacle = _pack_forwards_(self.model, self.compute_dtype)
+        self.is_packed = obstacle is None
+        self.notes: tuple[str, ...] = ()  # warnings for whoever trains it
+        if obstacle is not None:
+            self.notes = (f"sequences are padded for training: {obstacle}",)
 
-    def score(self, batch: Batch, *, needs_entropy_grad: bool = False) -> TokenScores:
+    def layout(self, batch: Batch) -> Layout:
+        """How this policy's forwards see a batch; what they would wait for is read here."""
+        return Layout.of(batch, is_packed=self.is_packed)
+
+    def score(
+        self, batch: Batch, layout: Layout | None = None, *, needs_entropy_grad: bool = False
+    ) -> TokenScores:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
-        hidden = hidden_states(self.model, batch.token_ids, self.compute_dtype)  # [B, T, H]
-        keep = batch.mask[:, 1:].bool()
-        states, targets = hidden[:, :-1][keep], batch.token_ids[:, 1:][keep]  # [N, H], [N]
-        logps, entropies = [], []
-        for piece, target in zip(
-            states.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True
-        ):
-            logp, entropy = checkpoint(
-                self._score_chunk,
-                piece,
-                target,
-                batch.temperature,
-                needs_entropy_grad,
-                use_reentrant=False,
+        layout = layout or self.layout(batch)
+        hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
+        states, targets = layout.before(hidden), layout.targets  # [M, H], [M]
+        options = {"temperature": batch.temperature, "needs_entropy_grad": needs_entropy_grad}
+        score = self._score_plain if plain_head(self.model) else self._score_checkpointed
+        logp, entropy = score(states, targets, **options)
+        return TokenScores(layout.spread(logp), layout.spread(entropy))
+
+    def _score_plain(
+        self, states: Tensor, targets: Tensor, *, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        head = plain_head(self.model)
+        assert head is not None
+        return token_scores(
+            states,
+            head.weight,
+            head.bias,
+            targets,
+            temperature=temperature,
+            chunk=self.logits_chunk,
+            compute_dtype=self.compute_dtype,
+            logit_scale=head.logit_scale,
+            needs_entropy_grad=needs_entropy_grad,
+        )
+
+    def _score_checkpointed(
+        self, states: Tensor, targets: Tensor, *, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """For heads that are more than a linear layer: torch's own gradients."""
+        chunks = zip(states.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True)
+        scores = [
+            checkpoint(
+                self._score_chunk, *chunk, temperature, needs_entropy_grad, use_reentrant=False
             )
-            logps.append(logp)
-            entropies.append(entropy)
-        return TokenScores(_scatter(logps, batch.mask), _scatter(entropies, batch.mask))
+            for chunk in chunks
+        ]
+        logps, entropies = zip(*scores, strict=True)  # type: ignore[arg-type]
+        return torch.cat(logps), torch.cat(entropies)
 
     def _score_chunk(
         self, states: Tensor, targets: Tensor, temperature: float, needs_entropy_grad: bool
@@ -130,10 +168,13 @@ def make_savable_(model: Any) -> None:
         model.generation_config.do_sample = True
 
 
-def hidden_states(model: nn.Module, token_ids: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def hidden_states(
+    model: nn.Module, token_ids: Tensor, compute_dtype: torch.dtype, **options: Any
+) -> Tensor:
     """[B, T, H]: the backbone's output after its last norm, without the head."""
     with autocast(token_ids.device, compute_dtype):
-        return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+        output = model.base_model(input_ids=token_ids, use_cache=False, **options)  # type: ignore[operator]
+    return output.last_hidden_state
 
 
 def apply_head(model: nn.Module, states: Tensor) -> Tensor:
@@ -163,6 +204,37 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
+def _pack_forwards_(model: Any, compute_dtype: torch.dtype) -> str | None:
+    """Let the model take packed sequences; where it cannot, leave it as it is and say why."""
+    own = model.config._attn_implementation
+    try:
+        use_packed_attention_(model)
+        for dtype in {torch.float32, compute_dtype}:
+            _check_packing(model, dtype)
+    # What a model makes of keywords that it does not know is its own affair, errors included.
+    except Exception as error:
+        model.set_attn_implementation(own)
+        kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
+        return f"{type(model).__name__} cannot be given packed ones ({kind}{error})"
+    return None
+
+
+@torch.no_grad()
+def _check_packing(model: Any, compute_dtype: torch.dtype) -> None:
+    """Refuse a model that computes other states from packed sequences than from padded ones."""
+    embedding = model.get_input_embeddings()
+    ids = torch.arange(14, device=embedding.weight.device).view(2, 7) % embedding.num_embeddings
+    packed = Packed.of(ids, [7, 4])
+    padded = hidden_states(model, ids, compute_dtype).flatten(0, 1)[packed.places].float()
+    states = hidden_states(model, packed.token_ids[None], compute_dtype, **packed.options)[0]
+    gap = float((states.float() - padded).norm(dim=-1).max() / padded.norm(dim=-1).max())
+    if not gap < PACKING_BOUNDS[compute_dtype]:
+        raise ModelError(
+            f"its states differ by {gap:.3g} of their size from those of padded sequences, on two "
+            f"test prompts in {compute_dtype}"
+        )
+
+
 def disable_dropout_(model: nn.Module) -> None:
     """The proximal policy and the first update must be the same function."""
     for module in model.modules():
@@ -181,9 +253,3 @@ def _compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-
-def _scatter(pieces: list[Tensor], mask: Tensor) -> Tensor:
-    """Values of the masked tokens, in order, back at their places in [B, T]."""
-    values = torch.cat(pieces) if pieces else mask.new_zeros(0)
-    return torch.zeros_like(mask).masked_scatter(mask.bool(), values)

@@ -21,6 +21,7 @@ from qurl.correction import correct
 from qurl.crash import keep_evidence
 from qurl.errors import MissingExtra
 from qurl.evaluate import eval_precisions, evaluate_recipe
+from qurl.interrupt import Interrupt
 from qurl.losses import OBJECTIVES
 from qurl.report import write_report
 from qurl.run import Run
@@ -31,7 +32,7 @@ def train(config: Config) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory."""
     algo, objective = config.algo, OBJECTIVES[config.algo.objective]
     cap = algo.cap if objective.is_truncated else None
-    with Run.open(config) as run, assemble(config, run) as parts:
+    with Run.open(config) as run, assemble(config, run) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
         for step in range(parts.first_step, config.steps):
             with keep_evidence(run, learner, step):
@@ -57,9 +58,11 @@ def train(config: Config) -> Path:
                 run.sample(step, record)
             # Logged before it is saved: a kill in between repeats the step and loses no row.
             run.log(step, metrics | timer.lap())
-            if is_due(step + 1, config.save.every) or step + 1 == config.steps:
+            is_last = step + 1 == config.steps or interrupt.is_requested
+            if is_due(step + 1, config.save.every) or is_last:
                 with timer("save"):
                     save(config, parts, run, step + 1)
+            interrupt.stop_if_requested()
 
         metrics = sync(parts, run, config.steps)
         if config.eval.every:

@@ -64,8 +64,8 @@ def weights(run_dir):
     return load_file(folder / "policy" / "model.safetensors") | extra
 
 
-def run_until(words, run_dir, num_rows):
-    """Start the command and kill -9 it as soon as metrics.jsonl has `num_rows` rows."""
+def run_until(words, run_dir, num_rows, number=signal.SIGKILL):
+    """Start the command, signal it as soon as metrics.jsonl has `num_rows` rows; its exit code."""
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     process = subprocess.Popen(
         [sys.executable, "-m", "qurl", "train", *words],
@@ -77,9 +77,9 @@ def run_until(words, run_dir, num_rows):
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_rows:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return
+            process.send_signal(number)
+            process.communicate(timeout=60)
+            return process.returncode
         time.sleep(0.005)
     pytest.fail(f"the run ended before row {num_rows}: {process.communicate()[1].decode()[-2000:]}")
 
@@ -104,6 +104,18 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
         assert torch.equal(expected[name], found[name]), name
     kinds = [event["kind"] for event in read_jsonl(broken / "events.jsonl")]
     assert kinds.count("resume") == 2
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
+    words = flags("ppo, fp8", tmp_path) + ["--save.every", "0"]
+    assert run_until(words, tmp_path, 2, number) == 130
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    done = len(rows(tmp_path))
+    assert 2 <= done < STEPS
+    assert checkpoint.name == f"step-{done:06d}"
+    assert not (tmp_path / "crash").exists()
 
 
 @pytest.mark.learn

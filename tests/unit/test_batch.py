@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import group
 
-from qurl.batch import microbatches, pack, sample_records
+from qurl.batch import microbatches, pack, padded_microbatches, sample_records
 
 
 @pytest.fixture
@@ -29,21 +29,54 @@ def test_pack_by_hand(graded):
     assert (len(batch), batch.num_tokens) == (3, 6)
 
 
-def test_microbatches_by_hand():
-    """Lengths 9, 3, 5, 5, 2 and at most 10 tokens: [9], [5, 5], [3, 2] (padded to 9, 10, 6)."""
-    pieces = list(microbatches(torch.tensor([9, 3, 5, 5, 2]), 10))
-    assert [p.tolist() for p in pieces] == [[0], [2, 3], [1, 4]]
+@pytest.mark.parametrize(
+    ("lengths", "pieces"),
+    [
+        # 24 tokens need three pieces: 9, then 5 and 5, then 3 and 2 beside them (9, 8 and 7).
+        ([9, 3, 5, 5, 2], [[0], [2, 1], [3, 4]]),
+        # 18 tokens would fit in two pieces, but no two of these rows do.
+        ([6, 6, 6], [[0], [1], [2]]),
+        ([4, 30, 4], [[1], [0, 2]]),
+        ([1], [[0]]),
+        ([], []),
+    ],
+)
+def test_microbatches_by_hand(lengths, pieces):
+    """At most 10 tokens, the longest row first, each into the emptiest piece."""
+    assert microbatches(lengths, 10) == pieces
+
+
+def random_lengths(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 30, (57,), generator=draw).tolist()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 20, 64, 10_000])
-def test_microbatches_cover_every_row_once_within_the_budget(max_tokens):
-    lengths = torch.randint(1, 30, (57,), generator=torch.Generator().manual_seed(max_tokens))
-    pieces = list(microbatches(lengths, max_tokens))
-    rows = torch.cat(pieces)
-    assert sorted(rows.tolist()) == list(range(57))
-    assert lengths[rows].tolist() == sorted(lengths.tolist(), reverse=True)
+def test_microbatches_hold_every_row_once_and_are_level(max_tokens):
+    lengths = random_lengths(max_tokens)
+    pieces = microbatches(lengths, max_tokens)
+    assert sorted(row for rows in pieces for row in rows) == list(range(57))
+    sizes = [sum(lengths[row] for row in rows) for rows in pieces]
+    for size, rows in zip(sizes, pieces, strict=True):
+        assert len(rows) == 1 or size <= max_tokens
+    assert max(sizes) - min(sizes) <= max(lengths)
+    assert len(pieces) <= 1.5 * sum(lengths) / max_tokens + 1
+
+
+def test_padded_microbatches_by_hand():
+    """At most 10 tokens with padding: [9], [5, 5] and [3, 2], padded to 9, 10 and 6."""
+    assert padded_microbatches([9, 3, 5, 5, 2], 10) == [[0], [2, 3], [1, 4]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 20, 64, 10_000])
+def test_padded_microbatches_hold_every_row_once_within_the_budget(max_tokens):
+    lengths = random_lengths(max_tokens)
+    pieces = padded_microbatches(lengths, max_tokens)
+    rows = [row for rows in pieces for row in rows]
+    assert sorted(rows) == list(range(57))
+    assert [lengths[row] for row in rows] == sorted(lengths, reverse=True)
     for piece in pieces:
-        assert len(piece) == 1 or len(piece) * int(lengths[piece].max()) <= max_tokens
+        assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= max_tokens
 
 
 def test_select_trims_to_the_longest_chosen_row(graded):

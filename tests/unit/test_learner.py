@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 from models import random_batch, tiny_policy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import qurl.packing
 from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.learner import Learner, Meter
@@ -292,6 +294,71 @@ def test_an_infinite_gradient_carries_its_batch(monkeypatch):
         learner.update(batch, step=0)
     assert error.value.batch is batch
     assert_same(learner.policy.model, before)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_padded_forwards_make_the_same_update(aggregation):
+    """What a model gets that cannot be packed: other pieces, the same step."""
+    config = make_config(
+        {"name": "ppo", "advantage": "gae", "aggregation": aggregation},
+        {"microbatch_tokens": 25, "minibatches": 2},
+        critic={"lr": 1e-2},
+    )
+    results = []
+    for is_packed in (True, False):
+        policy = tiny_policy()
+        policy.is_packed = is_packed
+        learner = Learner(policy, config, reference=None)
+        batch, metrics = learner.recompute(random_batch(learner.policy))
+        metrics |= learner.update(batch.replace(returns=batch.mask.clone()), step=0)
+        results.append((learner, metrics))
+    (packed, expected), (padded, found) = results
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert_same(padded.policy.model, weights(packed.policy.model), tolerance=1e-6)
+    assert_same(padded.critic, weights(packed.critic), tolerance=1e-6)
+
+
+class Reads(TorchDispatchMode):
+    """Operations whose result the host has to wait for."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else []
+        is_counting = any(i is not None and i.dtype == torch.bool for i in indices)
+        if name in self.WAITING or is_counting:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
+    """On a GPU flash attention takes the place of the padding, which counts tokens."""
+    config = make_config(
+        {"name": "ppo", "advantage": "gae", "kl_coef": 0.1, "entropy_coef": 0.1},
+        {"microbatch_tokens": 25},
+    )
+    learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
+    batch, _ = learner.recompute(random_batch(learner.policy))
+    pieces = learner._pieces(batch.replace(returns=batch.mask.clone()))
+    assert len(pieces) > 1
+    monkeypatch.setattr(qurl.packing, "_attend_padded", lambda q, *_: q)
+    with Reads() as reads:
+        meter = Meter()
+        for piece in pieces:
+            loss, stats = learner._policy_terms(piece, 10.0)
+            loss.backward()
+            meter.add(stats, weight=piece.num_tokens)
+            learner.critic(piece.batch, piece.layout).sum().backward()
+        meter.finish_update({"norm": 1.0})
+        assert reads.found == []
+        loss.item()
+        piece.batch.mask[piece.batch.mask.bool()]
+        assert reads.found == ["_local_scalar_dense", "index"], "these are two"
 
 
 def test_meter_by_hand():

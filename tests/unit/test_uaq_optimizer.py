@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qurl.config import OptimConfig
+from qurl.optim import apply_gradients, build_optimizer
 from qurl.quant import rescale_, unscale_
+from qurl.quant.scaling import learning_rate_scales
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,4 +161,21 @@ def test_a_llama_trains_the_same_both_ways(s, dtype, bound):
         plain.named_parameters(), scaled.parameters(), start.parameters(), strict=True
     ):
         assert (a - b).abs().max() <= bound, name
+        assert (a - before).abs().max() > 1e-3, f"{name} did not train"
+
+
+def test_the_trainers_optimizer_can_do_without_uaq():
+    s, config, start = 1.5, OptimConfig(weight_decay=0.1, eps=1e-6), _llama(torch.float64)
+    plain, scaled = copy.deepcopy(start), rescale_(copy.deepcopy(start), s)
+    tokens = torch.randint(0, 40, (4, 12), generator=torch.Generator().manual_seed(1))
+    for model, scales in ((plain, learning_rate_scales(plain, s)), (scaled, None)):
+        optimizer = build_optimizer(model, config, lr=1e-3, scales=scales)
+        for _ in range(10):
+            model(tokens, labels=tokens).loss.backward()
+            apply_gradients(optimizer, lr=1e-3, grad_clip=1e9)
+    unscale_(scaled)
+    for (name, a), b, before in zip(
+        plain.named_parameters(), scaled.parameters(), start.parameters(), strict=True
+    ):
+        assert (a - b).abs().max() < 1e-9, name
         assert (a - before).abs().max() > 1e-3, f"{name} did not train"

@@ -143,6 +143,12 @@ def uaq_scale(model: nn.Module) -> float:
     return 1.0 if record is None else record["scale"]
 
 
+def learning_rate_scales(model: nn.Module, scale: float) -> dict[nn.Parameter, float]:
+    """What UAQ is to AdamW: s for norm-fed weights, 1/s for the norms that feed them."""
+    moves = _moves(model, o_proj=False, down_proj=False)
+    return {move.parameter: scale**-move.power for move in moves}
+
+
 @torch.no_grad()
 def unscaled_grad_norm(model: nn.Module) -> float:
     """The norm that the gradients would have without UAQ: dL/dW = s^power dL/dW'.

@@ -1,0 +1,1 @@
+"""Triton kernels of the trainer. Imported only where Triton is installed."""

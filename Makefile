@@ -50,5 +50,6 @@ docs: install  ## write docs/recipe.md from the recipe's own docstrings
 bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python benchmarks/toy_objectives.py
 
-tables: install  ## write what `qurl bench` measured into README.md and docs/engine.md
+tables: install  ## write what was measured into README.md, docs/engine.md and docs/results.md
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.paper

@@ -24,6 +24,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         write RUN/report.html again
   qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
         a plain Hugging Face folder, UAQ folded back
+  qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
+        the same from a checkpoint of llama.cpp, to start from
   qurl bench KIND [--flags]
         KIND is rollout, gemm or sync: what the engine reaches on this machine
 
@@ -94,15 +96,20 @@ def report_command(args: list[str]) -> int:
 
 
 def export_command(args: list[str]) -> int:
-    from qurl.quant.export import export
+    dtype, args = _option("--dtype", args, default="bfloat16")
+    gguf, args = _option("--from-gguf", args)
+    if gguf is None:
+        from qurl.quant.export import export
 
-    dtype = "bfloat16"
-    if "--dtype" in args:
-        i = args.index("--dtype")
-        dtype = args[i + 1] if i + 1 < len(args) else ""
-        del args[i : i + 2]
-    source, target = _exactly(args, "RUN|CHECKPOINT", "OUT")
-    print(export(Path(source), Path(target), dtype))
+        source, target = _exactly(args, "RUN|CHECKPOINT", "OUT")
+        print(export(Path(source), Path(target), dtype or ""))
+        return 0
+    source, target = _exactly(
+        [word for word in (gguf, *args) if word], "--from-gguf FILE.gguf", "OUT"
+    )
+    from qurl.gguf import export_gguf
+
+    print(export_gguf(Path(source), Path(target), dtype or ""))
     return 0
 
 
@@ -135,6 +142,14 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     if late := [a for a in args if a.endswith(".toml")]:
         raise ConfigError(f"the recipe comes before the flags: put {late[0]} first")
     return None, args
+
+
+def _option(name: str, args: list[str], default: str | None = None) -> tuple[str | None, list[str]]:
+    """The word after `name`, empty where none follows; and the other arguments."""
+    if name not in args:
+        return default, args
+    i = args.index(name)
+    return (args[i + 1 : i + 2] or [""])[0], args[:i] + args[i + 2 :]
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from qurl.checkpoint import find_policy
-from qurl.errors import ConfigError
+from qurl.errors import CheckpointError, ConfigError
 from qurl.quant.scaling import uaq_scale, unscale_
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -22,15 +26,35 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is no empty folder; choose another one")
+    check_free(target)
     policy = find_policy(source)
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     if uaq_scale(model) != 1.0:
         unscale_(model)
-    model.to(DTYPES[dtype]).save_pretrained(target)
-    for path in policy.iterdir():  # the tokenizer, as it was saved, but no weights or their index
-        if not (target / path.name).exists() and ".safetensors" not in path.name:
-            shutil.copy2(path, target / path.name)
+    with staged_folder(target) as folder:
+        model.to(DTYPES[dtype]).save_pretrained(folder)
+        for path in policy.iterdir():  # the tokenizer, as it was saved, but no weights or index
+            if not (folder / path.name).exists() and ".safetensors" not in path.name:
+                shutil.copy2(path, folder / path.name)
     return target
+
+
+def check_free(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is no empty folder; choose another one")
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place when all went well, and else disappears."""
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        os.replace(staging, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

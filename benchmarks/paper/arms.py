@@ -1,0 +1,151 @@
+"""What is compared: the arms of each experiment, most wanted first, and which metrics are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qurl.errors import ConfigError
+from qurl.quant.tracking import GROUPS
+
+ROOT = Path(__file__).parents[2]
+PPO = "benchmarks/paper/recipes/gsm8k-ppo.toml"
+DAPO = "benchmarks/paper/recipes/gsm8k-dapo.toml"
+TOY = "recipes/arithmetic-cpu.toml"
+FULL_PRECISION = {"quant.format": "none", "algo.objective": "ppo_prox"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe with a few keys changed."""
+
+    name: str
+    label: str
+    """On the page."""
+    recipe: str
+    """Seen from the root of the repository."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    paper: float | None = None
+    """The accuracy that the paper states, in percent."""
+    tier: int = 0
+    """Arms of a lower tier run first, in all seeds."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Arms that are compared with each other."""
+
+    name: str
+    arms: Sequence[Arm]
+    seeds: Sequence[int] = (0, 1)
+    is_timed: bool = False
+    """Its seconds are the result, so its arms run one at a time."""
+
+    def arm(self, name: str) -> Arm:
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        names = ", ".join(arm.name for arm in self.arms)
+        raise ConfigError(f"{self.name} has no arm {name!r}; it has {names}")
+
+
+def _ppo(format: str, objective: str, label: str, paper: float | None, tier: int = 0) -> Arm:
+    name = "bf16" if format == "none" else f"{format}-{objective}"
+    overrides = {"quant.format": format, "algo.objective": objective}
+    return Arm(name, label, PPO, overrides, paper, tier)
+
+
+def _dapo(
+    name: str, label: str, overrides: Mapping[str, Any], paper: float | None, tier: int = 0
+) -> Arm:
+    return Arm(name, label, DAPO, overrides, paper, tier)
+
+
+def _long(name: str, label: str, overrides: Mapping[str, Any], tier: int = 0) -> list[Arm]:
+    """TIS and ACR, with the 16 updates a step of DAPO's script."""
+    shared = {**overrides, "batch.minibatches": 16}
+    return [
+        Arm(f"{name}-{o}", f"{label}, {o.upper()}", PPO, {**shared, "algo.objective": o}, tier=tier)
+        for o in ("tis", "acr")
+    ]
+
+
+TABLE_1 = Experiment(
+    "table1",
+    (
+        _ppo("none", "ppo_prox", "BF16", 55.35),
+        _ppo("int8", "ppo_prox", "INT8, uncorrected, Eq. (1)", 48.78),
+        _ppo("int8", "tis", "INT8, TIS", 51.40),
+        _ppo("int8", "acr", "INT8, ACR", 53.55),
+        _ppo("fp8", "ppo_prox", "FP8, uncorrected, Eq. (1)", 0.0, tier=1),
+        _ppo("fp8", "tis", "FP8, TIS", 53.60, tier=1),
+        _ppo("fp8", "acr", "FP8, ACR", 54.28, tier=1),
+        _ppo("int8", "ppo_behav", "INT8, Eq. (3)", None, tier=2),
+    ),
+)
+DAPO_UAQ = Experiment(
+    "dapo",
+    (
+        _dapo("int8", "INT8", {}, 30.63),
+        _dapo("int8-uaq1.5", "INT8, UAQ s = 1.5", {"quant.update_scale": 1.5}, 31.25),
+        _dapo(
+            "int8-layers1.5",
+            "INT8, rate x 1.5 on UAQ's layers",
+            {"optim.norm_fed_lr_scale": 1.5},
+            None,
+        ),
+        _dapo("int8-lr1.5", "INT8, rate x 1.5 everywhere", {"optim.lr": 1.5e-6}, 29.06),
+        _dapo("bf16", "BF16", FULL_PRECISION, 31.67, tier=1),
+        _dapo("int8-uaq2", "INT8, UAQ s = 2", {"quant.update_scale": 2.0}, 29.15, tier=1),
+        _dapo("int8-lr2", "INT8, rate x 2 everywhere", {"optim.lr": 2e-6}, 26.66, tier=1),
+    ),
+)
+LONG_HORIZON = Experiment(
+    "long_horizon",
+    (
+        *_long("int8-lr3e-5", "INT8, rate 3e-5", {"quant.format": "int8", "optim.lr": 3e-5}),
+        *_long("int4", "INT4", {"quant.format": "int4"}, tier=1),
+    ),
+)
+SPEED = Experiment(
+    "speed",
+    tuple(
+        Arm(
+            name,
+            name.upper(),
+            PPO,
+            {"quant.format": format, "steps": 8, "eval.every": 0, "save.every": 0},
+        )
+        for name, format in (("bf16", "none"), ("int8", "int8"), ("fp8", "fp8"))
+    ),
+    seeds=(0,),
+    is_timed=True,
+)
+TOY_CHECK = Experiment(
+    "toy", tuple(Arm(f"int8-{o}", f"INT8, {o}", TOY, {"algo.objective": o}) for o in ("tis", "acr"))
+)
+"""Not of the paper: shows on any machine that runs stop, resume and are collected."""
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, SPEED, TOY_CHECK)
+}
+
+LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))
+LAYER_SUFFIXES = ("", *(f"/{group}" for group in LAYER_GROUPS))
+VISIBILITY = ("update_norm", "quant_error", "code_flip_frac", "update_cosine", "update_proj")
+COLUMNS = (
+    *("reward/mean", "reward/accuracy", "response_length/mean", "response_length/clip_ratio"),
+    *("actor/entropy", "actor/grad_norm", "actor/ppo_kl", "critic/vf_explained_var"),
+    *("actor/pg_clipfrac", "actor/clip_frac_high", "actor/clip_frac_low"),
+    *("acr/rescued_frac", "acr/max_upper"),
+    *("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/rollout_is_max"),
+    *("rollout_corr/truncated_frac", "rollout_corr/rollout_is_eff_sample_size"),
+    *("sampling/rounds", "sampling/groups_kept_frac", "uaq/unscaled_grad_norm"),
+    *(f"uaq/{metric}{group}" for metric in VISIBILITY for group in LAYER_SUFFIXES),
+    "perf/rollout_tokens_per_s",
+    *(f"timing_s/{part}" for part in ("sync", "track", "rollout", "grade", "prox", "update")),
+    *("timing_s/eval", "timing_s/save"),
+)
+"""Metrics that come back from a run; the rest stays in its metrics.jsonl."""

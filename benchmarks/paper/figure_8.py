@@ -1,0 +1,113 @@
+"""Figure 8: rollout speed by model size and format, and what it makes of a whole step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from benchmarks.paper.arms import ROOT, SPEED
+from benchmarks.paper.page import MISSING, Section, number, of_arm, table, write
+from benchmarks.paper.plots import Line, Panel, Plot
+from benchmarks.paper.results import Result, Results
+from qurl.bench.shapes import SHAPES
+
+ROLLOUTS = ROOT / "benchmarks" / "results" / "rollout.json"
+FORMATS = {
+    ("none", "none"): "BF16",
+    ("int8", "none"): "INT8",
+    ("fp8", "none"): "FP8",
+    ("int8", "fp8"): "INT8 + FP8 KV",
+    ("fp8", "fp8"): "FP8 + FP8 KV",
+}
+"""By quant and kv."""
+WORKLOADS = {"A": "256 sequences, 512 + 1024 tokens", "B": "64 sequences, 512 + 1024 tokens"}
+PARTS = ("sync", "rollout", "grade", "prox", "update")
+WARM_UP_STEPS = 2
+
+Speeds = Mapping[tuple[str, str, str, str], float]
+"""Tokens per second by model, workload, quant and kv."""
+
+
+def read_speeds(path: Path = ROLLOUTS) -> Speeds:
+    newest = [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
+    ours = [(e["settings"], e["figures"]) for e in newest if e["settings"]["engine"] == "local"]
+    return {(s["model"], s["workload"], s["quant"], s["kv"]): f["tokens_per_s"] for s, f in ours}
+
+
+def render(results: Results) -> str:
+    return "\n\n".join(
+        [
+            "Thousand tokens per second, and over our BF16 (random weights of Qwen2.5's shapes, "
+            "`benchmarks/results/rollout.json`):",
+            rollout_table(read_speeds()),
+            plot(read_speeds()).link(),
+            f"One step of PPO on GSM8K, one arm on the card, medians after {WARM_UP_STEPS} steps, "
+            "seconds:",
+            step_table(results),
+        ]
+    )
+
+
+def rollout_table(speeds: Speeds) -> str:
+    rows = []
+    for workload, sizes in WORKLOADS.items():
+        for model in (name for name in SHAPES if name != "tiny"):
+            base = speeds.get((model, workload, "none", "none"))
+            cells = [
+                _speed_cell(speeds.get((model, workload, *format)), base) for format in FORMATS
+            ]
+            rows.append([model, f"{workload}: {sizes}", *cells])
+    return table(["model", "workload", *FORMATS.values()], rows)
+
+
+def _speed_cell(speed: float | None, base: float | None) -> str:
+    if speed is None:
+        return MISSING
+    return f"{speed / 1e3:.1f}" + (f" ({speed / base:.2f}x)" if base else "")
+
+
+def step_table(results: Results) -> str:
+    rows, base = [], None
+    for arm in SPEED.arms:
+        found = of_arm(results.get(SPEED.name, ()), arm.name)
+        if not found:
+            rows.append([arm.label, *[MISSING] * (len(PARTS) + 1), ""])
+            continue
+        seconds = step_seconds(found[0])
+        total = sum(seconds.values())
+        base = total if arm.name == "bf16" else base
+        cells = [number(seconds[part], ".2f") for part in PARTS]
+        rows.append([arm.label, *cells, f"{total:.2f}", f"{base / total:.2f}x" if base else ""])
+    return table(["rollouts", *PARTS, "step", "over BF16"], rows)
+
+
+def step_seconds(result: Result) -> dict[str, float]:
+    """The median of each part over the steps after the warm-up."""
+    assert all(session["jobs"] == 1 for session in result.record["sessions"])
+    curves = {part: result.curve(f"timing_s/{part}") for part in PARTS}
+    steps = range(WARM_UP_STEPS, result.steps)
+    return {part: median(s for step, s in curves[part] if step in steps) for part in PARTS}
+
+
+def plot(speeds: Speeds) -> Plot:
+    panels = []
+    for workload, sizes in WORKLOADS.items():
+        lines = []
+        for format, label in FORMATS.items():
+            points = [
+                (shape.num_parameters / 1e9, speed / base)
+                for name, shape in SHAPES.items()
+                if (speed := speeds.get((name, workload, *format)))
+                and (base := speeds.get((name, workload, "none", "none")))
+            ]
+            lines.append(Line(label, points))
+        panels.append(Panel(f"over BF16: {sizes}", lines, x_label="billion parameters"))
+    return Plot("figure_8", panels)
+
+
+SECTION = Section("figure_8", render, lambda _: [plot(read_speeds())])
+
+if __name__ == "__main__":
+    write([SECTION])

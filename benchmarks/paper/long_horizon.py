@@ -1,0 +1,60 @@
+"""TIS against ACR over many updates, where the mismatch is large enough to matter."""
+
+from __future__ import annotations
+
+from benchmarks.paper.arms import LONG_HORIZON
+from benchmarks.paper.figures_2_3 import HEAD, mismatch_cells
+from benchmarks.paper.page import (
+    MISSING,
+    Claim,
+    Section,
+    accuracy_curves,
+    accuracy_table,
+    claims_table,
+    curves,
+    of_arm,
+    table,
+    write,
+)
+from benchmarks.paper.plots import Panel, Plot
+from benchmarks.paper.results import Results
+
+CLAIMS = (
+    Claim("INT8, rate 3e-5: ACR above TIS", "int8-lr3e-5-acr", "int8-lr3e-5-tis"),
+    Claim("INT4: ACR above TIS", "int4-acr", "int4-tis"),
+)
+
+
+def render(results: Results) -> str:
+    rows = []
+    for arm in LONG_HORIZON.arms:
+        found = of_arm(results.get("long_horizon", ()), arm.name)
+        rows += [[arm.label, str(r.updates), *mismatch_cells(r)] for r in found]
+        if not found:
+            rows.append([arm.label, MISSING, *[""] * 8])
+    return "\n\n".join(
+        [
+            accuracy_table(LONG_HORIZON, results, "paper"),
+            table((HEAD[0], "updates", *HEAD[1:]), rows),
+            claims_table(results.get("long_horizon", ()), CLAIMS),
+            plot(results).link(),
+        ]
+    )
+
+
+def plot(results: Results) -> Plot:
+    kl = curves(LONG_HORIZON, results, "rollout_corr/kl")
+    return Plot(
+        "long_horizon",
+        [
+            Panel("greedy test accuracy, %", accuracy_curves(LONG_HORIZON, results)),
+            Panel("accuracy of the rollouts", curves(LONG_HORIZON, results, "reward/accuracy")),
+            Panel("KL(behav || prox) per token", kl),
+        ],
+    )
+
+
+SECTION = Section("long_horizon", render, lambda results: [plot(results)])
+
+if __name__ == "__main__":
+    write([SECTION])

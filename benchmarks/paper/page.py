@@ -1,0 +1,196 @@
+"""What the sections of docs/results.md are made of: tables, comparisons, curves and markers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.paper.arms import ROOT, Experiment
+from benchmarks.paper.plots import FIGURES, Line, Plot, draw, thin
+from benchmarks.paper.results import Eval, Result, Results, read_results
+from qurl.evaluate import Interval
+
+PAGE = ROOT / "docs" / "results.md"
+MISSING = "not run"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table or figure of the paper, between its markers on the page."""
+
+    name: str
+    render: Callable[[Results], str]
+    plots: Callable[[Results], Sequence[Plot]] = lambda _: ()
+
+    def place(self, page: str, results: Results) -> str:
+        """The page with this section as the results have it."""
+        begin, end = f"<!-- {self.name}: begin (make tables) -->", f"<!-- {self.name}: end -->"
+        assert page.count(begin) == page.count(end) == 1, f"{self.name} has one place, in markers"
+        head, rest = page.split(begin)
+        return f"{head}{begin}\n\n{self.render(results)}\n\n{end}{rest.split(end)[1]}"
+
+
+def write(sections: Iterable[Section], page: Path = PAGE, figures: Path = FIGURES) -> None:
+    results, text = read_results(), page.read_text(encoding="utf-8")
+    for section in sections:
+        text = section.place(text, results)
+        for plot in section.plots(results):
+            if plot.has_points:
+                draw(plot, figures)
+    page.write_text(text, encoding="utf-8")
+
+
+# Cells and tables
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def accuracy(found: Eval) -> str:
+    low, high = found.interval
+    return f"{100 * found.accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def number(value: float | None, form: str = ".2g") -> str:
+    return "" if value is None else format(value, form)
+
+
+def of_arm(results: Sequence[Result], arm: str) -> list[Result]:
+    return sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)
+
+
+def mean_of(result: Result, metric: str, start: float = 0.0, end: float = 1.0) -> float | None:
+    """Over the steps from one share of the curve to another; None where it was not logged."""
+    values = [value for _, value in result.curve(metric)]
+    part = values[math.floor(start * len(values)) : math.ceil(end * len(values))]
+    return fmean(part) if part else None
+
+
+def accuracy_table(experiment: Experiment, results: Results, paper: str) -> str:
+    """A row for each arm and seed: before training and at the last evaluation."""
+    rows = []
+    for arm in experiment.arms:
+        stated = number(arm.paper, ".2f")
+        found = of_arm(results.get(experiment.name, ()), arm.name)
+        rows += [[arm.label, stated, *_accuracy_cells(result)] for result in found]
+        if not found:
+            rows.append([arm.label, stated, "", MISSING, "", "", ""])
+    head = ["arm", paper, "seed", "steps", "before", "last evaluation", "at step"]
+    return table(head, rows)
+
+
+def _accuracy_cells(result: Result) -> list[str]:
+    steps = str(result.steps)
+    if result.record["status"].startswith("failed"):
+        steps += f" ({result.record['status']})"
+    evals = result.evals()
+    if not evals:
+        return [str(result.seed), steps, "", "no evaluation", ""]
+    before = accuracy(evals[0]) if evals[0].step == 0 else ""
+    return [str(result.seed), steps, before, accuracy(evals[-1]), str(evals[-1].step)]
+
+
+# Comparisons
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That one arm ends above another, or that they do not differ."""
+
+    text: str
+    arm: str
+    other: str
+    paper: float | None = None
+    """The difference that the paper states, in points."""
+    is_equality: bool = False
+
+
+def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
+    rows = []
+    for claim in claims:
+        pairs = common_evals(of_arm(results, claim.arm), of_arm(results, claim.other))
+        shown = [f"seed {seed}, step {a.step}: {_points(difference(a, b))}" for seed, a, b in pairs]
+        cells = ["; ".join(shown) or MISSING, conclude(claim, [(a, b) for _, a, b in pairs])]
+        rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
+    return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
+
+
+def common_evals(
+    results: Sequence[Result], others: Sequence[Result]
+) -> list[tuple[int, Eval, Eval]]:
+    """For each seed of both, the evaluations at the last step that both have after step 0."""
+    pairs = []
+    for result in results:
+        for other in (o for o in others if o.seed == result.seed):
+            there = {e.step: e for e in other.evals() if e.step > 0}
+            common = [(result.seed, e, there[e.step]) for e in result.evals() if e.step in there]
+            pairs += common[-1:]
+    return pairs
+
+
+def difference(a: Eval, b: Eval) -> tuple[float, Interval]:
+    """a - b with Newcombe's interval, as if the two had been asked different problems.
+
+    d - sqrt((a - low_a)^2 + (high_b - b)^2)  to  d + sqrt((high_a - a)^2 + (b - low_b)^2)
+    """
+    (low_a, high_a), (low_b, high_b) = a.interval, b.interval
+    d = a.accuracy - b.accuracy
+    down = math.hypot(a.accuracy - low_a, high_b - b.accuracy)
+    up = math.hypot(high_a - a.accuracy, b.accuracy - low_b)
+    return d, (d - down, d + up)
+
+
+def conclude(claim: Claim, pairs: Sequence[tuple[Eval, Eval]]) -> str:
+    """No more than the intervals of all seeds support."""
+    if not pairs:
+        return ""
+    signs = {_sign(difference(a, b)[1]) for a, b in pairs}
+    if claim.is_equality:
+        word = "no difference seen" if signs == {0} else "they differ"
+    elif signs in ({1}, {-1}):
+        word = "seen here too" if signs == {1} else "the opposite is seen here"
+    else:
+        word = "not told apart"
+    return word if len(pairs) > 1 else f"{word}, one seed"
+
+
+def _sign(interval: Interval) -> int:
+    return int(interval[0] > 0) - int(interval[1] < 0)
+
+
+def _points(found: tuple[float, Interval]) -> str:
+    d, (low, high) = found
+    return f"{100 * d:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+# Curves
+
+
+def curves(
+    experiment: Experiment,
+    results: Results,
+    metric: str,
+    summary: Callable[[list[float]], float] = fmean,
+) -> list[Line]:
+    """A line for each arm and seed; the first seed is solid."""
+    return [
+        Line(arm.label, thin(result.curve(metric), summary), is_dashed=i > 0)
+        for arm in experiment.arms
+        for i, result in enumerate(of_arm(results.get(experiment.name, ()), arm.name))
+    ]
+
+
+def accuracy_curves(experiment: Experiment, results: Results) -> list[Line]:
+    lines = []
+    for arm in experiment.arms:
+        for i, result in enumerate(of_arm(results.get(experiment.name, ()), arm.name)):
+            evals = result.evals()
+            points = [(e.step, 100 * e.accuracy) for e in evals]
+            intervals = [(100 * e.interval[0], 100 * e.interval[1]) for e in evals]
+            lines.append(Line(arm.label, points, intervals, is_dashed=i > 0))
+    return lines

@@ -1,0 +1,194 @@
+"""Results of arms: one JSON file for each arm and seed, made from a run directory and merged.
+
+    {"experiment": ..., "arm": ..., "seed": ..., "status": "finished | stopped | failed: ...",
+     "steps": trained steps, "overrides": {...}, "config": {...}, "machine": {...},
+     "sessions": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
+     "evals": [{"step": ..., "precision": ..., "correct": ..., "total": ...}],
+     "curves": {"step": [...], metric: [...]}}
+
+A curve may be partial: it holds what was logged when the run was last looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.arms import COLUMNS, ROOT
+from qurl.bench.record import replace_text
+from qurl.config import Config, to_dict
+from qurl.errors import DataError
+from qurl.evaluate import Interval, wilson_interval
+from qurl.report.charts import find_precisions
+from qurl.run import CHANGEABLE, EVENTS, METRICS, flatten, read_jsonl
+
+RESULTS = ROOT / "benchmarks" / "results" / "paper"
+BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"
+KEPT_EVENTS = ("resume", "alarm")
+PATHS = ("model.path", "task.path", "task.eval_path")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Greedy answers to the held-out problems, after `step` steps."""
+
+    step: int
+    correct: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.total
+
+    @property
+    def interval(self) -> Interval:
+        return wilson_interval(self.correct, self.total)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one arm with one seed gave."""
+
+    record: Mapping[str, Any]
+
+    @property
+    def arm(self) -> str:
+        return self.record["arm"]
+
+    @property
+    def seed(self) -> int:
+        return self.record["seed"]
+
+    @property
+    def steps(self) -> int:
+        return self.record["steps"]
+
+    @property
+    def updates(self) -> int:
+        config = self.record["config"]
+        return self.steps * config["batch.minibatches"] * config["batch.epochs"]
+
+    def evals(self, precision: str = "full") -> list[Eval]:
+        rows = [e for e in self.record["evals"] if e["precision"] == precision]
+        return [Eval(e["step"], e["correct"], e["total"]) for e in rows]
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) wherever the metric was logged and is finite."""
+        curves = self.record["curves"]
+        values = [None if v is None else float(v) for v in curves.get(metric, [])]
+        pairs = zip(curves["step"], values, strict=False)
+        return [(step, v) for step, v in pairs if v is not None and math.isfinite(v)]
+
+
+Results = Mapping[str, Sequence[Result]]
+"""By experiment."""
+
+
+def read_results(folder: Path = RESULTS) -> Results:
+    results: dict[str, list[Result]] = {}
+    for path in sorted(folder.glob("*/*-seed*.json")):
+        results.setdefault(path.parent.name, []).append(Result(json.loads(path.read_text())))
+    return results
+
+
+# From a run directory
+
+
+def portable(config: Config) -> dict[str, Any]:
+    """What makes the curve: the recipe without what may change, and files by their name alone."""
+    flat = flatten(to_dict(config))
+    kept = {k: v for k, v in flat.items() if not k.startswith(tuple(CHANGEABLE))}
+    return json.loads(json.dumps(kept | {key: Path(flat[key]).name for key in PATHS}))
+
+
+def measure(run_dir: Path, config: Config) -> dict[str, Any]:
+    """What a run directory tells, whether its run goes on or not."""
+    rows = read_jsonl(run_dir / METRICS) if (run_dir / METRICS).exists() else []
+    events = read_jsonl(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
+    return {
+        "steps": sum("reward/mean" in row for row in rows),
+        "config": portable(config),
+        "events": [
+            {key: without_folders(e[key], config) for key in ("time", "kind", "message")}
+            for e in events
+            if e["kind"] in KEPT_EVENTS
+        ],
+        "evals": [e for row in rows for e in _evals(row, config.eval.problems)],
+        "curves": {
+            name: [_short(row.get(name)) for row in rows]
+            for name in ("step", *COLUMNS)
+            if any(name in row for row in rows)
+        },
+    }
+
+
+def without_folders(message: str, config: Config) -> str:
+    """The message without where this machine keeps its runs and files."""
+    flat = flatten(to_dict(config))
+    for key in (*PATHS, "run_dir"):
+        message = message.replace(f"{Path(flat[key]).parent}{os.sep}", "")
+    return message
+
+
+def _evals(row: Mapping[str, Any], total: int) -> list[dict[str, Any]]:
+    found = []
+    for precision in find_precisions([row]):
+        name = f"eval/{precision}"
+        correct = round(row[f"{name}/accuracy"] * total)
+        low = wilson_interval(correct, total)[0]
+        if not math.isclose(low, row[f"{name}/accuracy_low"], abs_tol=1e-9):
+            raise DataError(
+                f"step {row['step']}: the logged interval of {name}/accuracy is not that of "
+                f"{correct} of {total}; eval.problems must be the number of problems there are"
+            )
+        extra = {key: _short(row[f"{name}/{key}"]) for key in ("mean_length", "frac_truncated")}
+        answers = {"correct": correct, "total": total}
+        found.append({"step": row["step"], "precision": precision, **answers, **extra})
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Five digits; infinities and NaN stay the strings that metrics.jsonl has."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+# Files
+
+
+def check_same_recipe(path: Path, config: Config) -> None:
+    """Refuse to mix the curves of different recipes under one name."""
+    if not path.exists():
+        return
+    there, here = json.loads(path.read_text())["config"], portable(config)
+    changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
+    if changed:
+        pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)
+        raise DataError(f"{path} holds results of another recipe ({pairs}); move it away")
+
+
+def keep_longer(path: Path, record: Mapping[str, Any]) -> bool:
+    """Write the record where it has a row and the file no longer curve; tells whether it did."""
+    if not record["curves"]:
+        return False
+    if path.exists() and _length(json.loads(path.read_text())) > _length(record):
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, dump(record))
+    return True
+
+
+def _length(record: Mapping[str, Any]) -> tuple[int, int]:
+    return record["steps"], len(record["evals"])
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """JSON with one line for each curve."""
+    curves = record["curves"].items()
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in curves)
+    rest = json.dumps({k: v for k, v in record.items() if k != "curves"}, indent=1)
+    return rest.removesuffix("\n}") + f',\n "curves": {{\n{lines}\n }}\n}}\n'

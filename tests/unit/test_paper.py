@@ -1,0 +1,471 @@
+"""`benchmarks/paper`: arms, how they run and stop, what is kept of them, and what the page says."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from models import tiny_llama
+
+from benchmarks.paper import checks, figure_8, graders, page, plots, results, run
+from benchmarks.paper.__main__ import SECTIONS
+from benchmarks.paper.arms import COLUMNS, EXPERIMENTS, LAYER_GROUPS, TABLE_1, TOY_CHECK
+from benchmarks.paper.baseline import answer_greedily
+from benchmarks.paper.results import Eval, Result
+from qurl.config import load_config
+from qurl.errors import ConfigError, DataError
+from qurl.evaluate import wilson_interval
+from qurl.rollout.hf import HFEngine
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.types import Problem, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+# Arms
+
+
+def job(experiment=TOY_CHECK, arm=0, folder=Path("."), **settings):
+    places = (folder / "runs", folder / "out")
+    return run.Job(experiment.name, experiment.arms[arm], 0, settings, *places)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "arm"),
+    [(e, i) for e in EXPERIMENTS.values() for i in range(len(e.arms))],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_every_arm_is_a_valid_recipe(experiment, arm):
+    config = job(experiment, arm).config
+    assert config.quant.format == "none" or config.eval.precision in ("full", "both")
+    if experiment is TABLE_1:
+        assert (config.eval.problems, config.steps) == (1319, 435)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda e: e.name)
+def test_arms_of_an_experiment_differ(experiment):
+    configs = [results.portable(job(experiment, i).config) for i in range(len(experiment.arms))]
+    assert len({json.dumps(c, sort_keys=True) for c in configs}) == len(configs)
+    assert len({arm.name for arm in experiment.arms}) == len(configs)
+
+
+def test_kept_metrics_are_logged_somewhere():
+    source = "".join(path.read_text() for path in (ROOT / "src" / "qurl").rglob("*.py"))
+    plain = [name for name in COLUMNS if not name.startswith(("timing_s/", "uaq/"))]
+    assert [name for name in plain if f'"{name}"' not in source] == []
+
+
+def parse(*words):
+    return run.parse([*words])
+
+
+def planned(*words):
+    return [job.name for job in run.plan(parse(*words))]
+
+
+def test_the_most_wanted_arms_come_first_in_all_seeds(tmp_path):
+    names = planned("table1", "--out", str(tmp_path))
+    first = ["bf16", "int8-ppo_prox", "int8-tis", "int8-acr"]
+    assert names[:8] == [f"{arm}-seed{seed}" for seed in (0, 1) for arm in first]
+    assert names[8] == "fp8-ppo_prox-seed0"
+    assert names[-1] == "int8-ppo_behav-seed1"
+
+
+def test_arms_and_seeds_can_be_chosen(tmp_path):
+    words = ("table1", "--out", str(tmp_path), "--arms", "int8-acr,bf16", "--seeds", "3")
+    assert planned(*words) == ["int8-acr-seed3", "bf16-seed3"]
+    with pytest.raises(ConfigError, match="no arm 'int9'; it has bf16"):
+        planned("table1", "--arms", "int9")
+
+
+def test_arms_whose_time_counts_do_not_share_a_machine():
+    with pytest.raises(ConfigError, match="cannot share"):
+        planned("speed", "--jobs", "2")
+
+
+# Running
+
+TRAINER = """
+import json, pathlib, signal, sys, time
+folder, num_rows, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130) if sys.argv[4] == "obeys" else None)
+folder.mkdir(exist_ok=True)
+for step in range(num_rows):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "reward/mean": step / 8}) + "\\n")
+    time.sleep(pause)
+sys.exit("out of luck")
+"""
+
+
+@pytest.fixture
+def fake_trainer(monkeypatch, tmp_path):
+    """Arms that log rows, then fail."""
+
+    def install(num_rows, pause=0.05, obeys="obeys"):
+        def start(job):
+            job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+            words = [sys.executable, "-c", TRAINER, job.run_dir, num_rows, pause, obeys]
+            with job.beside(".log").open("a") as log:
+                return subprocess.Popen([str(w) for w in words], stdout=log, stderr=log)
+
+        monkeypatch.setattr(run, "start", start)
+        monkeypatch.setattr(run, "COLLECT_S", 0.2)
+
+    return install
+
+
+def run_toy(folder, *words):
+    places = ("--runs", str(folder / "runs"), "--out", str(folder / "out"))
+    return run.main(["toy", *places, "--seeds", "0", *words])
+
+
+def record(folder, arm="int8-acr"):
+    return json.loads((folder / "out" / "toy" / f"{arm}-seed0.json").read_text())
+
+
+def test_at_the_limit_arms_stop_and_what_they_logged_stays(fake_trainer, tmp_path, capsys):
+    fake_trainer(1000)
+    start = time.monotonic()
+    assert run_toy(tmp_path, "--limit-s", "2", "--jobs", "1") == 0
+    assert time.monotonic() - start < 10
+    found = record(tmp_path, "int8-tis")
+    assert found["status"] == "stopped"
+    assert found["curves"]["step"] == list(range(found["steps"]))
+    assert found["steps"] > 3
+    assert [session["jobs"] for session in found["sessions"]] == [1]
+    assert "int8-acr-seed0: not started" in capsys.readouterr().out
+
+
+def test_an_arm_that_does_not_stop_is_killed(fake_trainer, tmp_path):
+    fake_trainer(1000, obeys="never")
+    run_toy(tmp_path, "--limit-s", "1.5", "--grace-s", "0.5", "--arms", "int8-acr")
+    assert record(tmp_path)["status"] == "stopped"
+
+
+def test_a_failure_is_told_and_its_curve_kept(fake_trainer, tmp_path, capsys):
+    fake_trainer(3, pause=0.0)
+    assert run_toy(tmp_path, "--arms", "int8-acr") == 1
+    assert record(tmp_path)["status"] == "failed: out of luck"
+    assert record(tmp_path)["steps"] == 3
+    assert "failed: out of luck at step 3" in capsys.readouterr().out
+
+
+def test_an_arm_that_others_kill_has_failed(tmp_path, monkeypatch):
+    words = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    monkeypatch.setattr(run, "start", lambda job: subprocess.Popen(words))
+    (tmp_path / "runs" / "toy").mkdir(parents=True)
+    assert run_toy(tmp_path, "--arms", "int8-acr") == 1
+
+
+def test_results_come_while_arms_run(fake_trainer, tmp_path, monkeypatch):
+    """A machine that goes away loses no more than the last seconds."""
+    fake_trainer(1000)
+    monkeypatch.setattr(run, "finish", lambda session: True)
+    run_toy(tmp_path, "--limit-s", "2.5", "--arms", "int8-acr")
+    assert record(tmp_path)["steps"] > 0
+
+
+TINY = {
+    "model.scratch.hidden_size": 32,
+    "model.scratch.warm_start_steps": 20,
+    "batch.problems": 8,
+    "sampling.group_size": 4,
+    "save.every": 2,
+    "eval.every": 3,
+    "eval.problems": 20,
+}
+
+
+@pytest.mark.learn
+def test_a_stopped_arm_resumes_to_the_same_curve(tmp_path):
+    words = [w for key, value in TINY.items() for w in ("--set", f"{key}={value}")]
+    settings = {**TINY, "steps": 7}
+    whole, broken = (
+        run.Session(job(arm=1, folder=tmp_path / name, **settings), 1) for name in ("a", "b")
+    )
+    metrics = broken.job.run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 4):
+        assert time.monotonic() < deadline, broken.job.beside(".log").read_text()
+        time.sleep(0.02)
+    broken.interrupt()
+    for session in (whole, broken):
+        session.process.wait()
+        run.finish(session)
+    stopped = record(tmp_path / "b")
+    assert stopped["status"] == "stopped"
+    assert 4 <= stopped["steps"] < 7
+
+    assert run_toy(tmp_path / "b", "--arms", "int8-acr", "--steps", "7", *words) == 0
+    uninterrupted, resumed = record(tmp_path / "a"), record(tmp_path / "b")
+    assert resumed["status"] == "finished"
+    assert len(resumed["sessions"]) == 2
+    assert [event["kind"] for event in resumed["events"]] == ["resume"]
+    assert without_clocks(resumed) == without_clocks(uninterrupted)
+    assert [e["step"] for e in resumed["evals"] if e["precision"] == "full"] == [0, 3, 6, 7]
+    visible = {f"uaq/code_flip_frac/{group}" for group in LAYER_GROUPS}
+    needed = {"rollout_corr/kl", "rollout_corr/rollout_is_max", "actor/pg_clipfrac", *visible}
+    assert needed <= resumed["curves"].keys()
+    assert str(tmp_path) not in json.dumps(resumed)
+
+    assert run_toy(tmp_path / "b", "--arms", "int8-acr", "--steps", "7", *words) == 0
+    assert record(tmp_path / "b") == resumed, "a finished arm does not run again"
+
+
+def without_clocks(record):
+    curves = {k: v for k, v in record["curves"].items() if not k.startswith(("timing", "perf"))}
+    return curves, record["evals"], record["config"]
+
+
+# Results
+
+
+def test_a_shorter_curve_never_replaces_a_longer_one(tmp_path):
+    path = tmp_path / "x" / "arm.json"
+    long, short = ({"steps": n, "evals": [], "curves": {"step": [*range(n)]}} for n in (5, 3))
+    assert results.keep_longer(path, short)
+    assert results.keep_longer(path, long)
+    assert not results.keep_longer(path, short)
+    assert json.loads(path.read_text()) == long
+    assert not results.keep_longer(tmp_path / "empty.json", {"curves": {}})
+    assert not (tmp_path / "empty.json").exists()
+
+
+def test_curves_of_different_recipes_are_not_mixed(tmp_path):
+    mine = job(folder=tmp_path, **{"optim.lr": 1e-3})
+    mine.result.parent.mkdir(parents=True)
+    config = results.portable(job(folder=tmp_path, **{"steps": 3, "optim.lr": 2e-3}).config)
+    mine.result.write_text(json.dumps({"config": config}))
+    with pytest.raises(DataError, match=r"another recipe \(optim.lr 0.002 there, 0.001 here\)"):
+        results.check_same_recipe(mine.result, mine.config)
+    other = job(folder=tmp_path, **{"steps": 9, "optim.lr": 2e-3, "save.every": 1})
+    results.check_same_recipe(other.result, other.config)
+
+
+def logged_eval(correct, total):
+    low, high = wilson_interval(correct, total)
+    values = {"accuracy": correct / total, "accuracy_low": low, "accuracy_high": high}
+    values |= {"mean_length": 7.123456, "frac_truncated": 0.0}
+    return {"step": 2, **{f"eval/int8/{name}": value for name, value in values.items()}}
+
+
+def test_accuracies_become_counts(tmp_path):
+    config = load_config(None, ["--eval.problems", "200"])
+    rows = [{"step": 0, "reward/mean": 1 / 3, "rollout_corr/kl": "nan"}, logged_eval(13, 200)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = results.measure(tmp_path, config)
+    answers = {"step": 2, "precision": "int8", "correct": 13, "total": 200}
+    assert found["evals"] == [{**answers, "mean_length": 7.1235, "frac_truncated": 0.0}]
+    assert found["steps"] == 1
+    assert found["curves"] == {
+        "step": [0, 2],
+        "reward/mean": [0.33333, None],
+        "rollout_corr/kl": ["nan", None],
+    }
+    fewer = load_config(None, ["--eval.problems", "100"])
+    with pytest.raises(DataError, match="not that of 6 of 100"):
+        results.measure(tmp_path, fewer)
+
+
+def test_only_finite_values_are_drawn():
+    curves = {"step": [0, 1, 2, 3], "x": [1.0, None, "nan", "inf"]}
+    assert Result({"curves": curves}).curve("x") == [(0, 1.0)]
+    assert Result({"curves": curves}).curve("y") == []
+
+
+# Comparisons
+
+
+def test_difference_by_newcombe():
+    """56/70 - 48/80 = 0.2, 0.0524 to 0.3339 (Newcombe 1998, method 10)."""
+    d, (low, high) = page.difference(Eval(0, 56, 70), Eval(0, 48, 80))
+    assert (d, low, high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def arm_result(arm, seed, *evals, **more):
+    rows = [
+        {"step": step, "precision": "full", "correct": correct, "total": 1000}
+        for step, correct in evals
+    ]
+    fields = {"arm": arm, "seed": seed, "steps": evals[-1][0], "status": "stopped", "evals": rows}
+    return Result({**fields, "curves": {"step": []}, **more})
+
+
+def test_arms_are_compared_at_the_last_step_of_both():
+    a = [arm_result("a", 0, (0, 200), (20, 300), (40, 400)), arm_result("a", 1, (0, 1))]
+    b = [arm_result("b", 0, (0, 200), (20, 310)), arm_result("b", 1, (0, 1))]
+    assert page.common_evals(a, b) == [(0, Eval(20, 300, 1000), Eval(20, 310, 1000))]
+
+
+@pytest.mark.parametrize(
+    ("differences", "is_equality", "conclusion"),
+    [
+        ([], False, ""),
+        ([100, 100], False, "seen here too"),
+        ([100], False, "seen here too, one seed"),
+        ([100, 10], False, "not told apart"),
+        ([100, -100], False, "not told apart"),
+        ([-100, -100], False, "the opposite is seen here"),
+        ([10, -10], True, "no difference seen"),
+        ([10, 100], True, "they differ"),
+    ],
+)
+def test_no_more_is_concluded_than_all_seeds_support(differences, is_equality, conclusion):
+    """Of 1000 problems each, near one half: 4.4 points are two standard deviations."""
+    pairs = [(Eval(20, 500 + d, 1000), Eval(20, 500, 1000)) for d in differences]
+    claim = page.Claim("", "a", "b", is_equality=is_equality)
+    assert page.conclude(claim, pairs) == conclusion
+
+
+def test_a_table_of_accuracies_says_what_was_not_run():
+    found = {"table1": [arm_result("bf16", 1, (0, 220), (60, 400))]}
+    lines = page.accuracy_table(TABLE_1, found, "paper").splitlines()
+    assert lines[2] == "| BF16 | 55.35 | 1 | 60 | 22.0 (19.5 to 24.7) | 40.0 (37.0 to 43.1) | 60 |"
+    assert lines[3] == "| INT8, uncorrected, Eq. (1) | 48.78 |  | not run |  |  |  |"
+    assert len(lines) == 2 + len(TABLE_1.arms)
+
+
+def test_step_times_are_medians_after_the_warm_up():
+    curves = {"step": [0, 1, 2, 3, 4]}
+    curves |= {f"timing_s/{part}": [90.0, 80.0, 1.0, 2.0, 6.0] for part in figure_8.PARTS}
+    timed = arm_result("bf16", 0, (5, 1), curves=curves, sessions=[{"jobs": 1}])
+    assert figure_8.step_seconds(timed) == dict.fromkeys(figure_8.PARTS, 2.0)
+
+
+# The page
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.name)
+def test_the_page_shows_what_was_measured(section):
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text == section.place(text, results.read_results()), "run `make tables`"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.name)
+def test_figures_show_what_was_measured(section):
+    for plot in section.plots(results.read_results()):
+        path = plots.FIGURES / f"{plot.name}.svg"
+        assert path.exists() == plot.has_points, "run `make tables`"
+        assert not plot.has_points or plot.digest in path.read_text(), "run `make tables`"
+
+
+def test_every_section_draws_results(tmp_path):
+    """Of all arms, with all curves; every link leads to a file."""
+    step = [*range(90)]
+    found = {
+        name: [
+            arm_result(
+                arm.name,
+                seed,
+                *[(i, 200 + i) for i in range(0, 90, 20)],
+                curves={"step": step, **{c: [0.5 + i / 90 for i in step] for c in COLUMNS}},
+                config={"batch.minibatches": 4, "batch.epochs": 2},
+                sessions=[{"jobs": 1}],
+            )
+            for arm in experiment.arms
+            for seed in experiment.seeds
+        ]
+        for name, experiment in EXPERIMENTS.items()
+    }
+    text = page.PAGE.read_text(encoding="utf-8")
+    for section in SECTIONS:
+        text = section.place(text, found)
+        for plot in section.plots(found):
+            plots.draw(plot, tmp_path / "figures")
+    links = re.findall(r"\]\((figures/[^)]+)\)", text)
+    assert len(links) == 7
+    assert all((tmp_path / link).exists() for link in links)
+    tables = text[text.index("## Table 1") : text.index("## Figure 8")]
+    assert "not run" not in tables
+
+
+def test_a_section_has_one_place():
+    section = page.Section("x", lambda _: "new")
+    begin, end = "<!-- x: begin (make tables) -->", "<!-- x: end -->"
+    text = f"before\n{begin}\n\nold\n\n{end}\nafter\n"
+    assert section.place(text, {}) == text.replace("old", "new")
+    with pytest.raises(AssertionError, match="one place"):
+        section.place(text + text, {})
+
+
+def test_a_plot_is_the_same_bytes_again_and_names_its_data(tmp_path):
+    line = plots.Line("a", [(0, 1.0), (1, 2.0)], [(0.5, 1.5), (1.5, 2.5)])
+    plot = plots.Plot("p", [plots.Panel("t", [line])])
+    first, second = (plots.draw(plot, tmp_path / name).read_bytes() for name in "ab")
+    assert first == second
+    assert plot.digest.encode() in first
+    moved = plots.Plot("p", [plots.Panel("t", [plots.Line("a", [(0, 1.0), (1, 2.5)])])])
+    assert moved.digest != plot.digest
+
+
+def test_long_curves_are_thinned():
+    points = [(float(i), float(i % 2)) for i in range(10 * plots.MOST_POINTS)]
+    assert plots.thin(points)[:2] == [(4.5, 0.5), (14.5, 0.5)]
+    assert {y for _, y in plots.thin(points, max)} == {1.0}
+    assert plots.thin(points[:5]) == points[:5]
+    assert plots.thin([]) == []
+
+
+# Graders and the plain evaluation
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "is_right"),
+    [
+        ("So 3 + 4 = 7.", "#### 7", True),
+        (r"It costs \boxed{\$1,250.50}.", "1250.5", True),
+        ("It is -4", "-4", True),
+        ("72 apples in 3 boxes", "72", False),
+        ("no number", "72", False),
+    ],
+)
+def test_the_last_number_decides(completion, answer, is_right):
+    assert graders.is_last_number_right(completion, answer) is is_right
+
+
+def test_differences_between_graders_are_listed():
+    rows = [
+        {"completion": r"so \boxed{72}", "answer": "some working\n#### 72"},
+        {"completion": r"\boxed{72} apples in 3 boxes", "answer": "72"},
+        {"completion": r"It is \boxed{5}", "answer": "72"},
+    ]
+    found = graders.compare(rows, workers=1)
+    assert (found["ours_right"], found["last_number_right"]) == (2, 1)
+    difference = {"ours": True, "last_number": False, "answer": "72"}
+    assert found["differences"] == [{**difference, "completion": rows[1]["completion"]}]
+
+
+def test_plain_greedy_answers_are_those_of_the_engine():
+    """Prompts of several lengths in one batch: padding must not change an answer."""
+    model, tokenizer = tiny_llama(), build_tokenizer()
+    prompts = ["1+2=", "345+6=", "7=", "8+9+10="]
+    problems = [Problem(p, tuple(tokenizer(p).input_ids), "") for p in prompts]
+    rollouts = HFEngine(model, tokenizer).generate(
+        problems, SamplingParams(max_tokens=12, temperature=0.0)
+    )
+    texts = answer_greedily(model, tokenizer, problems, max_tokens=12, batch=3)
+    assert texts == [r.completions[0].text for r in rollouts]
+    assert len(set(texts)) > 1
+
+
+def test_step_0_is_held_against_the_plain_evaluation():
+    """220 of 1000 are 19.5 to 24.7 %: 24 % lie within, 25 % do not."""
+    plain = {"correct": 220, "total": 1000, "dtype": "bfloat16"}
+    evals = [arm_result("bf16", seed, (0, correct)) for seed, correct in ((0, 240), (1, 250))]
+    lines = checks.baseline_table(plain, {"table1": evals}).splitlines()
+    assert lines[2] == "| transformers alone, bfloat16 | 22.0 (19.5 to 24.7) |  |"
+    assert lines[3].endswith("| yes |")
+    assert "table1 bf16 1" in lines[4]
+    assert lines[4].endswith("| **no** |")
+
+
+def test_differences_between_graders_are_shown():
+    found = {"completions": 9, "ours_right": 5, "last_number_right": 4, "differences": []}
+    assert checks.grader_text(found).endswith("they differ on 0.")
+    difference = {"ours": True, "last_number": False, "answer": "72", "completion": "a|b\n`72`"}
+    text = checks.grader_text({**found, "differences": [difference] * 11})
+    assert "they differ on 11." in text
+    assert text.count("| right | wrong | 72 | `a/b '72'` |") == checks.SHOWN

@@ -317,7 +317,8 @@ def test_flash_attention_and_its_gradients(window):
         results.append([out.detach(), *(x.grad for x in leaves)])
     for found, expected in zip(*results, strict=True):
         assert found.dtype == torch.bfloat16
-        gap = (found.double() - expected).norm() / expected.norm()
+        # A window of one key leaves nothing to choose: queries and keys have no gradient.
+        gap = (found.double() - expected).norm() / (expected.norm() + 1e-6 * results[1][3].norm())
         assert gap < 0.01
 
 

@@ -37,12 +37,13 @@ def rollout(tokens_per_s, *, model="7B", workload="A", quant="none", kv="none", 
 
 @pytest.fixture
 def read(tmp_path):
-    def read(*rollouts, rows=()):
+    def read(*rollouts, rows=(), gaps=()):
         attention = {"device": "X", "date": "D", "versions": {"torch": "T", "triton": "R"}}
         files = {
             "rollout": {"results": {str(i): entries for i, entries in enumerate(rollouts)}},
             "sync": {"results": {}},
             "attention": {**attention, "rows": list(rows)},
+            "mismatch": {"model": "M", "rows": list(gaps)},
         }
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -123,6 +124,14 @@ def test_a_missed_goal_is_bold(is_ceiling, missed):
     shown = "a 1.0; b 2.0; c 3.0".replace(missed, f"**{missed}**")
     word = "at most" if is_ceiling else "at least"
     assert cell == f"{word} 2.0: {shown}; not measured: d"
+
+
+def test_gaps_of_a_real_model(read):
+    gap = {"format": "int8", "kv": "fp8", "tokens": 30552, "mean_gap": 0.04237, "gap_99": 0.5264}
+    measured = read(gaps=[{**gap, "k3": 0.00702}])
+    assert tables.mismatch_table(measured).splitlines()[-1] == (
+        "| INT8 | FP8 | 30552 | 0.0424 | 0.53 | 7.0e-03 |"
+    )
 
 
 def test_attention_shows_the_tiling_of_the_engine(read):

@@ -2,9 +2,9 @@
 
     python benchmarks/tables.py            (or: make tables)
 
-Read are rollout.json, sync.json, attention.json and mismatch.json of benchmarks/results, of each key
-the newest entry. What was not measured says so. Written is what stands between the pages' marker
-comments.
+Read are rollout.json, sync.json, attention.json and mismatch.json of benchmarks/results, of each
+key the newest entry. What was not measured says so. Written is what stands between the pages'
+marker comments.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ class ModelConfig(_Section):
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU only."""
+    compile: bool = False
+    """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 

@@ -7,7 +7,7 @@ import copy
 from torch import Tensor, nn
 
 from qurl.packing import Layout
-from qurl.policy import Policy, disable_dropout_, hidden_states
+from qurl.policy import Policy, compile_layers_, disable_dropout_, hidden_states
 from qurl.types import Batch
 
 
@@ -25,6 +25,8 @@ class Critic(nn.Module):
         self.is_packed = policy.is_packed
         self.to(policy.device)
         disable_dropout_(self)
+        if policy.is_compiled:  # a copy is not
+            compile_layers_(self.backbone)
 
     def forward(self, batch: Batch, layout: Layout | None = None) -> Tensor:
         """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""

@@ -57,6 +57,9 @@ class Policy:
         self.notes: tuple[str, ...] = ()  # warnings for whoever trains it
         if obstacle is not None:
             self.notes = (f"sequences are padded for training: {obstacle}",)
+        self.is_compiled = config.compile
+        if config.compile:
+            compile_layers_(self.model)
 
     def layout(self, batch: Batch) -> Layout:
         """How this policy's forwards see a batch; what they would wait for is read here."""
@@ -233,6 +236,20 @@ def _check_packing(model: Any, compute_dtype: torch.dtype) -> None:
             f"its states differ by {gap:.3g} of their size from those of padded sequences, on two "
             f"test prompts in {compute_dtype}"
         )
+
+
+def compile_layers_(model: nn.Module) -> None:
+    """Compile the decoder layers where they are called; weights, names and saving stay the same.
+
+    Layers of one kind share what is compiled for the first of them, and lengths are dynamic.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(
+            f"model.compile = true, but {type(model).__name__} has no list of decoder layers"
+        )
+    for layer in max(lists, key=len):
+        layer.compile(dynamic=True)
 
 
 def disable_dropout_(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from qurl.config import ModelConfig
+from qurl.critic import Critic
 from qurl.errors import ModelError
 from qurl.policy import Policy, load_policy
 from qurl.types import Batch
@@ -162,6 +164,27 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     expected = gradients(plain.model)
     for name, gradient in gradients(frugal.model).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
+def test_compiled_layers_compute_the_same(tmp_path):
+    model = tiny_llama()
+    plain = tiny_policy(model=copy.deepcopy(model))
+    compiled = tiny_policy(model=model, compile=True)
+    critics = [Critic(policy) for policy in (plain, compiled)]
+    for rows in (2, 3, 5):
+        batch = random_batch(plain, rows=rows)
+        for policy, critic in zip((plain, compiled), critics, strict=True):
+            policy.model.zero_grad()
+            (policy.score(batch).logp.sum() + critic(batch).sum()).backward()
+        expected = gradients(plain.model)
+        for name, gradient in gradients(compiled.model).items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+    for layer in (*compiled.model.model.layers, *critics[1].backbone.layers):
+        assert layer._compiled_call_impl is not None
+    compiled.save(tmp_path)
+    loaded = load_policy(tmp_path, ModelConfig(), CPU)
+    torch.testing.assert_close(loaded.score(batch).logp, plain.score(batch).logp)
 
 
 def with_dropout(kind):

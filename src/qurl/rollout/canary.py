@@ -35,7 +35,8 @@ def canary_bound(quant: str, dtype: torch.dtype, kv: str = "none") -> float:
 def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
     """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward."""
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    with evaluating(model):
+    # A compiled model would be compiled once more, for one short prompt.
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 

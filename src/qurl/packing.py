@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, N tokens, M scored tokens, H heads (H_kv of ke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +166,7 @@ def attend(
     dtype = _arithmetic(query)
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     is_fast = q.is_cuda and dtype in (torch.bfloat16, torch.float16)
-    attend_packed: Callable[..., Tensor] = _attend_flash if is_fast else _attend_padded
+    attend_packed: Any = _attend_flash if is_fast else _attend_padded
     return attend_packed(q, k, v, cu_seq_lens_q, max_length_q, window, scaling)[None], None
 
 

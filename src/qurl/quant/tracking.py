@@ -13,9 +13,10 @@ the output channels of every projection.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
@@ -81,11 +82,15 @@ class UpdateTracker:
         if not before:
             return {}
         _check_same(before, self._snapshot)
+        rows = [
+            update_sums(before[name].to(weight.device), weight, self.format)
+            for name, weight in self._snapshot.items()
+        ]
         sums: dict[str, Sums] = {}
-        for name, weight in self._snapshot.items():
-            measured = measure_update(before[name].to(weight.device), weight, self.format)
+        # Read at once: a GPU is asked for one table, not for a row of each weight.
+        for name, row in zip(self._snapshot, torch.stack(rows).tolist(), strict=True):
             for key in ("", "/" + GROUPS[name.rsplit(".", 1)[-1]]):
-                sums[key] = sums.get(key, Sums()) + measured
+                sums[key] = sums.get(key, Sums()) + Sums(*row)
         return {
             f"uaq/{metric}{key}": value
             for key, total in sums.items()
@@ -123,19 +128,20 @@ def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
     return rows[rows < num_rows]
 
 
-def measure_update(before: Tensor, after: Tensor, format: Format | None) -> Sums:
-    """The sums of one weight [N, K], accumulated in FP64."""
+def update_sums(before: Tensor, after: Tensor, format: Format | None) -> Tensor:
+    """The `Sums` of one weight [N, K] as a tensor of FP64, in the order of their fields."""
     update = after.double() - before.double()
-    norms = (_dot(update, update), _dot(before, before), _dot(after, after))
+    norms = [_dot(update, update), _dot(before, before), _dot(after, after)]
     if format is None:
-        return Sums(*torch.stack(norms).tolist())
+        return F.pad(torch.stack(norms), (0, len(fields(Sums)) - len(norms)))
     old, new = quantize(before, format), quantize(after, format)
     visible = dequantize(new).double() - dequantize(old).double()
     error = dequantize(new).double() - after.double()
     # As numbers, because FP8 has two zeros.
     flips = (old.codes.float() != new.codes.float()).sum().double()
-    quantized = (_dot(error, error), _dot(visible, visible), _dot(visible, update), flips)
-    return Sums(*torch.stack(norms + quantized).tolist(), codes=after.numel())
+    codes = torch.full_like(flips, after.numel())
+    quantized = [_dot(error, error), _dot(visible, visible), _dot(visible, update), flips, codes]
+    return torch.stack(norms + quantized)
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -73,7 +73,8 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     )
     kv_bytes = 1 if config.quant.kv == "fp8" else wide
     rows["KV cache, full"] = float(kv_bytes * size.kv_numbers_per_token * tokens)
-    rows["logits of one chunk"] = 3.0 * 4 * config.model.logits_chunk * size.vocabulary
+    # In FP32, and their gradients as factors of products.
+    rows["logits of one chunk"] = (4.0 + wide) * config.model.logits_chunk * size.vocabulary
     return rows
 
 

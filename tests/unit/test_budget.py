@@ -58,7 +58,7 @@ def test_memory_on_a_cpu_by_hand():
         "AdamW": 8 * 39_328,
         "engine weights": 4 * 32_768,
         "KV cache, full": 4 * 128 * 32 * 15,
-        "logits of one chunk": 3 * 4 * 10 * 100,
+        "logits of one chunk": (4 + 4) * 10 * 100,
     }
 
 

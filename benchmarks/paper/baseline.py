@@ -79,20 +79,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     with GradingPool("math", workers=4) as pool:
         pairs = zip(problems, texts, strict=True)
         grades = pool.grade([(text, p.answer, p.extra) for p, text in pairs])
-    is_right = [grade.accuracy >= 1 for grade in grades]
+    outcomes = "".join("01"[grade.accuracy >= 1] for grade in grades)
     result = {
         "model": Path(args.model).name,
-        "correct": sum(is_right),
-        "total": len(problems),
         "max_tokens": config.eval_max_tokens,
         "dtype": str(dtype).removeprefix("torch."),
         "seconds": round(seconds, 1),
         "machine": describe_machine(device),
-        "is_right": "".join("01"[right] for right in is_right),
+        "outcomes": outcomes,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['correct']} of {result['total']} in {seconds:.0f} s")
+    print(f"{outcomes.count('1')} of {len(outcomes)} in {seconds:.0f} s")
     if args.completions:
         lines = [
             json.dumps({"problem": p.id, "answer": p.answer, "completion": text}) + "\n"

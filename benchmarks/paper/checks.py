@@ -27,7 +27,7 @@ def baseline_table(plain: dict[str, Any] | None, results: Results) -> str:
     head = ["untrained checkpoint", "accuracy, % (95 %)", "within the interval of transformers"]
     if plain is None:
         return table(head, [["transformers alone", MISSING, ""]])
-    reference = Eval(0, plain["correct"], plain["total"])
+    reference = Eval(0, plain["outcomes"])
     low, high = reference.interval
     rows = [[f"transformers alone, {plain['dtype']}", accuracy(reference), ""]]
     seen = {}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from benchmarks.paper.arms import ROOT, Experiment
 from benchmarks.paper.plots import FIGURES, Line, Plot, draw, thin
@@ -113,59 +113,75 @@ class Claim:
 def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
-        pairs = common_evals(of_arm(results, claim.arm), of_arm(results, claim.other))
-        shown = [f"seed {seed}, step {a.step}: {_points(difference(a, b))}" for seed, a, b in pairs]
-        cells = ["; ".join(shown) or MISSING, conclude(claim, [(a, b) for _, a, b in pairs])]
+        found = compare_arms(of_arm(results, claim.arm), of_arm(results, claim.other))
+        cells = ["; ".join(c.text for c in found) or MISSING, conclude(claim, found)]
         rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
     return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
 
 
-def common_evals(
-    results: Sequence[Result], others: Sequence[Result]
-) -> list[tuple[int, Eval, Eval]]:
-    """For each seed of both, the evaluations at the last step that both have after step 0."""
-    pairs = []
+@dataclass(frozen=True)
+class Comparison:
+    """How much more one run answers right than another one with the same seed."""
+
+    seed: int
+    steps: Sequence[int]
+    """Of the evaluations that were compared."""
+    difference: float
+    interval: Interval
+
+    @property
+    def sign(self) -> int:
+        return int(self.interval[0] > 0) - int(self.interval[1] < 0)
+
+    @property
+    def text(self) -> str:
+        d, low, high = (100 * x for x in (self.difference, *self.interval))
+        steps = "-".join(str(s) for s in dict.fromkeys((self.steps[0], self.steps[-1])))
+        return f"seed {self.seed}, step {steps}: {d:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def compare_arms(results: Sequence[Result], others: Sequence[Result]) -> list[Comparison]:
+    """For each seed of both, over the later half of the evaluations that both have after step 0."""
+    found = []
     for result in results:
         for other in (o for o in others if o.seed == result.seed):
-            there = {e.step: e for e in other.evals() if e.step > 0}
-            common = [(result.seed, e, there[e.step]) for e in result.evals() if e.step in there]
-            pairs += common[-1:]
-    return pairs
+            here, there = ({e.step: e for e in r.evals() if e.step > 0} for r in (result, other))
+            steps = sorted(here.keys() & there.keys())
+            steps = steps[len(steps) // 2 :]
+            if steps:
+                pairs = [(here[step], there[step]) for step in steps]
+                found.append(Comparison(result.seed, steps, *difference(pairs)))
+    return found
 
 
-def difference(a: Eval, b: Eval) -> tuple[float, Interval]:
-    """a - b with Newcombe's interval, as if the two had been asked different problems.
+def difference(pairs: Sequence[tuple[Eval, Eval]], z: float = 1.96) -> tuple[float, Interval]:
+    """Mean over problems of d_i, with mean -+ z std(d) / sqrt(n).
 
-    d - sqrt((a - low_a)^2 + (high_b - b)^2)  to  d + sqrt((high_a - a)^2 + (b - low_b)^2)
+    d_i is what one run answers of problem i minus what the other does, over all pairs of
+    evaluations. Both are asked the same problems, which is what makes small differences visible.
     """
-    (low_a, high_a), (low_b, high_b) = a.interval, b.interval
-    d = a.accuracy - b.accuracy
-    down = math.hypot(a.accuracy - low_a, high_b - b.accuracy)
-    up = math.hypot(high_a - a.accuracy, b.accuracy - low_b)
-    return d, (d - down, d + up)
+    columns = [zip(a.outcomes, b.outcomes, strict=True) for a, b in pairs]
+    by_problem = [
+        fmean(int(right) - int(other) for right, other in answers)
+        for answers in zip(*columns, strict=True)
+    ]
+    mean = fmean(by_problem)
+    spread = z * stdev(by_problem) / math.sqrt(len(by_problem))
+    return mean, (mean - spread, mean + spread)
 
 
-def conclude(claim: Claim, pairs: Sequence[tuple[Eval, Eval]]) -> str:
+def conclude(claim: Claim, found: Sequence[Comparison]) -> str:
     """No more than the intervals of all seeds support."""
-    if not pairs:
+    if not found:
         return ""
-    signs = {_sign(difference(a, b)[1]) for a, b in pairs}
+    signs = {comparison.sign for comparison in found}
     if claim.is_equality:
         word = "no difference seen" if signs == {0} else "they differ"
     elif signs in ({1}, {-1}):
         word = "seen here too" if signs == {1} else "the opposite is seen here"
     else:
         word = "not told apart"
-    return word if len(pairs) > 1 else f"{word}, one seed"
-
-
-def _sign(interval: Interval) -> int:
-    return int(interval[0] > 0) - int(interval[1] < 0)
-
-
-def _points(found: tuple[float, Interval]) -> str:
-    d, (low, high) = found
-    return f"{100 * d:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    return word if len(found) > 1 else f"{word}, one seed"
 
 
 # Curves

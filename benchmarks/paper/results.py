@@ -3,7 +3,7 @@
     {"experiment": ..., "arm": ..., "seed": ..., "status": "finished | stopped | failed: ...",
      "steps": trained steps, "overrides": {...}, "config": {...}, "machine": {...},
      "sessions": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
-     "evals": [{"step": ..., "precision": ..., "correct": ..., "total": ...}],
+     "evals": [{"step": ..., "precision": ..., "outcomes": "0110..."}],
      "curves": {"step": [...], metric: [...]}}
 
 A curve may be partial: it holds what was logged when the run was last looked at.
@@ -24,8 +24,7 @@ from qurl.bench.record import replace_text
 from qurl.config import Config, to_dict
 from qurl.errors import DataError
 from qurl.evaluate import Interval, wilson_interval
-from qurl.report.charts import find_precisions
-from qurl.run import CHANGEABLE, EVENTS, METRICS, flatten, read_jsonl
+from qurl.run import CHANGEABLE, EVALS, EVENTS, METRICS, flatten, read_jsonl
 
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"
@@ -38,8 +37,16 @@ class Eval:
     """Greedy answers to the held-out problems, after `step` steps."""
 
     step: int
-    correct: int
-    total: int
+    outcomes: str
+    """A 1 for each problem that was answered right, a 0 for each other."""
+
+    @property
+    def correct(self) -> int:
+        return self.outcomes.count("1")
+
+    @property
+    def total(self) -> int:
+        return len(self.outcomes)
 
     @property
     def accuracy(self) -> float:
@@ -75,7 +82,7 @@ class Result:
 
     def evals(self, precision: str = "full") -> list[Eval]:
         rows = [e for e in self.record["evals"] if e["precision"] == precision]
-        return [Eval(e["step"], e["correct"], e["total"]) for e in rows]
+        return [Eval(e["step"], e["outcomes"]) for e in rows]
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) wherever the metric was logged and is finite."""
@@ -108,8 +115,10 @@ def portable(config: Config) -> dict[str, Any]:
 
 def measure(run_dir: Path, config: Config) -> dict[str, Any]:
     """What a run directory tells, whether its run goes on or not."""
-    rows = read_jsonl(run_dir / METRICS) if (run_dir / METRICS).exists() else []
-    events = read_jsonl(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
+    rows, evals, events = (
+        read_jsonl(run_dir / name) if (run_dir / name).exists() else []
+        for name in (METRICS, EVALS, EVENTS)
+    )
     return {
         "steps": sum("reward/mean" in row for row in rows),
         "config": portable(config),
@@ -118,7 +127,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
             for e in events
             if e["kind"] in KEPT_EVENTS
         ],
-        "evals": [e for row in rows for e in _evals(row, config.eval.problems)],
+        "evals": evals,
         "curves": {
             name: [_short(row.get(name)) for row in rows]
             for name in ("step", *COLUMNS)
@@ -133,23 +142,6 @@ def without_folders(message: str, config: Config) -> str:
     for key in (*PATHS, "run_dir"):
         message = message.replace(f"{Path(flat[key]).parent}{os.sep}", "")
     return message
-
-
-def _evals(row: Mapping[str, Any], total: int) -> list[dict[str, Any]]:
-    found = []
-    for precision in find_precisions([row]):
-        name = f"eval/{precision}"
-        correct = round(row[f"{name}/accuracy"] * total)
-        low = wilson_interval(correct, total)[0]
-        if not math.isclose(low, row[f"{name}/accuracy_low"], abs_tol=1e-9):
-            raise DataError(
-                f"step {row['step']}: the logged interval of {name}/accuracy is not that of "
-                f"{correct} of {total}; eval.problems must be the number of problems there are"
-            )
-        extra = {key: _short(row[f"{name}/{key}"]) for key in ("mean_length", "frac_truncated")}
-        answers = {"correct": correct, "total": total}
-        found.append({"step": row["step"], "precision": precision, **answers, **extra})
-    return found
 
 
 def _short(value: Any) -> Any:

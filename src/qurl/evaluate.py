@@ -43,6 +43,8 @@ class EvalResult:
     """Share of greedy completions cut at max_tokens."""
     num_timeouts: int
     """Completions, greedy and sampled, whose grader was killed; they count as wrong."""
+    outcomes: tuple[bool, ...]
+    """Whether the greedy completion of each problem is correct, in the order of the problems."""
     samples_per_problem: int = 0
     avg_at_k: float | None = None
     """Mean accuracy of the sampled completions, k = samples_per_problem; None without samples."""
@@ -99,6 +101,7 @@ def evaluate(
         mean_length=statistics.fmean(len(c.token_ids) for c in completions),
         frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
         num_timeouts=timeouts,
+        outcomes=tuple(count > 0 for count in counts),
     )
     if samples == 0:
         return result

@@ -33,6 +33,7 @@ from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.track import Progress, Tracker, build_trackers
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+EVALS = "evals.jsonl"
 INITIAL, LOCK = "initial", ".lock"
 
 CHANGEABLE = ("steps", "run_dir", "device", "threads", "save", "track", "eval.every")
@@ -85,6 +86,11 @@ class Run:
         """Append one rollout to samples.jsonl."""
         _append(self.path / SAMPLES, {"step": step} | dict(record))
 
+    def evaluation(self, step: int, precision: str, outcomes: Sequence[bool]) -> None:
+        """Append which held-out problems were answered right to evals.jsonl, as zeros and ones."""
+        digits = "".join("1" if is_right else "0" for is_right in outcomes)
+        _append(self.path / EVALS, {"step": step, "precision": precision, "outcomes": digits})
+
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -93,8 +99,8 @@ class Run:
             self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
 
     def rewind(self, step: int) -> None:
-        """Forget metrics and samples after `step`, so that a resumed run writes them again."""
-        for name in (METRICS, SAMPLES):
+        """Forget what was logged after `step`, so that a resumed run writes it again."""
+        for name in (METRICS, SAMPLES, EVALS):
             _rewrite(self.path / name, lambda record: record["step"] <= step)
 
     def close(self) -> None:
@@ -251,7 +257,7 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
             f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be resumed; "
             "choose another run_dir or move the old run away"
         )
-    for name in (METRICS, SAMPLES, EVENTS):
+    for name in (METRICS, SAMPLES, EVALS, EVENTS):
         _mend(path / name)
     with replacing(path / CONFIG) as file:
         file.write(to_json(config).encode())

@@ -99,6 +99,7 @@ def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[s
                 engine = parts.full_engine
                 engine.sync(parts.learner.policy.model, version=step)
             result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
+            run.evaluation(step, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics
 

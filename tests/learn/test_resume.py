@@ -97,7 +97,8 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     assert len(rows(whole)) == STEPS + 1
     for uninterrupted, resumed in zip(rows(whole), rows(broken), strict=True):
         assert uninterrupted == resumed
-    assert read_jsonl(whole / "samples.jsonl") == read_jsonl(broken / "samples.jsonl")
+    for name in ("samples.jsonl", "evals.jsonl"):
+        assert read_jsonl(whole / name) == read_jsonl(broken / name)
     expected, found = weights(whole), weights(broken)
     assert expected.keys() == found.keys()
     for name in expected:

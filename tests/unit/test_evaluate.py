@@ -129,6 +129,7 @@ def test_greedy_evaluation():
     engine = FakeEngine(["7", "slow"])
     result = evaluate(engine, PROBLEMS, FakePool(), precision="full", max_tokens=9, stop=("\n",))
     assert result.accuracy == 0.5
+    assert result.outcomes == (True, False)
     assert result.accuracy_interval == wilson_interval(1, 2)
     assert result.mean_length == 2.5
     assert result.frac_truncated == 0.5

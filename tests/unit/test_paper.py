@@ -1,6 +1,7 @@
 """`benchmarks/paper`: arms, how they run and stop, what is kept of them, and what the page says."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from benchmarks.paper.baseline import answer_greedily
 from benchmarks.paper.results import Eval, Result
 from qurl.config import load_config
 from qurl.errors import ConfigError, DataError
-from qurl.evaluate import wilson_interval
 from qurl.rollout.hf import HFEngine
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
@@ -245,29 +245,19 @@ def test_curves_of_different_recipes_are_not_mixed(tmp_path):
     results.check_same_recipe(other.result, other.config)
 
 
-def logged_eval(correct, total):
-    low, high = wilson_interval(correct, total)
-    values = {"accuracy": correct / total, "accuracy_low": low, "accuracy_high": high}
-    values |= {"mean_length": 7.123456, "frac_truncated": 0.0}
-    return {"step": 2, **{f"eval/int8/{name}": value for name, value in values.items()}}
-
-
-def test_accuracies_become_counts(tmp_path):
-    config = load_config(None, ["--eval.problems", "200"])
-    rows = [{"step": 0, "reward/mean": 1 / 3, "rollout_corr/kl": "nan"}, logged_eval(13, 200)]
+def test_what_comes_back_from_a_run(tmp_path):
+    rows = [{"step": 0, "reward/mean": 1 / 3, "rollout_corr/kl": "nan"}, {"step": 2}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = results.measure(tmp_path, config)
-    answers = {"step": 2, "precision": "int8", "correct": 13, "total": 200}
-    assert found["evals"] == [{**answers, "mean_length": 7.1235, "frac_truncated": 0.0}]
+    answers = {"step": 2, "precision": "int8", "outcomes": "01101"}
+    (tmp_path / "evals.jsonl").write_text(json.dumps(answers) + "\n")
+    found = results.measure(tmp_path, load_config(None))
+    assert found["evals"] == [answers]
     assert found["steps"] == 1
     assert found["curves"] == {
         "step": [0, 2],
         "reward/mean": [0.33333, None],
         "rollout_corr/kl": ["nan", None],
     }
-    fewer = load_config(None, ["--eval.problems", "100"])
-    with pytest.raises(DataError, match="not that of 6 of 100"):
-        results.measure(tmp_path, fewer)
 
 
 def test_only_finite_values_are_drawn():
@@ -279,45 +269,61 @@ def test_only_finite_values_are_drawn():
 # Comparisons
 
 
-def test_difference_by_newcombe():
-    """56/70 - 48/80 = 0.2, 0.0524 to 0.3339 (Newcombe 1998, method 10)."""
-    d, (low, high) = page.difference(Eval(0, 56, 70), Eval(0, 48, 80))
-    assert (d, low, high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+def outcomes(correct, total=1000):
+    return "1" * correct + "0" * (total - correct)
+
+
+def test_difference_by_hand():
+    """d = (1, 0, 1, -1): mean 1/4, deviation sqrt((9 + 1 + 9 + 25) / 16 / 3)."""
+    d, (low, high) = page.difference([(Eval(5, "1110"), Eval(5, "0101"))])
+    spread = 1.96 * math.sqrt(44 / 48) / 2
+    assert (d, low, high) == pytest.approx((0.25, 0.25 - spread, 0.25 + spread))
+
+
+def test_several_evaluations_are_averaged_by_problem():
+    pairs = [(Eval(5, "11"), Eval(5, "00")), (Eval(9, "01"), Eval(9, "10"))]
+    d, (low, high) = page.difference(pairs)  # problems: (1 - 1) / 2 and (1 + 1) / 2
+    spread = 1.96 * math.sqrt(0.5) / math.sqrt(2)
+    assert (d, low, high) == pytest.approx((0.5, 0.5 - spread, 0.5 + spread))
 
 
 def arm_result(arm, seed, *evals, **more):
     rows = [
-        {"step": step, "precision": "full", "correct": correct, "total": 1000}
+        {"step": step, "precision": "full", "outcomes": outcomes(correct)}
         for step, correct in evals
     ]
     fields = {"arm": arm, "seed": seed, "steps": evals[-1][0], "status": "stopped", "evals": rows}
     return Result({**fields, "curves": {"step": []}, **more})
 
 
-def test_arms_are_compared_at_the_last_step_of_both():
-    a = [arm_result("a", 0, (0, 200), (20, 300), (40, 400)), arm_result("a", 1, (0, 1))]
-    b = [arm_result("b", 0, (0, 200), (20, 310)), arm_result("b", 1, (0, 1))]
-    assert page.common_evals(a, b) == [(0, Eval(20, 300, 1000), Eval(20, 310, 1000))]
+def test_arms_are_compared_over_the_later_half_of_what_both_have():
+    steps = ((0, 200), (20, 300), (40, 400), (60, 420))
+    a = [arm_result("a", 0, *steps, (80, 999)), arm_result("a", 1, (0, 1))]
+    b = [arm_result("b", 0, (0, 200), (20, 0), (40, 390), (60, 400)), arm_result("b", 1, (0, 1))]
+    (found,) = page.compare_arms(a, b)
+    assert (found.seed, found.steps) == (0, [40, 60])
+    assert found.difference == pytest.approx(0.015)
+    assert found.text.startswith("seed 0, step 40-60: +1.5 (+")
 
 
 @pytest.mark.parametrize(
     ("differences", "is_equality", "conclusion"),
     [
         ([], False, ""),
-        ([100, 100], False, "seen here too"),
-        ([100], False, "seen here too, one seed"),
-        ([100, 10], False, "not told apart"),
-        ([100, -100], False, "not told apart"),
-        ([-100, -100], False, "the opposite is seen here"),
-        ([10, -10], True, "no difference seen"),
-        ([10, 100], True, "they differ"),
+        ([0.1, 0.1], False, "seen here too"),
+        ([0.1], False, "seen here too, one seed"),
+        ([0.1, 0.01], False, "not told apart"),
+        ([0.1, -0.1], False, "not told apart"),
+        ([-0.1, -0.1], False, "the opposite is seen here"),
+        ([0.01, -0.01], True, "no difference seen"),
+        ([0.01, 0.1], True, "they differ"),
     ],
 )
 def test_no_more_is_concluded_than_all_seeds_support(differences, is_equality, conclusion):
-    """Of 1000 problems each, near one half: 4.4 points are two standard deviations."""
-    pairs = [(Eval(20, 500 + d, 1000), Eval(20, 500, 1000)) for d in differences]
+    intervals = [(d - 0.05, d + 0.05) for d in differences]
+    found = [page.Comparison(0, [20], d, i) for d, i in zip(differences, intervals, strict=True)]
     claim = page.Claim("", "a", "b", is_equality=is_equality)
-    assert page.conclude(claim, pairs) == conclusion
+    assert page.conclude(claim, found) == conclusion
 
 
 def test_a_table_of_accuracies_says_what_was_not_run():
@@ -453,7 +459,7 @@ def test_plain_greedy_answers_are_those_of_the_engine():
 
 def test_step_0_is_held_against_the_plain_evaluation():
     """220 of 1000 are 19.5 to 24.7 %: 24 % lie within, 25 % do not."""
-    plain = {"correct": 220, "total": 1000, "dtype": "bfloat16"}
+    plain = {"outcomes": outcomes(220), "dtype": "bfloat16"}
     evals = [arm_result("bf16", seed, (0, correct)) for seed, correct in ((0, 240), (1, 250))]
     lines = checks.baseline_table(plain, {"table1": evals}).splitlines()
     assert lines[2] == "| transformers alone, bfloat16 | 22.0 (19.5 to 24.7) |  |"

@@ -129,11 +129,14 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
     for step in range(5):
         run.log(step, {"x": step / 3})
         run.sample(step, {"reward": step})
+        run.evaluation(step, "full", [True, False, step > 1])
         run.event("note", "hello", step=step)
     before = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     run.rewind(2)
     assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
     assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
+    evals = [(r["step"], r["outcomes"]) for r in read_jsonl(run.path / "evals.jsonl")]
+    assert evals == [(0, "100"), (1, "100"), (2, "101")]
     assert len(read_jsonl(run.path / "events.jsonl")) == 5
     run.log(3, {"x": 1.0})
     assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]

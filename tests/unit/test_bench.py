@@ -36,7 +36,13 @@ from qurl.bench.shapes import SHAPES, build_model, get_shape
 from qurl.bench.sync import SyncBench, run_sync
 from qurl.bench.table import Column, head, row, split_list
 from qurl.bench.timing import Timing, measure, measure_bandwidth, measure_graph, paused_gc
-from qurl.bench.vllm_contender import VllmContender, fill_codes_, int8_config, kv_bytes
+from qurl.bench.vllm_contender import (
+    VllmContender,
+    fill_codes_,
+    import_vllm,
+    int8_config,
+    kv_bytes,
+)
 from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
@@ -1039,6 +1045,7 @@ def test_vllm_contender(monkeypatch):
     assert asked["max_num_seqs"] == 256
     assert asked["max_model_len"] == 1536
     assert asked["load_format"] == "dummy"
+    assert asked["gpu_memory_utilization"] < 0.1  # the model of the local engine is there still
     # 1.1 * 256 sequences * 1536 tokens * 28,672 numbers of a byte each
     assert asked["kv_cache_memory_bytes"] == int(1.1 * 256 * 1536 * 28_672)
 
@@ -1046,6 +1053,19 @@ def test_vllm_contender(monkeypatch):
 def test_kv_bytes_of_the_largest_workload():
     workloads = [get_workload("B"), get_workload("C")]
     assert kv_bytes(SHAPES["7B"], "none", workloads) == int(1.1 * 64 * 8704 * 57_344)
+
+
+def test_kv_bytes_are_those_of_whole_blocks():
+    """17 tokens take two blocks of 16."""
+    assert kv_bytes(SHAPES["7B"], "fp8", [Workload("x", 2, 3, 9, 8)]) == int(1.1 * 6 * 32 * 28_672)
+
+
+def test_vllm_that_cannot_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text("import no_such_package_of_vllm", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(EngineError, match=r"cannot be imported: .*no_such_package_of_vllm"):
+        import_vllm()
 
 
 def test_codes_are_filled():

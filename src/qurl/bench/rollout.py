@@ -187,16 +187,18 @@ def _measure_setup(
         settings = _settings(setup, workload, session.bench)
         print(row(COLUMNS, settings | dataclasses.asdict(figures)), flush=True)
         more: dict[str, Any] = {"engine": contender.facts()}
-        if session.bench.profile:
-            more["profile"] = _profile(contender, setup, workload, session.bench.seed)
-        session.record.add(
-            setup.key(workload),
-            session.device,
-            settings=settings,
-            speed=dataclasses.asdict(session.speed),
-            figures=dataclasses.asdict(figures),
-            **more,
-        )
+        try:
+            if session.bench.profile:
+                more["profile"] = _profile(contender, setup, workload, session.bench.seed)
+        finally:  # a profile that fails must not take along what was measured
+            session.record.add(
+                setup.key(workload),
+                session.device,
+                settings=settings,
+                speed=dataclasses.asdict(session.speed),
+                figures=dataclasses.asdict(figures),
+                **more,
+            )
         results.append(figures)
     return results
 

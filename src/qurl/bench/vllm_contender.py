@@ -1,6 +1,6 @@
 """vLLM as a contender: in this process, with the same shapes, formats, prompts and lengths.
 
-Its weights are its own random ones: speed is compared, not the tokens.
+Its weights are its own random ones: speed is compared, not the tokens. Written against vLLM 0.25.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,19 +29,25 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "int8": {},  # the model's configuration says so
-    "fp8": {"quantization": "fp8"},
+    "fp8": {"quantization": "fp8"},  # a scale per weight tensor, where ours has one per channel
 }
 """Arguments of `vllm.LLM` by our name of the format."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no second process: less overhead, and it can be traced
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled on first use
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for our table
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }
 """vLLM is set up by environment variables; those that are set already win."""
+KV_BLOCK = 16
+"""Tokens that vLLM gives memory to at once."""
 KV_SLACK = 1.1
+SHARE_THAT_MUST_BE_FREE = 0.02
+"""Of the GPU's memory, or vLLM does not start; otherwise unused where the KV cache has a size. Its
+default of 0.92 leaves no room for the model that our engine was measured with."""
 
 
 def check_vllm(quant: str) -> None:
@@ -53,13 +60,20 @@ def check_vllm(quant: str) -> None:
         )
 
 
+def import_vllm() -> Any:
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:  # one of its many requirements, or another version of torch
+        raise EngineError(f"the package 'vllm' is there but cannot be imported: {error}") from error
+
+
 class VllmContender:
     """`vllm.LLM` with random weights."""
 
     def __init__(self, setup: Setup, workloads: Sequence[Workload]) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._vllm: Any = importlib.import_module("vllm")
+        self._vllm = import_vllm()
         self._folder = tempfile.TemporaryDirectory(prefix="qurl-vllm-")
         config = model_config(setup.shape) | {"torch_dtype": "bfloat16"}
         if setup.quant == "int8":
@@ -73,6 +87,7 @@ class VllmContender:
             generation_config="vllm",
             max_model_len=max(w.prompt_tokens + w.new_tokens for w in workloads),
             max_num_seqs=max(w.num_sequences for w in workloads),
+            gpu_memory_utilization=SHARE_THAT_MUST_BE_FREE,
             kv_cache_memory_bytes=kv_bytes(setup.shape, setup.kv, workloads),
             kv_cache_dtype="auto" if setup.kv == "none" else setup.kv,
             disable_log_stats=True,
@@ -105,6 +120,7 @@ class VllmContender:
         return {
             "version": self._vllm.__version__,
             "async_scheduling": config.scheduler_config.async_scheduling,
+            "model_runner": "v2" if config.use_v2_model_runner else "v1",
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "block_size": config.cache_config.block_size,
@@ -113,7 +129,10 @@ class VllmContender:
 
 def kv_bytes(shape: Shape, kv: str, workloads: Sequence[Workload]) -> int:
     """Room for every sequence of the largest workload at its full length."""
-    tokens = max(w.num_sequences * (w.prompt_tokens + w.new_tokens) for w in workloads)
+    tokens = max(
+        w.num_sequences * KV_BLOCK * math.ceil((w.prompt_tokens + w.new_tokens) / KV_BLOCK)
+        for w in workloads
+    )
     return int(KV_SLACK * tokens * shape.kv_numbers_per_token * (2 if kv == "none" else 1))
 
 

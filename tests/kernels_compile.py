@@ -224,6 +224,7 @@ def rotate(
             eps=1e-6,
             kv=numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
             kv_scale=floats(2, kv_heads) if kv_dtype == FP8 else None,
+            kv_center=floats(kv_heads, head_dim) if kv_dtype == FP8 else None,
             num_heads=heads.heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -433,7 +434,8 @@ LAUNCHES = (
         {"map_tile_kernel": WIDE_LOADS},
         targets=(HOPPER,),
     ),
-    # Early are scale and bias of either half of a head, the cache's scale and the heads' norms.
+    # Early are scale and bias of either half of a head, the heads' norms, and the cache's scale and
+    # center.
     Launch(
         "rope to a bf16 cache",
         rotate(torch.bfloat16),
@@ -442,7 +444,7 @@ LAUNCHES = (
     Launch(
         "rope to an fp8 cache",
         rotate(FP8),
-        {"rotate_kernel": WIDE_LOADS.with_early(5)},
+        {"rotate_kernel": WIDE_LOADS.with_early(7)},
         targets=(HOPPER,),
     ),
     Launch(

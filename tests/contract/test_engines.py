@@ -662,7 +662,7 @@ def test_canary_refuses_decoding_that_reads_the_wrong_keys(monkeypatch):
 def test_canary_is_decoded_with_the_range_of_this_sync(monkeypatch):
     engine = build("local", own_model(), kv="fp8")
     scale = engine.memory.scale
-    monkeypatch.setattr(engine.memory, "set_range_", lambda amax: scale.fill_(math.nan))
+    monkeypatch.setattr(engine.memory, "set_range_", lambda sample: scale.fill_(math.nan))
     message = sync_with_broken_decoding(engine, monkeypatch)
     assert "decoded with the KV cache: the engine's log-probs are not finite" in message
 

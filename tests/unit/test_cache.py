@@ -12,6 +12,7 @@ from qurl.rollout.local.cache import (
     PagePool,
 )
 from qurl.rollout.local.decoder import table_width
+from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import KEYS, attend_pages, write_pages_
 from qurl.rollout.local.weights import Architecture
@@ -130,21 +131,36 @@ def test_attention_over_pages_equals_attention_over_the_sequence(window):
             torch.testing.assert_close(out[b, head], expected)
 
 
+def sample_of(k, v) -> KVRange:
+    """Of keys and values [N, 2, 8] that turn with no position, in both layers."""
+    sample = KVRange(
+        torch.zeros(2, 2, 8), torch.zeros(2, 2, 2), torch.ones(1, 4), torch.zeros(1, 4)
+    )
+    for layer in range(2):
+        sample.observe_(layer, k, v)
+    return sample
+
+
 def test_an_fp8_cache_reads_back_within_half_a_code():
     """E4M3 has three bits after the leading one: half a step is 1/16 of the value below it."""
     memory = make_memory(is_fp8=True)
     cache = memory.acquire(2)
     torch.manual_seed(0)
-    k, v = torch.randn(4, 2, 8), 100 * torch.randn(4, 2, 8)
-    amax = torch.stack([x.abs().amax((0, 2)) for x in (k, v)])
-    memory.set_range_(amax.expand(2, 2, 2))
+    common = 1000 * torch.randn(2, 8)
+    k, v = torch.randn(4, 2, 8) + common, 100 * torch.randn(4, 2, 8)
+    memory.set_range_(sample_of(k, v))
     write_pages_(cache.layer(1), k, v, torch.arange(4, 8))
     assert cache.data.dtype == torch.float8_e4m3fn
     assert cache.scale is not None
-    for stored, scale, source in zip(cache.data[1], cache.scale[1], (k, v), strict=True):
+    assert cache.center is not None
+    torch.testing.assert_close(cache.center[1], k.mean(0))
+    for stored, scale, source in zip(
+        cache.data[1], cache.scale[1], (k - cache.center[1], v), strict=True
+    ):
         values = stored[1].float() * scale[:, None]
         # The smallest codes have fewer bits: 2^-10 of the unit is half of their step.
         assert ((values - source).abs() <= source.abs() / 16 + scale[:, None] * 2**-10).all()
+    assert cache.scale[1, 0].max() * 448 < 4 * 5, "the range is that of what tells keys apart"
 
 
 def test_the_range_of_an_fp8_cache_has_a_margin_of_four():
@@ -152,7 +168,7 @@ def test_the_range_of_an_fp8_cache_has_a_margin_of_four():
     memory = make_memory(is_fp8=True)
     amax = torch.zeros(2, 2, 2)
     amax[0, 1, 0], amax[1, 0, 1] = 112, 56
-    memory.set_range_(amax)
+    memory.set_range_(KVRange(torch.zeros(2, 2, 8), amax, torch.ones(1, 4), torch.zeros(1, 4)))
     expected = torch.ones(2, 2, 2)
     expected[1, 0, 1] = 0.5
     assert torch.equal(memory.acquire(1).scale, expected)

@@ -122,7 +122,11 @@ def make_cache(weights: Weights, has_codes: bool) -> KVCache:
     shape = (arch.num_layers, 2, 6, PAGE_SIZE, arch.num_kv_heads, arch.head_dim)
     scale = torch.linspace(0.01, 0.02, arch.num_layers * 2 * arch.num_kv_heads)
     scale = scale.view(arch.num_layers, 2, arch.num_kv_heads)
-    return KVCache(torch.zeros(shape).to(dtype), scale if has_codes else None)
+    if not has_codes:
+        return KVCache(torch.zeros(shape).to(dtype))
+    center = torch.linspace(-1, 1, scale[:, 0].numel() * arch.head_dim)
+    center = center.view(arch.num_layers, arch.num_kv_heads, arch.head_dim)
+    return KVCache(torch.zeros(shape).to(dtype), scale, center)
 
 
 def assert_near(fused: Course, reference: Course, quant: str) -> None:

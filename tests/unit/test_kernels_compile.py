@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 JOBS = [(launch, target) for launch in LAUNCHES for target in launch.targets]
 SHARED_BYTES = {AMPERE: 163 * 1024, HOPPER: 227 * 1024}
 """What one program can have."""
-STATIC = {"weight", "scale_w", "bias", "q_norm", "k_norm", "kv_scale"}
+STATIC = {"weight", "scale_w", "bias", "q_norm", "k_norm", "kv_scale", "kv_center"}
 """Arguments that only a sync writes: no other kernel of a step does."""
 
 pytestmark = pytest.mark.xdist_group("kernels_compile")

@@ -60,12 +60,15 @@ class Case:
         slots: Tensor | None = None,
         kv: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_center: Tensor | None = None,
         *,
         keep_kv: bool = True,
         rows: slice = slice(None),
     ) -> Any:
         """What the kernel returns, for some of the rows, moved to the CPU; kv changes in place."""
         q_norm, k_norm = self.norms or (None, None)
+        if kv_scale is not None and kv_center is None:
+            kv_center = torch.zeros(self.num_kv_heads, self.head_dim)
         result = rotate_and_store(
             _take_rows(self.qkv, rows),
             self.positions[rows].to(DEVICE),
@@ -77,6 +80,7 @@ class Case:
             EPS,
             kv,
             None if kv_scale is None else kv_scale.to(DEVICE),
+            None if kv_center is None else kv_center.to(DEVICE),
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -190,11 +194,12 @@ def test_fp8_cache(dtype):
     # From all but one value clamped to all below the smallest code.
     kv_scale = torch.tensor([[1e-3, 7e-3], [1.0, 3e4]])
     slots = torch.tensor([0, 3, 4, 7, 1])
+    kv_center = random(2, 80, seed=12)
     layers = case.empty_layers(2, FP8)
-    q, k, v = case.run(slots, layers[2], kv_scale)
+    q, k, v = case.run(slots, layers[2], kv_scale, kv_center)
     assert_equal((q, k, v), case.expected())
     expected = case.empty_layers(2, FP8).cpu()
-    write_pages_(LayerCache(expected[2], kv_scale), k, v, slots)
+    write_pages_(LayerCache(expected[2], kv_scale, kv_center), k, v, slots)
     assert torch.equal(layers.cpu().float(), expected.float())
     assert expected[2, 0].float().abs().max() == 448
 

@@ -4,7 +4,8 @@ A sequence owns a list of pages; its token at position p lives in `pages[p // pa
 pages can be shared, because nobody writes to them again. Page 0 belongs to no sequence: padding
 rows of a batch write there.
 
-In FP8 the cache holds codes, with one scale per layer, key or value, and head.
+In FP8 the cache holds codes, with one scale per layer, key or value, and head; keys are stored less
+their center (`qurl.rollout.local.kv_range`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qurl.rollout.local.arena import Arena
+from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Architecture
 
@@ -78,13 +80,17 @@ class KVCache:
 
     data: Tensor  # [layers, 2, 1 + pages, page_size, kv_heads, head_dim]
     scale: Tensor | None = None  # [layers, 2, kv_heads]: value = code * scale
+    center: Tensor | None = None  # [layers, kv_heads, head_dim]: what coded keys are less
 
     @property
     def page_size(self) -> int:
         return self.data.shape[3]
 
     def layer(self, index: int) -> LayerCache:
-        return LayerCache(self.data[index], None if self.scale is None else self.scale[index])
+        if self.scale is None:
+            return LayerCache(self.data[index], None)
+        assert self.center is not None
+        return LayerCache(self.data[index], self.scale[index], self.center[index])
 
     def copy_(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each, in all layers."""
@@ -151,8 +157,11 @@ class CacheMemory:
         self._arena: Arena | None = None
         self._has_warned = False
         self.scale: Tensor | None = None
+        self.center: Tensor | None = None
         if options.is_fp8:
-            self.scale = torch.ones(arch.num_layers, 2, arch.num_kv_heads, device=device)
+            layers, heads = arch.num_layers, arch.num_kv_heads
+            self.scale = torch.ones(layers, 2, heads, device=device)
+            self.center = torch.zeros(layers, heads, arch.head_dim, device=device)
 
     @property
     def page_bytes(self) -> int:
@@ -160,11 +169,12 @@ class CacheMemory:
         numbers = 2 * arch.num_layers * self.options.page_size * arch.num_kv_heads * arch.head_dim
         return numbers * self.dtype.itemsize
 
-    def set_range_(self, amax: Tensor) -> None:
-        """FP8 scales from the largest magnitudes [layers, 2, kv_heads] of a sample."""
+    def set_range_(self, sample: KVRange) -> None:
+        """FP8 scales and centers from what a sample of keys and values shows."""
         assert self.scale is not None
-        scale = KV_MARGIN * amax / FP8_MAX
-        self.scale.copy_(torch.where(amax == 0, 1.0, scale))
+        assert self.center is not None
+        self.scale.copy_(torch.where(sample.amax == 0, 1.0, KV_MARGIN * sample.amax / FP8_MAX))
+        self.center.copy_(sample.center)
 
     def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
         """Pages for so many sequences of so many tokens, as far as memory permits.
@@ -194,14 +204,16 @@ class CacheMemory:
         if not arena.is_mapped:
             arena.map()
         self._arena, self.num_pages = arena, num_pages
-        return KVCache(arena.tensor(self._shape(num_pages), self.dtype), self.scale)
+        data = arena.tensor(self._shape(num_pages), self.dtype)
+        return KVCache(data, self.scale, self.center)
 
     def make_small(self, num_tokens: int) -> KVCache:
         """A cache of the same kind for one short sequence, apart from the large one."""
         num_pages = -(-num_tokens // self.options.page_size)
         num_bytes = (1 + num_pages) * self.page_bytes
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        return KVCache(data.view(self.dtype).view(self._shape(num_pages)), self.scale)
+        data = data.view(self.dtype).view(self._shape(num_pages))
+        return KVCache(data, self.scale, self.center)
 
     def release(self) -> None:
         """The generation is over: give the memory back where that is wanted."""

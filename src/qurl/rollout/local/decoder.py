@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurl.rollout.local.cache import KVCache
+from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import Ops, Places, Rotations
 from qurl.rollout.local.reference import KEYS
 from qurl.rollout.local.weights import Weights
@@ -28,11 +29,11 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     cache: KVCache | None = None,
     tables: Sequence[Sequence[int]] = (),
-    kv_amax: Tensor | None = None,
+    kv_range: KVRange | None = None,
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed prompts, normed; fills the pages of `tables`.
 
-    `kv_amax` [layers, 2, H_kv] receives the largest magnitude of keys and values per head.
+    `kv_range` learns from the keys and values.
     """
     lengths = [len(p) for p in prompts]
     tokens = torch.tensor([t for p in prompts for t in p])
@@ -48,8 +49,8 @@ def prefill(
         qkv = ops.project(layer.qkv, h)
         layer_cache = None if cache is None else cache.layer(index)
         q, k, v = ops.rotate_prompts(qkv, layer, rotations, places, layer_cache)
-        if kv_amax is not None:
-            kv_amax[index] = torch.stack([k, v])[:, : sum(lengths)].abs().amax((1, 3))
+        if kv_range is not None:
+            kv_range.observe_(index, k[: sum(lengths)], v[: sum(lengths)])
         h = ops.attend_prompts(q, k, v, lengths, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.final_norm(x, delta)[: sum(lengths)]

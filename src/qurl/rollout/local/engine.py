@@ -17,6 +17,7 @@ from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import decode_sequence, prefill
 from qurl.rollout.local.generation import Generation
 from qurl.rollout.local.graphs import Actor, Stepper
+from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import Rotations, choose_ops
 from qurl.rollout.local.requests import LengthHistory
 from qurl.rollout.local.weights import Weights
@@ -203,9 +204,9 @@ class LocalEngine:
         )
 
     @torch.no_grad()
-    def _score(self, token_ids: Sequence[int], kv_amax: Tensor | None = None) -> Tensor:
+    def _score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
         self._extend_rotations(len(token_ids))
-        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_amax=kv_amax)
+        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_range=kv_range)
         return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
 
     def _verify(self, model: nn.Module, version: int) -> float:
@@ -228,9 +229,9 @@ class LocalEngine:
         """Its keys and values also give an FP8 cache its range."""
         if self.memory.scale is None:
             return self._score(token_ids)
-        amax = torch.zeros_like(self.memory.scale)
-        scores = self._score(token_ids, amax)
-        self.memory.set_range_(amax)
+        sample = KVRange.empty(self.weights)
+        scores = self._score(token_ids, sample)
+        self.memory.set_range_(sample)
         return scores
 
     @torch.no_grad()

@@ -163,6 +163,7 @@ class FusedOps:
             arch.norm_eps,
             None if cache is None else cache.data,
             None if cache is None else cache.scale,
+            None if cache is None else cache.center,
             arch.num_heads,
             arch.num_kv_heads,
             arch.head_dim,

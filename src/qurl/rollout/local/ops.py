@@ -47,6 +47,7 @@ class LayerCache:
 
     data: Tensor  # [2, pages, page_size, H_kv, D]
     scale: Tensor | None  # [2, H_kv]: value = code * scale, where the cache holds codes
+    center: Tensor | None = None  # [H_kv, D]: coded keys are stored less this (`kv_range`)
 
 
 @dataclass(frozen=True)

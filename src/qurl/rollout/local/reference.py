@@ -193,7 +193,10 @@ def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None
     for index, source in enumerate((k, v)):
         target = cache.data[index].flatten(0, 1)
         if cache.scale is not None:
-            source = source.float() / cache.scale[index][:, None]
+            source = source.float()
+            if index == 0 and cache.center is not None:
+                source = source - cache.center
+            source = source / cache.scale[index][:, None]
             source = source.clamp(-FP8_MAX, FP8_MAX)
         target[slots] = source.to(target.dtype)
 

@@ -304,6 +304,7 @@ class Weights:
         ]
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
+        self.max_positions = int(getattr(body.config, "max_position_embeddings", None) or 32768)
         self._copies: dict[str, Tensor] = {}
         self._plan: SyncPlan | None = None
         self.embedding: Tensor

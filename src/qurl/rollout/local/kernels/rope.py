@@ -1,7 +1,8 @@
 """From the fused q, k, v projection to attention: head norms, rotary embedding, cache write.
 
     a, b = halves of a head;  a' = a cos - b sin;  b' = b cos + a sin
-    cache = k' and v in the compute dtype, or fp8(clamp(value / kv_scale, -448, 448))
+    cache = k' and v in the compute dtype, or as fp8(clamp(value / kv_scale, -448, 448))
+            with k' - kv_center for k'
 
 One launch. A program takes a few heads of one token, whether of q, k or v. FP32 until the results
 are rounded to the compute dtype, and each head on its own, so that nothing depends on M.
@@ -45,6 +46,7 @@ def rotate_and_store(
     eps: float,
     kv: Tensor | None,
     kv_scale: Tensor | None,
+    kv_center: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -57,7 +59,8 @@ def rotate_and_store(
 
     `positions` [M] look up `cos` and `sin` [P, D / 2]; `q_norm` and `k_norm` [D] are RMS norms of
     each head before the rotation. Where `slots` [M] = page * page_size + offset are given, k and v
-    go to one layer of the cache, kv [2, pages, page_size, H_kv, D]; FP8 with kv_scale [2, H_kv].
+    go to one layer of the cache, kv [2, pages, page_size, H_kv, D]; FP8 with kv_scale [2, H_kv] and
+    kv_center [H_kv, D].
     """
     rows, columns = product_shape(qkv)
     assert columns == (num_heads + 2 * num_kv_heads) * head_dim
@@ -69,9 +72,9 @@ def rotate_and_store(
     assert _fits(k_norm, (head_dim,), torch.float32)
     assert (q_norm is None) == (k_norm is None)
     if slots is None:
-        kv = kv_scale = None
+        kv = kv_scale = kv_center = None
     else:
-        _check_cache(kv, kv_scale, num_kv_heads, head_dim)
+        _check_cache(kv, kv_scale, kv_center, num_kv_heads, head_dim)
     q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
     k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
     half = next_power_of_2(head_dim // 2)
@@ -102,6 +105,7 @@ def rotate_and_store(
         eps=eps,
         kv=kv,
         kv_scale=kv_scale,
+        kv_center=kv_center,
         q_out=q,
         k_out=k,
         v_out=v,
@@ -111,12 +115,18 @@ def rotate_and_store(
 
 
 def _check_cache(
-    kv: Tensor | None, kv_scale: Tensor | None, num_kv_heads: int, head_dim: int
+    kv: Tensor | None,
+    kv_scale: Tensor | None,
+    kv_center: Tensor | None,
+    num_kv_heads: int,
+    head_dim: int,
 ) -> None:
     assert kv is not None
     assert _fits(kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), kv.dtype)
     assert (kv.dtype == torch.float8_e4m3fn) == (kv_scale is not None)
+    assert (kv_center is None) == (kv_scale is None)
     assert _fits(kv_scale, (2, num_kv_heads), torch.float32)
+    assert _fits(kv_center, (num_kv_heads, head_dim), torch.float32)
 
 
 def _fits(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -140,6 +150,7 @@ def rotate_kernel(
     k_norm,
     kv,
     kv_scale,
+    kv_center,
     q_out,
     k_out,
     v_out,
@@ -177,6 +188,10 @@ def rotate_kernel(
         # [2, H_kv] in the order of the heads.
         scale_at = kv_scale + head - NUM_HEADS
         scale = tl.load(scale_at, mask=is_head & ~is_query, other=1.0)
+        is_key = mask & ~is_query & ~is_value
+        center_at = kv_center + (head - NUM_HEADS) * HEAD_DIM + lane
+        center_a = tl.load(center_at, mask=is_key, other=0.0)
+        center_b = tl.load(center_at + HEAD_DIM // 2, mask=is_key, other=0.0)
     if q_norm is not None:
         gain_a = _load_gain(q_norm, k_norm, is_query, lane, is_lane)
         gain_b = _load_gain(q_norm, k_norm, is_query, lane + HEAD_DIM // 2, is_lane)
@@ -212,8 +227,8 @@ def rotate_kernel(
         a = narrow(a, dtype).to(tl.float32)
         b = narrow(b, dtype).to(tl.float32)
         if kv_scale is not None:
-            a = _divide_clamped(a, scale)
-            b = _divide_clamped(b, scale)
+            a = _divide_clamped(a - center_a, scale)
+            b = _divide_clamped(b - center_b, scale)
         slot_at = slot * (NUM_KV_HEADS * HEAD_DIM)
         plane_at = tl.where(is_value, plane_stride, 0).to(tl.int64)
         _store_pair(kv + plane_at + slot_at + kv_at, a, b, mask & ~is_query, HEAD_DIM)

@@ -23,7 +23,8 @@ from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from qurl.cli import main
 from qurl.config import ModelConfig
 from qurl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
-from qurl.gguf import PRE_TOKENIZERS, export_gguf
+from qurl.gguf import export_gguf
+from qurl.gguf.tokenizer import PRE_TOKENIZERS
 from qurl.policy import load_policy
 from qurl.rollout.stop import eos_ids
 

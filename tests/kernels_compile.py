@@ -42,6 +42,8 @@ from qurl.quant.kernels.plans import Plans
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
+from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.weights import Architecture
 
 AMPERE, HOPPER = 80, 90
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -213,22 +215,20 @@ def rotate(
         width = (heads.heads + 2 * kv_heads) * head_dim
         index = numbers(64, dtype=torch.int64)
         norm = floats(head_dim) if heads.has_norms else None
+        has_codes = kv_dtype == FP8
+        arch = Architecture(1, heads.heads, kv_heads, head_dim, 1e-6, (None,))
         return rope.rotate_and_store(
             product(64, width, parts) if parts else numbers(64, width),
-            positions=index,
-            slots=index,
-            cos=floats(2048, head_dim // 2),
-            sin=floats(2048, head_dim // 2),
-            q_norm=norm,
-            k_norm=norm,
-            eps=1e-6,
-            kv=numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
-            kv_scale=floats(2, kv_heads) if kv_dtype == FP8 else None,
-            kv_center=floats(kv_heads, head_dim) if kv_dtype == FP8 else None,
-            num_heads=heads.heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=torch.bfloat16,
+            Places(index, index),
+            Rotations(floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
+            None if norm is None else (norm, norm),
+            LayerCache(
+                numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
+                floats(2, kv_heads) if has_codes else None,
+                floats(kv_heads, head_dim) if has_codes else None,
+            ),
+            arch,
+            torch.bfloat16,
             keep_kv=keep_kv,
             pdl=pdl,
         )

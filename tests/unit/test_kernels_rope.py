@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from qurl.quant.linear import Partial, Product, finish
 from qurl.rollout.local.kernels.rope import rotate_and_store
-from qurl.rollout.local.ops import LayerCache
+from qurl.rollout.local.ops import LayerCache, Places, Rotations
 from qurl.rollout.local.reference import rms_norm, rotate, write_pages_
+from qurl.rollout.local.weights import Architecture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -66,24 +67,19 @@ class Case:
         rows: slice = slice(None),
     ) -> Any:
         """What the kernel returns, for some of the rows, moved to the CPU; kv changes in place."""
-        q_norm, k_norm = self.norms or (None, None)
         if kv_scale is not None and kv_center is None:
             kv_center = torch.zeros(self.num_kv_heads, self.head_dim)
+        scale, center = (None if x is None else x.to(DEVICE) for x in (kv_scale, kv_center))
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         result = rotate_and_store(
             _take_rows(self.qkv, rows),
-            self.positions[rows].to(DEVICE),
-            None if slots is None else slots[rows].to(DEVICE),
-            self.cos.to(DEVICE),
-            self.sin.to(DEVICE),
-            None if q_norm is None else q_norm.to(DEVICE),
-            None if k_norm is None else k_norm.to(DEVICE),
-            EPS,
-            kv,
-            None if kv_scale is None else kv_scale.to(DEVICE),
-            None if kv_center is None else kv_center.to(DEVICE),
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
+            Places(
+                self.positions[rows].to(DEVICE), None if slots is None else slots[rows].to(DEVICE)
+            ),
+            Rotations(self.cos.to(DEVICE), self.sin.to(DEVICE)),
+            None if self.norms is None else (self.norms[0].to(DEVICE), self.norms[1].to(DEVICE)),
+            None if kv is None else LayerCache(kv, scale, center),
+            Architecture(1, *heads, norm_eps=EPS, windows=(None,)),
             self.dtype,
             keep_kv=keep_kv,
             pdl=False,

@@ -151,22 +151,14 @@ class FusedOps:
         *,
         keep_kv: bool,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        arch = self.arch
+        norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
         return rotate_and_store(
             qkv,
-            places.positions,
-            places.slots,
-            rotations.cos,
-            rotations.sin,
-            layer.norms.get("q_norm"),
-            layer.norms.get("k_norm"),
-            arch.norm_eps,
-            None if cache is None else cache.data,
-            None if cache is None else cache.scale,
-            None if cache is None else cache.center,
-            arch.num_heads,
-            arch.num_kv_heads,
-            arch.head_dim,
+            places,
+            rotations,
+            norms,
+            cache,
+            self.arch,
             self.dtype,
             keep_kv=keep_kv,
             pdl=self.pdl,

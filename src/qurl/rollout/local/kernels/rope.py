@@ -29,6 +29,8 @@ from qurl.rollout.local.kernels.product import (
     product_args,
     product_shape,
 )
+from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.weights import Architecture
 
 _FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4
@@ -37,19 +39,11 @@ _TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions in a program: 16-byte loads o
 
 def rotate_and_store(
     qkv: Product,
-    positions: Tensor,
-    slots: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    kv: Tensor | None,
-    kv_scale: Tensor | None,
-    kv_center: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    places: Places,
+    rotations: Rotations,
+    norms: tuple[Tensor, Tensor] | None,
+    cache: LayerCache | None,
+    arch: Architecture,
     dtype: torch.dtype,
     *,
     keep_kv: bool,
@@ -57,31 +51,23 @@ def rotate_and_store(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
 
-    `positions` [M] look up `cos` and `sin` [P, D / 2]; `q_norm` and `k_norm` [D] are RMS norms of
-    each head before the rotation. Where `slots` [M] = page * page_size + offset are given, k and v
-    go to one layer of the cache, kv [2, pages, page_size, H_kv, D]; FP8 with kv_scale [2, H_kv] and
-    kv_center [H_kv, D].
+    `norms` [D] are RMS norms of each head of q and of k before the rotation. Where there are slots,
+    k and v go to the cache.
     """
-    rows, columns = product_shape(qkv)
-    assert columns == (num_heads + 2 * num_kv_heads) * head_dim
-    assert _fits(positions, (rows,), torch.int64)
-    assert _fits(slots, (rows,), torch.int64)
-    assert _fits(cos, (len(cos), head_dim // 2), torch.float32)
-    assert _fits(sin, cos.shape, torch.float32)
-    assert _fits(q_norm, (head_dim,), torch.float32)
-    assert _fits(k_norm, (head_dim,), torch.float32)
-    assert (q_norm is None) == (k_norm is None)
-    if slots is None:
-        kv = kv_scale = kv_center = None
-    else:
-        _check_cache(kv, kv_scale, kv_center, num_kv_heads, head_dim)
-    q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
+    rows, _ = product_shape(qkv)
+    num_heads, num_kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
+    if places.slots is None:
+        cache = None
+    q_norm, k_norm = norms or (None, None)
+    _check(qkv, places, rotations, (q_norm, k_norm), cache, arch)
+    device = places.positions.device
+    q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=device)
     k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
     half = next_power_of_2(head_dim // 2)
     heads = max(_TILE // half, 1)
     args: dict[str, Any] = {
         **product_args(qkv),
-        "plane_stride": 0 if kv is None else kv.stride(0),
+        "plane_stride": 0 if cache is None else cache.data.stride(0),
         "num_rows": rows,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
@@ -96,16 +82,16 @@ def rotate_and_store(
         **EXACT,
     }
     rotate_kernel[(rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-        positions=positions,
-        slots=slots,
-        cos=cos,
-        sin=sin,
+        positions=places.positions,
+        slots=places.slots,
+        cos=rotations.cos,
+        sin=rotations.sin,
         q_norm=q_norm,
         k_norm=k_norm,
-        eps=eps,
-        kv=kv,
-        kv_scale=kv_scale,
-        kv_center=kv_center,
+        eps=arch.norm_eps,
+        kv=cache and cache.data,
+        kv_scale=cache and cache.scale,
+        kv_center=cache and cache.center,
         q_out=q,
         k_out=k,
         v_out=v,
@@ -114,19 +100,31 @@ def rotate_and_store(
     return q if k is None or v is None else (q, k, v)
 
 
-def _check_cache(
-    kv: Tensor | None,
-    kv_scale: Tensor | None,
-    kv_center: Tensor | None,
-    num_kv_heads: int,
-    head_dim: int,
+def _check(
+    qkv: Product,
+    places: Places,
+    rotations: Rotations,
+    norms: tuple[Tensor | None, Tensor | None],
+    cache: LayerCache | None,
+    arch: Architecture,
 ) -> None:
-    assert kv is not None
-    assert _fits(kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), kv.dtype)
-    assert (kv.dtype == torch.float8_e4m3fn) == (kv_scale is not None)
-    assert (kv_center is None) == (kv_scale is None)
-    assert _fits(kv_scale, (2, num_kv_heads), torch.float32)
-    assert _fits(kv_center, (num_kv_heads, head_dim), torch.float32)
+    rows, columns = product_shape(qkv)
+    kv_heads, head_dim = arch.num_kv_heads, arch.head_dim
+    assert columns == (arch.num_heads + 2 * kv_heads) * head_dim
+    assert _fits(places.positions, (rows,), torch.int64)
+    assert _fits(places.slots, (rows,), torch.int64)
+    assert _fits(rotations.cos, (len(rotations), head_dim // 2), torch.float32)
+    assert _fits(rotations.sin, rotations.cos.shape, torch.float32)
+    for norm in norms:
+        assert _fits(norm, (head_dim,), torch.float32)
+    assert (cache is None) == (places.slots is None)
+    if cache is not None:
+        kv = cache.data
+        assert _fits(kv[0], (*kv.shape[1:3], kv_heads, head_dim), kv.dtype)
+        assert (kv.dtype == torch.float8_e4m3fn) == (cache.scale is not None)
+        assert (cache.center is None) == (cache.scale is None)
+        assert _fits(cache.scale, (2, kv_heads), torch.float32)
+        assert _fits(cache.center, (kv_heads, head_dim), torch.float32)
 
 
 def _fits(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -85,7 +85,7 @@ def step_table(results: Results) -> str:
 
 def step_seconds(result: Result) -> dict[str, float]:
     """The median of each part over the steps after the warm-up."""
-    assert all(session["jobs"] == 1 for session in result.record["sessions"])
+    assert all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
     curves = {part: result.curve(f"timing_s/{part}") for part in PARTS}
     steps = range(WARM_UP_STEPS, result.steps)
     return {part: median(s for step, s in curves[part] if step in steps) for part in PARTS}

@@ -2,7 +2,7 @@
 
     {"experiment": ..., "arm": ..., "seed": ..., "status": "finished | stopped | failed: ...",
      "steps": trained steps, "overrides": {...}, "config": {...}, "machine": {...},
-     "sessions": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
+     "attempts": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
      "evals": [{"step": ..., "precision": ..., "outcomes": "0110..."}],
      "curves": {"step": [...], metric: [...]}}
 

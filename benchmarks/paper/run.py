@@ -88,14 +88,14 @@ class Job:
         return load_config(ROOT / self.arm.recipe, self.flags)
 
 
-class Session:
+class Attempt:
     """One process that trains a job, from its start until it ended or was stopped."""
 
     def __init__(self, job: Job, num_jobs: int) -> None:
         self.job = job
         self.started = time.monotonic()
-        sessions = job.beside(".sessions.json")
-        self.earlier = json.loads(sessions.read_text()) if sessions.exists() else []
+        attempts = job.beside(".attempts.json")
+        self.earlier = json.loads(attempts.read_text()) if attempts.exists() else []
         self.facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "jobs": num_jobs}
         self.collected = self.started
         self.is_killed = False
@@ -118,9 +118,9 @@ class Session:
         """Write what the run has logged so far: where it stands, and whether it is the longest."""
         job = self.job
         self.collected = time.monotonic()
-        session = {**self.facts, "seconds": round(self.collected - self.started, 1)}
-        sessions = [*self.earlier, session]
-        replace_text(job.beside(".sessions.json"), json.dumps(sessions, indent=1) + "\n")
+        attempt = {**self.facts, "seconds": round(self.collected - self.started, 1)}
+        attempts = [*self.earlier, attempt]
+        replace_text(job.beside(".attempts.json"), json.dumps(attempts, indent=1) + "\n")
         measured = measure(job.run_dir, job.config)
         status = self._status(measured)
         record = {
@@ -131,7 +131,7 @@ class Session:
             "recipe": job.arm.recipe,
             "overrides": {k: v for k, v in job.overrides.items() if not k.endswith("path")},
             "machine": _machine(),
-            "sessions": sessions,
+            "attempts": attempts,
             **measured,
         }
         return f"{status} at step {measured['steps']}", keep_longer(job.result, record)
@@ -153,7 +153,7 @@ def start(job: Job) -> subprocess.Popen:
     command = [sys.executable, "-m", "qurl", "train", str(ROOT / job.arm.recipe), *job.flags]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     with job.beside(".log").open("a") as log:
-        # In a session of its own, a Ctrl-C in the terminal reaches it only through us.
+        # In a process group of its own: a Ctrl-C in the terminal reaches it only through us.
         return subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": path},
@@ -179,48 +179,48 @@ def run_jobs(jobs: Sequence[Job], *, num_jobs: int, limit_s: float, grace_s: flo
     Tells whether none failed.
     """
     deadline = time.monotonic() + limit_s
-    waiting, running, is_sound = deque(jobs), list[Session](), True
+    waiting, running, is_sound = deque(jobs), list[Attempt](), True
     try:
         while (waiting or running) and time.monotonic() < deadline:
             while waiting and len(running) < num_jobs:
-                running.append(Session(waiting.popleft(), num_jobs))
+                running.append(Attempt(waiting.popleft(), num_jobs))
                 _say(running[-1].job, "started")
             time.sleep(POLL_S)
-            for session in [s for s in running if s.has_ended]:
-                running.remove(session)
-                is_sound &= finish(session)
-            for session in running:
-                if time.monotonic() - session.collected > COLLECT_S:
-                    session.collect()
+            for attempt in [a for a in running if a.has_ended]:
+                running.remove(attempt)
+                is_sound &= finish(attempt)
+            for attempt in running:
+                if time.monotonic() - attempt.collected > COLLECT_S:
+                    attempt.collect()
     finally:
         stop(running, grace_s)
-        for session in running:
-            is_sound &= finish(session)
+        for attempt in running:
+            is_sound &= finish(attempt)
     for job in waiting:
         _say(job, "not started")
     return is_sound
 
 
-def stop(running: Sequence[Session], grace_s: float) -> None:
+def stop(running: Sequence[Attempt], grace_s: float) -> None:
     """Interrupt all at once, and kill what has not ended in time."""
-    for session in running:
-        session.interrupt()
+    for attempt in running:
+        attempt.interrupt()
     deadline = time.monotonic() + grace_s
-    for session in running:
+    for attempt in running:
         try:
-            session.process.wait(max(0.0, deadline - time.monotonic()))
+            attempt.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            session.kill()
+            attempt.kill()
 
 
-def finish(session: Session) -> bool:
+def finish(attempt: Attempt) -> bool:
     """Collect an arm that has ended, and say how; tells whether it did not fail."""
-    status, is_longest = session.collect()
-    has_more = not is_longest and session.job.result.exists()
+    status, is_longest = attempt.collect()
+    has_more = not is_longest and attempt.job.result.exists()
     note = "; its file keeps an earlier, longer curve" if has_more else ""
-    _say(session.job, status + note)
-    if session.job.is_dropped and status.startswith("finished"):
-        shutil.rmtree(session.job.run_dir / "checkpoints")
+    _say(attempt.job, status + note)
+    if attempt.job.is_dropped and status.startswith("finished"):
+        shutil.rmtree(attempt.job.run_dir / "checkpoints")
     return not status.startswith("failed")
 
 

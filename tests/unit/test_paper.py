@@ -135,7 +135,7 @@ def test_at_the_limit_arms_stop_and_what_they_logged_stays(fake_trainer, tmp_pat
     assert found["status"] == "stopped"
     assert found["curves"]["step"] == list(range(found["steps"]))
     assert found["steps"] > 3
-    assert [session["jobs"] for session in found["sessions"]] == [1]
+    assert [attempt["jobs"] for attempt in found["attempts"]] == [1]
     assert "int8-acr-seed0: not started" in capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_an_arm_that_others_kill_has_failed(tmp_path, monkeypatch):
 def test_results_come_while_arms_run(fake_trainer, tmp_path, monkeypatch):
     """A machine that goes away loses no more than the last seconds."""
     fake_trainer(1000)
-    monkeypatch.setattr(run, "finish", lambda session: True)
+    monkeypatch.setattr(run, "finish", lambda attempt: True)
     run_toy(tmp_path, "--limit-s", "2.5", "--arms", "int8-acr")
     assert record(tmp_path)["steps"] > 0
 
@@ -184,7 +184,7 @@ def test_a_stopped_arm_resumes_to_the_same_curve(tmp_path):
     words = [w for key, value in TINY.items() for w in ("--set", f"{key}={value}")]
     settings = {**TINY, "steps": 7}
     whole, broken = (
-        run.Session(job(arm=1, folder=tmp_path / name, **settings), 1) for name in ("a", "b")
+        run.Attempt(job(arm=1, folder=tmp_path / name, **settings), 1) for name in ("a", "b")
     )
     metrics = broken.job.run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 90
@@ -192,9 +192,9 @@ def test_a_stopped_arm_resumes_to_the_same_curve(tmp_path):
         assert time.monotonic() < deadline, broken.job.beside(".log").read_text()
         time.sleep(0.02)
     broken.interrupt()
-    for session in (whole, broken):
-        session.process.wait()
-        run.finish(session)
+    for attempt in (whole, broken):
+        attempt.process.wait()
+        run.finish(attempt)
     stopped = record(tmp_path / "b")
     assert stopped["status"] == "stopped"
     assert 4 <= stopped["steps"] < 7
@@ -202,7 +202,7 @@ def test_a_stopped_arm_resumes_to_the_same_curve(tmp_path):
     assert run_toy(tmp_path / "b", "--arms", "int8-acr", "--steps", "7", *words) == 0
     uninterrupted, resumed = record(tmp_path / "a"), record(tmp_path / "b")
     assert resumed["status"] == "finished"
-    assert len(resumed["sessions"]) == 2
+    assert len(resumed["attempts"]) == 2
     assert [event["kind"] for event in resumed["events"]] == ["resume"]
     assert without_clocks(resumed) == without_clocks(uninterrupted)
     assert [e["step"] for e in resumed["evals"] if e["precision"] == "full"] == [0, 3, 6, 7]
@@ -337,7 +337,7 @@ def test_a_table_of_accuracies_says_what_was_not_run():
 def test_step_times_are_medians_after_the_warm_up():
     curves = {"step": [0, 1, 2, 3, 4]}
     curves |= {f"timing_s/{part}": [90.0, 80.0, 1.0, 2.0, 6.0] for part in figure_8.PARTS}
-    timed = arm_result("bf16", 0, (5, 1), curves=curves, sessions=[{"jobs": 1}])
+    timed = arm_result("bf16", 0, (5, 1), curves=curves, attempts=[{"jobs": 1}])
     assert figure_8.step_seconds(timed) == dict.fromkeys(figure_8.PARTS, 2.0)
 
 
@@ -369,7 +369,7 @@ def test_every_section_draws_results(tmp_path):
                 *[(i, 200 + i) for i in range(0, 90, 20)],
                 curves={"step": step, **{c: [0.5 + i / 90 for i in step] for c in COLUMNS}},
                 config={"batch.minibatches": 4, "batch.epochs": 2},
-                sessions=[{"jobs": 1}],
+                attempts=[{"jobs": 1}],
             )
             for arm in experiment.arms
             for seed in experiment.seeds

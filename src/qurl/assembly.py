@@ -81,6 +81,11 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             tracker.load_state_dict(state["tracker"])
     elif config.quant.update_scale > 1:
         _apply_uaq(config, policy)
+    if state["step"] > config.steps:
+        raise ConfigError(
+            f"steps = {config.steps}, but run_dir = {config.run_dir!r} has been trained for "
+            f"{state['step']} already; ask for more steps, or choose another run_dir"
+        )
     run.rewind(state["step"] - 1)
 
     with GradingPool(
@@ -162,7 +167,7 @@ def _task_options(config: Config, tokenizer) -> dict:
     }
 
 
-def build_actor(config: Config, policy: Policy, quant: str) -> Engine:
+def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool = False) -> Engine:
     """The engine of the recipe, holding a copy of the policy in the given format.
 
     In another format than the recipe's it answers for the full precision, cache included.
@@ -175,7 +180,7 @@ def build_actor(config: Config, policy: Policy, quant: str) -> Engine:
             "page_size": rollout.page_size,
             "kv_tokens": rollout.kv_tokens,
             "kv_memory_frac": rollout.kv_memory_frac,
-            "release_kv": rollout.release_kv,
+            "release_kv": rollout.release_kv or release_kv,
             "deterministic": rollout.deterministic,
         }
     return build_engine(
@@ -187,7 +192,8 @@ def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
     is_wanted = config.eval.every and config.eval.precision in ("both", "full")
     if not is_wanted or config.quant.format == "none":
         return None
-    return build_actor(config, policy, "none")
+    # Between evaluations its cache is the trainer's: two that stay would leave little for moments.
+    return build_actor(config, policy, "none", release_kv=True)
 
 
 def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:

@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from safetensors import SafetensorError
 
 from qurl.config import ModelConfig
@@ -81,15 +82,22 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
         device = learner.policy.device
         optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        learner.optimizer.load_state_dict(optimizers["policy"])
+        _load_optimizer(learner.optimizer, optimizers["policy"])
         if learner.critic is not None and learner.critic_optimizer is not None:
             weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
             learner.critic.load_state_dict(weights)
-            learner.critic_optimizer.load_state_dict(optimizers["critic"])
+            _load_optimizer(learner.critic_optimizer, optimizers["critic"])
     except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
         raise _unreadable(folder, error) from error
     torch.set_rng_state(state.pop("torch_rng"))
     return state
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """All but `fused`, which is not the run's choice but that of the device it is resumed on."""
+    for group in state["param_groups"]:
+        group["fused"] = optimizer.defaults["fused"]
+    optimizer.load_state_dict(state)
 
 
 def _unreadable(folder: Path, error: BaseException) -> CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -36,9 +37,7 @@ class Interrupt:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
-        # Not print(): the signal may have come in the middle of one.
-        os.write(sys.stderr.fileno(), b"\nstopping after this step; once more to stop at once\n")
-
-    def stop_if_requested(self) -> None:
-        if self.is_requested:
-            raise KeyboardInterrupt
+        # Not print(): the signal may have come in the middle of one. And whoever read what is
+        # written here may be gone: Ctrl-C ends a `| tee` as well.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), b"\nstopping after this step; once more stops at once\n")

@@ -135,6 +135,38 @@ def use_packed_attention_(model: Any) -> None:
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
+    if _has_window(model) and not _tells_window(model):
+        raise ModelError("its sliding window is in its mask alone, which packed sequences lack")
+
+
+def _has_window(model: Any) -> bool:
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    return (
+        getattr(config, "sliding_window", None) is not None
+        and getattr(config, "use_sliding_window", True)
+        and (kinds is None or "sliding_attention" in kinds)
+    )
+
+
+@torch.no_grad()
+def _tells_window(model: Any) -> bool:
+    """Whether any layer hands its window to the attention, seen in a forward of one token."""
+    from transformers import AttentionInterface
+
+    windows = []
+
+    def listen(*inputs: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        windows.append(sliding_window)
+        return attend(*inputs, sliding_window=sliding_window, **options)
+
+    AttentionInterface.register(ATTENTION, listen)
+    try:
+        device = next(model.parameters()).device
+        model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+    return any(window is not None for window in windows)
 
 
 def attend(

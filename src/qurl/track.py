@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -135,7 +136,7 @@ class Progress:
         self._latest |= metrics
         line = progress_line(step, self._num_steps, self._latest, self._eta(step, now))
         if self._is_live:
-            self._show(step, line)
+            self._without_reader(lambda: self._show(step, line))
         elif step >= self._num_steps or _accuracies(metrics) or self._is_due(now):
             self._last_line = now
             self.print(line)
@@ -143,14 +144,22 @@ class Progress:
     def print(self, message: str, style: str = "") -> None:
         """Print a message above the live line, or as a plain line."""
         if self._is_live:
-            self._console.print(Text(message, style=style))
+            self._without_reader(lambda: self._console.print(Text(message, style=style)))
         else:  # the console would wrap at 80 columns and colour where FORCE_COLOR is set
-            print(message, file=self._console.file, flush=True)
+            self._without_reader(lambda: print(message, file=self._console.file, flush=True))
 
     def close(self) -> None:
         if self._display is not None:
             self._display.stop()
             self._display = None
+
+    def _without_reader(self, show: Callable[[], None]) -> None:
+        """A terminal or pipe that is gone must not end the run; the files have everything."""
+        try:
+            show()
+        except (OSError, SystemExit):  # rich exits where a pipe is broken
+            self._console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+            self._is_live, self._display = False, None
 
     def _is_due(self, now: float) -> bool:
         return now - self._last_line >= self._interval

@@ -58,11 +58,13 @@ def train(config: Config) -> Path:
                 run.sample(step, record)
             # Logged before it is saved: a kill in between repeats the step and loses no row.
             run.log(step, metrics | timer.lap())
-            is_last = step + 1 == config.steps or interrupt.is_requested
+            is_stopping = interrupt.is_requested
+            is_last = step + 1 == config.steps or is_stopping
             if is_due(step + 1, config.save.every) or is_last:
                 with timer("save"):
                     save(config, parts, run, step + 1)
-            interrupt.stop_if_requested()
+            if is_stopping:
+                raise KeyboardInterrupt
 
         metrics = sync(parts, run, config.steps)
         if config.eval.every:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from qurl.config import load_config
+from qurl.errors import ConfigError
 from qurl.run import read_jsonl
 from qurl.train import train
 
@@ -126,3 +127,29 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     before = rows(tmp_path / "run")
     train(load_config(None, words))
     assert rows(tmp_path / "run") == before
+
+
+@pytest.mark.learn
+def test_fewer_steps_than_were_trained_are_refused(tmp_path):
+    words = flags("ppo, fp8", tmp_path)
+    train(load_config(None, [*words, "--steps", "3"]))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"steps = 2, but .* has been trained for 3 already"):
+        train(load_config(None, [*words, "--steps", "2"]))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.learn
+def test_a_run_outlives_whoever_reads_its_output(tmp_path):
+    """As with `qurl train ... 2>&1 | head`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qurl", "train", *flags("ppo, fp8", tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(timeout=90)
+    assert len(rows(tmp_path)) == STEPS + 1
+    assert (tmp_path / "checkpoints" / f"step-{STEPS:06d}").exists()

@@ -160,14 +160,14 @@ def test_an_fp8_cache_reads_back_within_half_a_code():
         values = stored[1].float() * scale[:, None]
         # The smallest codes have fewer bits: 2^-10 of the unit is half of their step.
         assert ((values - source).abs() <= source.abs() / 16 + scale[:, None] * 2**-10).all()
-    assert cache.scale[1, 0].max() * 448 < 4 * 5, "the range is that of what tells keys apart"
+    assert cache.scale[1, 0].max() * 448 < 16 * 5, "the range is that of what tells keys apart"
 
 
-def test_the_range_of_an_fp8_cache_has_a_margin_of_four():
-    """4 * 112 / 448 = 1; a head that was always zero gets 1 as well."""
+def test_the_range_of_an_fp8_cache_has_a_margin_of_sixteen():
+    """16 * 28 / 448 = 1; a head that was always zero gets 1 as well."""
     memory = make_memory(is_fp8=True)
     amax = torch.zeros(2, 2, 2)
-    amax[0, 1, 0], amax[1, 0, 1] = 112, 56
+    amax[0, 1, 0], amax[1, 0, 1] = 28, 14
     memory.set_range_(KVRange(torch.zeros(2, 2, 8), amax, torch.ones(1, 4), torch.zeros(1, 4)))
     expected = torch.ones(2, 2, 2)
     expected[1, 0, 1] = 0.5

@@ -25,6 +25,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -469,3 +471,14 @@ def test_a_copy_of_a_policy_is_packed_too():
     for other in (copy.deepcopy(policy), tiny_policy(model=copy.deepcopy(policy.model))):
         assert other.is_packed
         assert torch.equal(other.score(batch).logp, policy.score(batch).logp)
+
+
+def test_a_window_that_is_only_in_the_mask_is_not_packed():
+    """Seven tokens, as many as the check has, would not show it."""
+    kinds = ["sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 20, "layer_types": kinds}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    config = Qwen2MoeConfig(**SHAPE, **window, **experts, shared_expert_intermediate_size=16)
+    policy = tiny_policy(model=Qwen2MoeForCausalLM(config).eval())
+    assert not policy.is_packed
+    assert "sliding window is in its mask alone" in policy.notes[0]

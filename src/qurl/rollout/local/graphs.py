@@ -70,10 +70,11 @@ class Actor:
 
     def addresses(self) -> tuple[object, ...]:
         """Everything a graph of a step holds on to: it is valid while this stays the same."""
-        data, scale = self.cache.data, self.cache.scale
+        cache = self.cache
+        coding = [x.data_ptr() for x in (cache.scale, cache.center) if x is not None]
         return (
             *self.weights.addresses(),
-            *(data.data_ptr(), data.shape, 0 if scale is None else scale.data_ptr()),
+            *(cache.data.data_ptr(), cache.data.shape, *coding),
             *(self.rotations.cos.data_ptr(), self.rotations.sin.data_ptr()),
         )
 

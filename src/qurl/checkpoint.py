@@ -17,8 +17,8 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from safetensors import SafetensorError
+from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
 from qurl.errors import CheckpointError, ModelError

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.arms import DAPO_UAQ
-from benchmarks.paper.page import (
-    Claim,
-    Section,
-    accuracy_curves,
-    accuracy_table,
-    claims_table,
-    curves,
-    write,
-)
-from benchmarks.paper.plots import Panel, Plot
-from benchmarks.paper.results import Results
+from benchmarks.paper.page import Claim, accuracy_section, write
 
 CLAIMS = (
     Claim("UAQ s = 1.5 above none", "int8-uaq1.5", "int8", 0.62),
@@ -27,29 +17,9 @@ CLAIMS = (
     ),
 )
 
-
-def render(results: Results) -> str:
-    return "\n\n".join(
-        [
-            accuracy_table(DAPO_UAQ, results, "paper, AIME24 avg@32"),
-            claims_table(results.get("dapo", ()), CLAIMS),
-            plot(results).link(),
-        ]
-    )
-
-
-def plot(results: Results) -> Plot:
-    return Plot(
-        "dapo",
-        [
-            Panel("greedy test accuracy, %", accuracy_curves(DAPO_UAQ, results)),
-            Panel("accuracy of the rollouts", curves(DAPO_UAQ, results, "reward/accuracy")),
-            Panel("groups kept", curves(DAPO_UAQ, results, "sampling/groups_kept_frac")),
-        ],
-    )
-
-
-SECTION = Section("dapo", render, lambda results: [plot(results)])
+SECTION = accuracy_section(
+    DAPO_UAQ, CLAIMS, "paper, AIME24 avg@32", ("groups kept", "sampling/groups_kept_frac")
+)
 
 if __name__ == "__main__":
     write([SECTION])

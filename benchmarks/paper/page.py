@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.paper.arms import ROOT, Experiment
-from benchmarks.paper.plots import FIGURES, Line, Plot, draw, thin
+from benchmarks.paper.plots import FIGURES, Line, Panel, Plot, draw, thin
 from benchmarks.paper.results import Eval, Result, Results, read_results
 from qurl.evaluate import Interval
 
@@ -210,3 +210,29 @@ def accuracy_curves(experiment: Experiment, results: Results) -> list[Line]:
             intervals = [(100 * e.interval[0], 100 * e.interval[1]) for e in evals]
             lines.append(Line(arm.label, points, intervals, is_dashed=i > 0))
     return lines
+
+
+def accuracy_section(
+    experiment: Experiment, claims: Sequence[Claim], paper: str, last_panel: tuple[str, str]
+) -> Section:
+    """Accuracies, claims and curves of an experiment; `last_panel` is a title and its metric."""
+
+    def plot(results: Results) -> Plot:
+        title, metric = last_panel
+        return Plot(
+            experiment.name,
+            [
+                Panel("greedy test accuracy, %", accuracy_curves(experiment, results)),
+                Panel("accuracy of the rollouts", curves(experiment, results, "reward/accuracy")),
+                Panel(title, curves(experiment, results, metric)),
+            ],
+        )
+
+    def render(results: Results) -> str:
+        tables = [
+            accuracy_table(experiment, results, paper),
+            claims_table(results.get(experiment.name, ()), claims),
+        ]
+        return "\n\n".join([*tables, plot(results).link()])
+
+    return Section(experiment.name, render, lambda results: [plot(results)])

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.arms import TABLE_1
-from benchmarks.paper.page import (
-    Claim,
-    Section,
-    accuracy_curves,
-    accuracy_table,
-    claims_table,
-    curves,
-    write,
-)
-from benchmarks.paper.plots import Panel, Plot
-from benchmarks.paper.results import Results
+from benchmarks.paper.page import Claim, accuracy_section, write
 
 CLAIMS = (
     Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox", 2.62),
@@ -24,29 +14,9 @@ CLAIMS = (
     Claim("BF16 above FP8 with ACR", "bf16", "fp8-acr", 1.07),
 )
 
-
-def render(results: Results) -> str:
-    return "\n\n".join(
-        [
-            accuracy_table(TABLE_1, results, "paper, step 435"),
-            claims_table(results.get("table1", ()), CLAIMS),
-            plot(results).link(),
-        ]
-    )
-
-
-def plot(results: Results) -> Plot:
-    return Plot(
-        "table1",
-        [
-            Panel("greedy test accuracy, %", accuracy_curves(TABLE_1, results)),
-            Panel("accuracy of the rollouts", curves(TABLE_1, results, "reward/accuracy")),
-            Panel("tokens per rollout", curves(TABLE_1, results, "response_length/mean")),
-        ],
-    )
-
-
-SECTION = Section("table1", render, lambda results: [plot(results)])
+SECTION = accuracy_section(
+    TABLE_1, CLAIMS, "paper, step 435", ("tokens per rollout", "response_length/mean")
+)
 
 if __name__ == "__main__":
     write([SECTION])

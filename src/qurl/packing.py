@@ -198,18 +198,18 @@ def attend(
     dtype = _arithmetic(query)
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     is_fast = q.is_cuda and dtype in (torch.bfloat16, torch.float16)
-    attend_packed: Any = _attend_flash if is_fast else _attend_padded
+    attend_packed: Any = attend_flash if is_fast else _attend_padded
     return attend_packed(q, k, v, cu_seq_lens_q, max_length_q, window, scaling)[None], None
 
 
-def _attend_flash(
+def attend_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bounds: Tensor,
     longest: int,
     window: int | None,
-    scale: float | None,
+    scale: float | None = None,
 ) -> Tensor:
     """torch's flash attention: q [N, H, D], k and v [N, H_kv, D] to [N, H, D]."""
     left = -1 if window is None else window - 1

@@ -72,30 +72,27 @@ class Policy:
         layout = layout or self.layout(batch)
         hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
         states, targets = layout.before(hidden), layout.targets  # [M, H], [M]
-        options = {"temperature": batch.temperature, "needs_entropy_grad": needs_entropy_grad}
-        score = self._score_plain if plain_head(self.model) else self._score_checkpointed
-        logp, entropy = score(states, targets, **options)
+        head = plain_head(self.model)
+        if head is None:
+            logp, entropy = self._score_checkpointed(
+                states, targets, batch.temperature, needs_entropy_grad
+            )
+        else:
+            logp, entropy = token_scores(
+                states,
+                head.weight,
+                head.bias,
+                targets,
+                temperature=batch.temperature,
+                chunk=self.logits_chunk,
+                compute_dtype=self.compute_dtype,
+                logit_scale=head.logit_scale,
+                needs_entropy_grad=needs_entropy_grad,
+            )
         return TokenScores(layout.spread(logp), layout.spread(entropy))
 
-    def _score_plain(
-        self, states: Tensor, targets: Tensor, *, temperature: float, needs_entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
-        head = plain_head(self.model)
-        assert head is not None
-        return token_scores(
-            states,
-            head.weight,
-            head.bias,
-            targets,
-            temperature=temperature,
-            chunk=self.logits_chunk,
-            compute_dtype=self.compute_dtype,
-            logit_scale=head.logit_scale,
-            needs_entropy_grad=needs_entropy_grad,
-        )
-
     def _score_checkpointed(
-        self, states: Tensor, targets: Tensor, *, temperature: float, needs_entropy_grad: bool
+        self, states: Tensor, targets: Tensor, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         """For heads that are more than a linear layer: torch's own gradients."""
         chunks = zip(states.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True)

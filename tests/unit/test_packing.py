@@ -301,7 +301,7 @@ def test_flash_attention_is_told_the_same(monkeypatch, window):
 
     monkeypatch.setattr(qurl.packing.varlen, "varlen_attn", flash)
     heads = random_heads()
-    found = qurl.packing._attend_flash(*heads, 7, window, 0.3)
+    found = qurl.packing.attend_flash(*heads, 7, window, 0.3)
     torch.testing.assert_close(found, attention_by_hand(*heads, window, 0.3))
 
 

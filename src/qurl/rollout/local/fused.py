@@ -6,15 +6,13 @@ Products are chosen per shape (`qurl.quant.kernels.plans`), attention over promp
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
+from qurl.packing import attend_flash
 from qurl.quant import Quantized
 from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
@@ -29,8 +27,6 @@ from qurl.rollout.local.ops import LayerCache, Places, Rotations
 from qurl.rollout.local.reference import attend_prompts
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
-
-_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 class FusedOps:
@@ -201,11 +197,4 @@ def _attend_packed(
     """torch's flash attention over packed prompts: q [N, H, D], k and v [N, H_kv, D]."""
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     bounds = bounds.to(q.device, non_blocking=True)
-    longest = max(lengths)
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
-    out = varlen.varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, window_size=(left, 0), **options
-    )
-    assert isinstance(out, Tensor)
-    return out.flatten(1)
+    return attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)

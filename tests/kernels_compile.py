@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.kernels import token_scores
+from qurl.kernels import gate, rms_norm, rotation, token_scores
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels import gemm, requantize
@@ -47,6 +47,8 @@ from qurl.rollout.local.weights import Architecture
 
 AMPERE, HOPPER = 80, 90
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
+"""Kernels of a sync and of training, which run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
 """From here on a kernel may rely on what the kernel before it wrote (`griddepcontrol.wait`)."""
@@ -310,10 +312,42 @@ def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Callable:
     return call
 
 
+def train_norm(dtype: torch.dtype, hidden: int = 896) -> Callable:
+    def call(pdl: bool) -> Any:
+        return rms_norm.normalize(numbers(64, hidden, dtype=dtype), floats(hidden), 1e-6, BF16)
+
+    return call
+
+
+def train_norm_gradients(dtype: torch.dtype, hidden: int = 896) -> Callable:
+    def call(pdl: bool) -> Any:
+        x = numbers(64, hidden, dtype=dtype)
+        return rms_norm.gradients(numbers(64, hidden), x, floats(hidden), floats(64))
+
+    return call
+
+
+def train_gate(pdl: bool) -> Any:
+    return gate.gate_values(numbers(64, 4864), numbers(64, 4864))
+
+
+def train_gate_gradients(pdl: bool) -> Any:
+    return gate.gate_gradients(*(numbers(64, 4864) for _ in range(3)))
+
+
+def train_rotation(*, is_gradient: bool) -> Callable:
+    def call(pdl: bool) -> Any:
+        angles = floats(64, 64)
+        return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
+
+    return call
+
+
 def on_both(pattern: str) -> Look:
     return Look({HOPPER: pattern, AMPERE: pattern})
 
 
+BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 DECODE = Plan(tokens=64, channels=128, depth=128, splits=4)
 INT8_MATRIX = Look({HOPPER: r"IGMMA", AMPERE: r"IMMA"})
@@ -509,6 +543,30 @@ LAUNCHES = (
         "gradients of logits and entropy in place",
         logit_gradients(torch.float32, has_entropy=True),
         {"logit_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch("norm for training", train_norm(torch.float32), {"norm_kernel": WIDEST_LOADS}),
+    Launch("long norm for training", train_norm(BF16, 8192), {"norm_kernel": WIDEST_LOADS}),
+    Launch(
+        "gradients of a norm",
+        train_norm_gradients(torch.float32),
+        {"norm_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "gradients of a long norm",
+        train_norm_gradients(torch.float32, 8192),
+        {"norm_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch("gate for training", train_gate, {"gate_kernel": WIDEST_LOADS}),
+    Launch("gradients of a gate", train_gate_gradients, {"gate_gradients_kernel": WIDEST_LOADS}),
+    Launch(
+        "rotation for training",
+        train_rotation(is_gradient=False),
+        {"rotate_pairs_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "gradient of a rotation",
+        train_rotation(is_gradient=True),
+        {"rotate_pairs_kernel": WIDEST_LOADS},
     ),
     Launch(
         "fp32 weight to int8",

@@ -195,7 +195,7 @@ def attend(
     _check_plain(module, options)
     assert max_length_q is not None
     window = sliding_window if sliding_window and sliding_window < max_length_q else None
-    dtype = _arithmetic(query)
+    dtype = arithmetic_dtype(query)
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     is_fast = q.is_cuda and dtype in (torch.bfloat16, torch.float16)
     attend_packed: Any = attend_flash if is_fast else _attend_padded
@@ -257,8 +257,8 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return ones.tril().triu(1 - window)
 
 
-def _arithmetic(x: Tensor) -> torch.dtype:
-    """The dtype to attend in: autocast knows nothing of flash attention over packed sequences."""
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to compute in, for operations that autocast does not know."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from qurl.config import ModelConfig
 from qurl.errors import ModelError
 from qurl.head import plain_head, token_scores
+from qurl.layers import decoder_layers, fuse_layers_
 from qurl.packing import Layout, Packed, use_packed_attention_
 from qurl.types import Batch
 
@@ -52,6 +53,8 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
+        if device.type == "cuda" and not config.compile:  # which would fuse by itself
+            fuse_layers_(self.model)
         obstacle = _pack_forwards_(self.model, self.compute_dtype)
         self.is_packed = obstacle is None
         self.notes: tuple[str, ...] = ()  # warnings for whoever trains it
@@ -240,12 +243,12 @@ def compile_layers_(model: nn.Module) -> None:
 
     Layers of one kind share what is compiled for the first of them, and lengths are dynamic.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
+    layers = decoder_layers(model)
+    if not len(layers):
         raise ModelError(
             f"model.compile = true, but {type(model).__name__} has no list of decoder layers"
         )
-    for layer in max(lists, key=len):
+    for layer in layers:
         layer.compile(dynamic=True)
 
 

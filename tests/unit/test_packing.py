@@ -319,9 +319,10 @@ def test_flash_attention_and_its_gradients(window):
         results.append([out.detach(), *(x.grad for x in leaves)])
     for found, expected in zip(*results, strict=True):
         assert found.dtype == torch.bfloat16
-        # A window of one key leaves nothing to choose: queries and keys have no gradient.
-        gap = (found.double() - expected).norm() / (expected.norm() + 1e-6 * results[1][3].norm())
-        assert gap < 0.01
+        # A window of one key leaves nothing to choose: queries and keys have no gradient but
+        # rounding, which is measured by the gradient of the values.
+        size = max(expected.norm(), 1e-3 * results[1][3].norm())
+        assert (found.double() - expected).norm() < 0.01 * size
 
 
 @pytest.mark.gpu

@@ -64,6 +64,25 @@ def test_steps_in_flight_change_nothing(reference, depth, max_batch):
     assert engine.generate(PROBLEMS, PARAMS) == reference
 
 
+def test_waiting_for_company_saves_prefills_and_changes_no_completion(monkeypatch):
+    prefilled = []
+    prefill = Actor.prefill
+    monkeypatch.setattr(
+        Actor, "prefill", lambda self, jobs: (prefilled.append(len(jobs)), prefill(self, jobs))
+    )
+    problems = [Problem(f"p{i}", (5, 6, 7, i)) for i in range(40)]
+    params = SamplingParams(max_tokens=20, seed=2, stop=STOP)
+    rollouts, counts = [], []
+    for patience in (0.0, 1.0):
+        engine = build(max_batch=8)
+        engine.patience = patience
+        rollouts.append(engine.generate(problems, params))
+        counts.append(len(prefilled))
+        prefilled.clear()
+    assert rollouts[0] == rollouts[1]
+    assert counts[1] < counts[0] / 2
+
+
 def test_a_late_end_costs_a_step_and_the_longest_length_none():
     """With an end of sequence at token n the pipeline launches n + 1 steps, but never beyond
     max_tokens, which is known ahead."""

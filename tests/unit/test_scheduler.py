@@ -380,3 +380,30 @@ def test_a_problem_is_known_in_every_epoch():
     history.record(Problem("x@7", (1,)), 5)
     history.record(Problem("y", (1,)), 9)
     assert history.order([Problem(p, (1,)) for p in ("x@12", "y@2", "me@home")]) == [2, 1, 0]
+
+
+def test_requests_wait_for_company_while_others_run():
+    """Ten rows with a patience of 2: newcomers are let in when 20 row-steps have stayed empty."""
+    first = [make_request(str(i), 3) for i in range(10)]
+    later = [make_request(f"late {i}", 3) for i in range(9)]
+    pool = PagePool(1000, PAGE)
+    scheduler = Scheduler([*first, *later], pool, max_batch=10, patience=2.0)
+    assert len(step(scheduler)) == 10
+    for request in first[:4]:
+        scheduler.leave(request)
+    for _ in range(5):  # 4 rows are empty in each
+        assert len(step(scheduler)) == 6
+    assert len(step(scheduler)) == 10
+    assert len(scheduler.waiting) == 5
+    scheduler.leave(first[4])  # the count has begun again
+    for _ in range(20):
+        assert len(step(scheduler)) == 9
+    assert len(step(scheduler)) == 10
+
+
+def test_nobody_waits_for_company_alone():
+    first, later = make_request("a", 3), make_request("b", 3)
+    scheduler = Scheduler([first, later], PagePool(1000, PAGE), max_batch=1, patience=100.0)
+    assert step(scheduler) == [first]
+    scheduler.leave(first)
+    assert step(scheduler) == [later]

@@ -8,7 +8,7 @@ from torch import nn
 
 from qurl.errors import ModelError
 from qurl.quant.formats import FORMATS, get_format, quantize
-from qurl.quant.tracking import UpdateTracker, watched_rows
+from qurl.quant.tracking import Sums, UpdateTracker, update_sums, watched_rows
 
 METRICS = ("update_norm", "quant_error", "code_flip_frac", "update_cosine", "update_proj")
 
@@ -158,6 +158,28 @@ def test_watched_rows_have_the_codes_of_the_whole_weight(format):
     assert torch.equal(
         quantize(weight[rows], format).codes.float(), quantize(weight, format).codes[rows].float()
     )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("num_rows", [256, 200])  # the second leaves a tile of 128 unfilled
+def test_layers_are_measured_together_as_they_are_alone(format, num_rows):
+    layers = [nn.Module() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        layer.q_proj = nn.Linear(160, num_rows, bias=False)
+        layer.q_proj.weight.data = _normal(num_rows, 160, seed=i) * 10**i
+    model, tracker = nn.ModuleList(layers), UpdateTracker(format, rows=num_rows)
+    tracker.measure(model)
+    before = [layer.q_proj.weight.detach().clone() for layer in layers]
+    for layer in layers:
+        layer.q_proj.weight.data *= 1 + 0.1 * _normal(num_rows, 160, seed=9)
+    alone = sum(
+        update_sums(old, layer.q_proj.weight.detach(), get_format(format))
+        for old, layer in zip(before, layers, strict=True)
+    )
+    expected = {f"uaq/{k}": v for k, v in Sums(*alone.tolist()).ratios().items()}
+    assert expected["uaq/code_flip_frac"] > 0
+    measured = tracker.measure(model)
+    assert {k: measured[k] for k in expected} == pytest.approx(expected, rel=1e-12)
 
 
 def test_only_the_watched_rows_count():

@@ -82,14 +82,19 @@ class UpdateTracker:
         if not before:
             return {}
         _check_same(before, self._snapshot)
+        stacks = self._stacks()
         rows = [
-            update_sums(before[name].to(weight.device), weight, self.format)
-            for name, weight in self._snapshot.items()
+            update_sums(
+                torch.cat([before[name].to(self._snapshot[name].device) for name in names]),
+                torch.cat([self._snapshot[name] for name in names]),
+                self.format,
+            )
+            for names in stacks
         ]
         sums: dict[str, Sums] = {}
-        # Read at once: a GPU is asked for one table, not for a row of each weight.
-        for name, row in zip(self._snapshot, torch.stack(rows).tolist(), strict=True):
-            for key in ("", "/" + GROUPS[name.rsplit(".", 1)[-1]]):
+        # Read at once: a GPU is asked for one table, not for a row of each stack.
+        for names, row in zip(stacks, torch.stack(rows).tolist(), strict=True):
+            for key in ("", "/" + GROUPS[_projection(names[0])]):
                 sums[key] = sums.get(key, Sums()) + Sums(*row)
         return {
             f"uaq/{metric}{key}": value
@@ -103,13 +108,28 @@ class UpdateTracker:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._snapshot = dict(state)
 
+    def _stacks(self) -> list[list[str]]:
+        """Weights of one kind in all layers: their rows are quantized alike, in one go.
+
+        Those that do not fill the tiles of their format stay alone.
+        """
+        unit = _unit(self.format)
+        stacks: dict[tuple[object, ...], list[str]] = {}
+        for name, weight in self._snapshot.items():
+            is_alone = weight.shape[0] % unit != 0
+            key = (name,) if is_alone else (_projection(name), weight.shape, weight.device)
+            stacks.setdefault(key, []).append(name)
+        return list(stacks.values())
+
     def _sample(self, model: nn.Module) -> dict[str, Tensor]:
-        sample = {
-            name: layer.weight.detach()[
-                watched_rows(layer.weight.shape[0], self.rows, self.format).to(layer.weight.device)
-            ]
-            for name, layer in _projections(model)
-        }
+        indices: dict[tuple[int, torch.device], Tensor] = {}
+        sample = {}
+        for name, layer in _projections(model):
+            weight = layer.weight.detach()
+            key = (weight.shape[0], weight.device)
+            if key not in indices:
+                indices[key] = watched_rows(key[0], self.rows, self.format).to(weight.device)
+            sample[name] = weight[indices[key]]
         if not sample:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear named like {', '.join(PROJECTIONS)} to "
@@ -120,12 +140,17 @@ class UpdateTracker:
 
 def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
     """Indices of about `wanted` rows, evenly spread, in whole strips of tiles for block formats."""
-    unit = (format.block if format else None) or 1
+    unit = _unit(format)
     num_units = -(-num_rows // unit)
     taken = min(-(-wanted // unit), num_units)
     units = torch.arange(taken) * num_units // taken
     rows = (units[:, None] * unit + torch.arange(unit)).flatten()
     return rows[rows < num_rows]
+
+
+def _unit(format: Format | None) -> int:
+    """Rows that are quantized together."""
+    return (format.block if format else None) or 1
 
 
 def update_sums(before: Tensor, after: Tensor, format: Format | None) -> Tensor:
@@ -144,9 +169,13 @@ def update_sums(before: Tensor, after: Tensor, format: Format | None) -> Tensor:
     return torch.stack(norms + quantized)
 
 
+def _projection(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
 def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, layer in model.named_modules():
-        if name.rsplit(".", 1)[-1] in PROJECTIONS and isinstance(layer, nn.Linear):
+        if _projection(name) in PROJECTIONS and isinstance(layer, nn.Linear):
             yield name, layer
 
 

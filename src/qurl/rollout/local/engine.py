@@ -20,6 +20,7 @@ from qurl.rollout.local.graphs import Actor, Stepper
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import Rotations, choose_ops
 from qurl.rollout.local.requests import LengthHistory
+from qurl.rollout.local.scheduler import GPU_PATIENCE
 from qurl.rollout.local.weights import Weights
 from qurl.rollout.stop import StopRule
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
@@ -73,6 +74,8 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.deterministic = deterministic
+        self.patience = GPU_PATIENCE if is_cuda else 0.0
+        """How long requests wait for company; see `Scheduler`."""
         self.on_progress = on_progress
         self.version = 0
         self.num_preemptions = 0

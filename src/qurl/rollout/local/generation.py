@@ -242,7 +242,9 @@ class Generation:
         save = self._engine.stepper.actor.cache.save if self._engine.deterministic else None
         requests = self._make_requests()
         self._requests = {r.index: r for r in requests}
-        self._scheduler = Scheduler(requests, pool, self._engine.max_batch, save=save)
+        self._scheduler = Scheduler(
+            requests, pool, self._engine.max_batch, patience=self._engine.patience, save=save
+        )
 
     def _make_requests(self) -> list[Request]:
         """The unfinished ones, problem by problem, longest expected first."""

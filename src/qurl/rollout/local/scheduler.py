@@ -24,6 +24,9 @@ from qurl.rollout.local.requests import Request
 
 LOOKAHEAD = 64
 """Tokens that pages are reserved ahead for, so that the page table seldom changes."""
+GPU_PATIENCE = 4.0
+"""Decode steps that the prefill of a few prompts takes as long as, where the host launches its
+kernels one by one."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,15 @@ class Scheduler:
         max_batch: int,
         *,
         lookahead: int = LOOKAHEAD,
+        patience: float = 0.0,
         save: Callable[[list[int]], Tensor] | None = None,
     ) -> None:
-        """`save` keeps the pages of a preempted request; without it they are computed again."""
+        """`save` keeps the pages of a preempted request; without it they are computed again.
+
+        While others run, requests wait until the rows that they could have used have cost as much
+        as `patience` steps of the whole batch, which is what a prefill costs. So where completions
+        end one by one, prompts are not prefilled one by one.
+        """
         self.pool = pool
         self.max_batch = max_batch
         self.waiting = deque(requests)
@@ -71,6 +80,9 @@ class Scheduler:
         self._rows: list[Request | None] = []
         self._serials = itertools.count()
         self._lookahead = lookahead
+        self._patience = patience
+        self._num_idle = 0
+        """Rows of launched steps that stayed empty while requests waited."""
         self._save = save
 
     @property
@@ -89,6 +101,8 @@ class Scheduler:
     def admit(self) -> Admission:
         """Move requests from waiting to running."""
         admission = Admission()
+        if self.num_running and self._num_idle < self._patience * self.max_batch:
+            return admission
         while self.waiting and self.num_running < self.max_batch:
             if not self._admit_next(admission):
                 break
@@ -96,6 +110,8 @@ class Scheduler:
             # Alone and still no room: holding a prefix for later members is what does not fit.
             self._drop_prefixes()
             self._admit_alone(self.waiting[0], admission)
+        if admission.started:
+            self._num_idle = 0
         return admission
 
     def reserve(self, *, can_preempt: bool = True) -> bool:
@@ -133,6 +149,8 @@ class Scheduler:
 
     def advance(self) -> None:
         """A step has been launched; requests that have now sampled all they may leave the batch."""
+        if self.waiting:
+            self._num_idle += self.max_batch - self.num_running
         lengths = self.lengths[: self.num_rows]
         lengths += 1
         for row in np.flatnonzero(lengths > self._limits[: self.num_rows]):

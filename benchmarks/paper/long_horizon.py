@@ -20,7 +20,9 @@ from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Results
 
 CLAIMS = (
-    Claim("INT8, rate 3e-5: ACR above TIS", "int8-lr3e-5-acr", "int8-lr3e-5-tis"),
+    Claim("INT8, rate 1e-5: ACR above TIS", "int8-acr-lr1e-5", "int8-tis-lr1e-5"),
+    Claim("INT8, rate 1e-5: ACR above no correction", "int8-acr-lr1e-5", "int8-ppo_prox-lr1e-5"),
+    Claim("rate 1e-5: BF16 above INT8 with ACR", "bf16-lr1e-5", "int8-acr-lr1e-5"),
     Claim("INT4: ACR above TIS", "int4-acr", "int4-tis"),
 )
 

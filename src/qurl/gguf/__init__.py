@@ -1,9 +1,9 @@
 """GGUF: a checkpoint of llama.cpp becomes a plain Hugging Face folder.
 
-transformers reads the weights. The configuration, the tokenizer and the end tokens are made here
-from the file's metadata, because a conversion that goes wrong there goes wrong silently: a model
-with a neighbouring tokenizer, another rope theta or an untied head still talks, only worse. For the
-same reason whatever is not known here is refused: an architecture, one of its settings, a
+The gguf package turns blocks of codes into numbers and knows the names of the weights. All else is
+made here from the file's metadata, because a conversion that goes wrong goes wrong silently: a
+model with a neighbouring tokenizer, another rope theta or an untied head still talks, only worse.
+For the same reason whatever is not known here is refused: an architecture, one of its settings, a
 pre-tokenizer, a tensor that found no place in the model.
 """
 
@@ -12,10 +12,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from qurl.errors import ConfigError
-from qurl.gguf.file import EMBEDDING, FLOAT_BITS, HEAD, GgufFile, mean_bits, read_gguf
+from qurl.gguf.file import (
+    EMBEDDING,
+    FLOAT_BITS,
+    HEAD,
+    GgufFile,
+    GgufTensor,
+    mean_bits,
+    read_gguf,
+)
 from qurl.gguf.model import load_model, model_config
 from qurl.gguf.tokenizer import build_tokenizer, check_tokenizer, end_token_ids
 from qurl.quant.export import DTYPES, check_free, staged_folder
@@ -78,9 +85,9 @@ are copies of one tied matrix. It is tied here again, and the finer copy is used
 
 def _origin(file: GgufFile, dtype: str) -> str:
     """A model card: where the weights come from, and what they went through."""
-    by_type: dict[str, list[Any]] = {}
+    by_type: dict[str, list[GgufTensor]] = {}
     for tensor in file.tensors.values():
-        by_type.setdefault(tensor.tensor_type.name, []).append(tensor)
+        by_type.setdefault(tensor.type.name, []).append(tensor)
     bits = mean_bits(file.tensors.values())
     is_quantized = not by_type.keys() <= FLOAT_BITS.keys()
     card = _CARD.format(
@@ -95,13 +102,13 @@ def _origin(file: GgufFile, dtype: str) -> str:
         types="\n".join(_type_row(name, by_type[name]) for name in sorted(by_type)),
     )
     if file.has_duplicate_head:
-        kinds = [file.tensors[name].tensor_type.name for name in (EMBEDDING, HEAD)]
+        kinds = [file.tensors[name].type.name for name in (EMBEDDING, HEAD)]
         card += _TIED.format(*kinds)
     return card
 
 
-def _type_row(name: str, tensors: Sequence[Any]) -> str:
-    num_weights = sum(int(tensor.n_elements) for tensor in tensors)
+def _type_row(name: str, tensors: Sequence[GgufTensor]) -> str:
+    num_weights = sum(tensor.num_weights for tensor in tensors)
     return f"| {name} | {len(tensors)} | {num_weights} | {mean_bits(tensors):.2f} |"
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from qurl.errors import ModelError
-from qurl.gguf.file import EMBEDDING, HEAD, GgufFile, resolution, vocab_size
+from qurl.gguf.file import (
+    EMBEDDING,
+    HEAD,
+    GgufFile,
+    GgufTensor,
+    in_threads,
+    parts,
+    resolution,
+    vocab_size,
+)
 
 # Configuration
 
@@ -21,8 +30,8 @@ _SETTINGS = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
-"""Those that a file must have. The heads of the keys might be left out, by the format; but then
-transformers would leave the rows of Llama's queries and keys in the file's order."""
+"""Those that a file must have; by the format the heads of the keys might be left out, but no
+converter does."""
 _OTHER_SETTINGS = (
     *("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length"),
     *("rope.dimension_count", "rope.freq_base", "vocab_size"),
@@ -70,6 +79,8 @@ def _head_dim(file: GgufFile, default: int) -> dict[str, int]:
         raise ModelError(
             f"{file.path}: keys, values and the rotary embedding have different widths: {widths}"
         )
+    if head_dim % 2:
+        raise ModelError(f"{file.path}: heads are {head_dim} wide, and cannot be rotated in pairs")
     is_implied = head_dim == default and file.architecture != "qwen3"  # whose own default is 128
     return {} if is_implied else {"head_dim": head_dim}
 
@@ -86,60 +97,79 @@ def load_model(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     """A plain model with the file's weights, all of them; for saving only."""
     from transformers import AutoModelForCausalLM
 
-    weights = _load_weights(file, config, dtype)
-    if file.has_duplicate_head:
-        embedding, head = file.tensors[EMBEDDING], file.tensors[HEAD]
-        is_head_finer = resolution(head) > resolution(embedding)
-        finer = weights["lm_head.weight" if is_head_finer else "model.embed_tokens.weight"]
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] = finer
-    # The loaded model counts as quantized, and transformers saves no such model.
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # transformers has taken any shape
-        raise ModelError(f"{file.path}: its weights do not fit its settings: {error}") from error
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    sources = _sources(file, config, shapes)
+    _check_sources(file, sources, shapes)
+    used = set(sources.values())
+    stored = _load([tensor for tensor in file.tensors.values() if tensor.name in used], dtype)
+    weights = {name: stored[source] for name, source in sources.items()}
+    if file.architecture == "llama":
+        weights |= _in_halves(weights, config)
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    _check_all_used(file, model)
     return model
 
 
-def _load_weights(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    import transformers
-    from transformers import AutoModelForCausalLM
+def _sources(file: GgufFile, config: Any, names: Iterable[str]) -> dict[str, str]:
+    """The tensor of the file that each weight of the model is made of."""
+    import gguf
 
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # newer ones would rather keep the blocks packed
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # type: ignore[attr-defined]
-    config = copy.deepcopy(config)
-    config.tie_word_embeddings = HEAD not in file.tensors  # of two copies, both are wanted
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.path.parent,
-            gguf_file=file.path.name,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
-        raise ModelError(f"{file.path}: its weights cannot be loaded: {error}") from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        # transformers would go on with random numbers in their place.
-        raise ModelError(f"{file.path} lacks weights of {', '.join(missing[:3])}")
-    return dict(model.state_dict())
+    architecture = gguf.MODEL_ARCH[file.architecture.upper()]
+    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    sources = {name: known.get_name(name, (".weight", ".bias")) or name for name in names}
+    if config.tie_word_embeddings:
+        copies = [file.tensors[name] for name in (EMBEDDING, HEAD) if name in file.tensors]
+        finest = max(copies, key=resolution).name
+        sources |= {"model.embed_tokens.weight": finest, "lm_head.weight": finest}
+    return sources
 
 
-def _check_all_used(file: GgufFile, model: Any) -> None:
-    """The loader drops a tensor that it does not know, so the weights are counted."""
-    stored = sum(int(tensor.n_elements) for tensor in file.tensors.values())
+def _check_sources(
+    file: GgufFile, sources: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Every weight has its tensor, of its shape, and every tensor its weight."""
+    if missing := [name for name, source in sources.items() if source not in file.tensors]:
+        raise ModelError(f"{file.path} lacks weights of {', '.join(sorted(missing)[:3])}")
+    for name, source in sources.items():
+        if (found := file.tensors[source].shape) != shapes[name]:
+            raise ModelError(
+                f"{file.path}: its weights do not fit its settings: {source} is {found}, and not "
+                f"{shapes[name]}"
+            )
+    unused = file.tensors.keys() - sources.values()
     if file.has_duplicate_head:
-        stored -= int(file.tensors[HEAD].n_elements)
-    used = sum(parameter.numel() for parameter in model.parameters())
-    if stored != used:
-        layers = [name for name in file.tensors if not name.startswith("blk.")]
+        unused -= {EMBEDDING, HEAD}
+    if unused:
         raise ModelError(
-            f"{file.path} holds {stored} weights, but the model made of it {used}: some tensor was "
-            f"not understood (outside of the layers there are {', '.join(layers)})"
+            f"{file.path} holds more than the model made of it: some tensor was not understood "
+            f"({', '.join(sorted(unused)[:3])})"
         )
+
+
+def _load(tensors: Sequence[GgufTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The values of the tensors, by name."""
+    weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}
+
+    def fill(item: tuple[GgufTensor, slice]) -> None:
+        tensor, part = item
+        weights[tensor.name].view(-1)[part] = torch.from_numpy(tensor.values(part))
+
+    in_threads(fill, [(tensor, part) for tensor in tensors for part in parts(tensor)])
+    return weights
+
+
+def _in_halves(weights: Mapping[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Llama's queries and keys as transformers rotates them.
+
+    Each head has pairs of rows that rotate together. In the file they are neighbours, as
+    x0 y0 x1 y1 ..., and for transformers they lie half a head apart, as x0 x1 ... y0 y1 ...
+    """
+    return {
+        name: weight.view(-1, config.head_dim // 2, 2, weight.shape[1])
+        .transpose(1, 2)
+        .reshape(weight.shape)
+        for name, weight in weights.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight"))
+    }

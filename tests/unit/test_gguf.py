@@ -24,12 +24,12 @@ from qurl.cli import main
 from qurl.config import ModelConfig
 from qurl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
 from qurl.gguf import export_gguf
+from qurl.gguf.file import GgufTensor, in_threads, parts, read_gguf
 from qurl.gguf.tokenizer import PRE_TOKENIZERS
 from qurl.policy import load_policy
 from qurl.rollout.stop import eos_ids
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
-pytest.importorskip("accelerate", reason="transformers reads no GGUF file without accelerate")
 
 Q8_0, Q5_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
 
@@ -220,6 +220,86 @@ def logits(model):
     return model(torch.arange(40)[None]).logits
 
 
+# The file, against the reader of the gguf package
+
+
+def test_fields_of_every_kind(tmp_path):
+    path, kinds = tmp_path / "tiny.gguf", gguf.GGUFValueType
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(256)
+    for kind in set(kinds) - {kinds.STRING, kinds.ARRAY, kinds.BOOL}:
+        writer.add_key_value(f"a.{kind.name}", 3, kind)
+    for kind in (kinds.INT8, kinds.INT16, kinds.INT32, kinds.INT64, kinds.FLOAT32, kinds.FLOAT64):
+        writer.add_key_value(f"b.{kind.name}", -2, kind)
+    writer.add_bool("c.true", True)
+    writer.add_bool("c.false", False)
+    writer.add_string("d.text", "naïve 中文\n")
+    writer.add_string("d.empty", "")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "", "é"])
+    writer.add_array("e.integers", [1, -2, 2**31 - 1])
+    writer.add_array("e.floats", [0.5, -1e-3])
+    writer.add_array("e.bools", [True, False])
+    writer.add_tensor("odd", np.arange(7, dtype=np.float32))  # the next one begins after a gap
+    writer.add_tensor("token_embd.weight", np.arange(32, dtype=np.float16).reshape(4, 8))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    found, reader = read_gguf(path), gguf.GGUFReader(path)
+    expected = {
+        name: field.contents() for name, field in reader.fields.items() if "GGUF." not in name
+    }
+    assert found.metadata == expected
+    assert len(expected) > 20
+    assert found.tensors.keys() == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        ours = found.tensors[tensor.name]
+        assert ours.shape == tensor.data.shape
+        assert ours.type == tensor.tensor_type
+        assert ours.data.tobytes() == tensor.data.tobytes()
+
+
+def can_be_read(kind):
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+KINDS = [kind for kind in gguf.GGMLQuantizationType if can_be_read(kind)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes are no sensible scales
+def test_parts_of_a_tensor_are_the_whole(monkeypatch, kind):
+    monkeypatch.setattr("qurl.gguf.file._PART", 512)
+    block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_rows, num_columns = 33, 768
+    data = np.random.default_rng(0).integers(
+        0, 256, (num_rows, num_columns // block_size * num_bytes), dtype=np.uint8
+    )
+    tensor = GgufTensor("x", kind, (num_rows, num_columns), data.reshape(-1))
+    found = np.concatenate([tensor.values(part) for part in parts(tensor)])
+    assert len(parts(tensor)) == 50, "49 whole ones and a half"
+    assert found.dtype == np.float32
+    assert found.tobytes() == gguf.dequantize(data, kind).tobytes()
+
+
+def test_threads_of_torch_are_given_back():
+    before = torch.get_num_threads()
+    assert in_threads(lambda item: (item, torch.get_num_threads()), range(3)) == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda item: 1 // item, [0])
+    assert torch.get_num_threads() == before
+
+
 # Weights
 
 
@@ -277,7 +357,9 @@ def test_quantized_weights(converted, dtype):
 
 
 @pytest.mark.parametrize("kinds", [(Q5_0, Q8_0), (Q8_0, Q5_0)])
-def test_a_tied_matrix_that_is_stored_twice_is_tied_again(converted, kinds):
+@pytest.mark.parametrize("part", [2**8, 2**18])
+def test_a_tied_matrix_that_is_stored_twice_is_tied_again(converted, monkeypatch, kinds, part):
+    monkeypatch.setattr("qurl.gguf.file._PART", part)
     model = tiny_model("qwen2")
     embedding = model.model.embed_tokens.weight.detach().numpy()
     types = dict(zip(("token_embd.weight", "output.weight"), kinds, strict=True))
@@ -550,6 +632,26 @@ def test_a_file_that_is_cut_off_anywhere(refused, tmp_path):
         refused("cut off", path=tmp_path / "cut.gguf")
 
 
+def test_a_file_that_is_not_sound(refused, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(num_hidden_layers=1))
+    whole = path.read_bytes()
+
+    def refused_with(message, old, new):
+        assert len(old) == len(new)
+        assert old in whole
+        path.write_bytes(whole.replace(old, new))
+        refused(message, path=path)
+
+    refused_with("version 0x3000000 is not 2 or 3", b"GGUF\3\0\0\0", b"GGUF\0\0\0\3")
+    refused_with("eos_token_id comes twice", b"ggml.bos_token_id", b"ggml.eos_token_id")
+    refused_with("attn_q.weight comes twice", b"attn_k.weight", b"attn_q.weight")
+    refused_with("unknown kind 77", b"block_count\4", b"block_count\x4d")
+    refused_with("can't decode", b"context_length", b"context_lengt\xff")
+    name, matrix = b"blk.0.attn_q.weight\2\0\0\0", b"\x40" + bytes(7)
+    refused_with("are no whole blocks", name + matrix, name + bytes(8))
+    refused_with("lies beyond its", name + matrix, name + matrix[:-2] + b"\1\0")
+
+
 def test_what_is_not_known_is_refused(refused):
     refused("architecture 'mamba' is not one of llama, qwen2, qwen3", architecture="mamba")
     refused("tokenizer.ggml.pre = 'tekken' is not one", extra={"tokenizer.ggml.pre": "tekken"})
@@ -559,6 +661,8 @@ def test_what_is_not_known_is_refused(refused):
     refused("llama.expert_count, which", extra={"llama.expert_count": 8})
     refused("different widths: \\(16, 16, 8\\)", extra={"llama.rope.dimension_count": 8})
     refused("one part of several", extra={"split.count": 2})
+    integers = {"blk.0.ffn_norm.weight": np.ones(64, dtype=np.int8)}
+    refused("blk.0.ffn_norm.weight cannot be read: .*I8", tensors=integers)
 
 
 def test_what_is_missing_is_named(refused):
@@ -572,9 +676,13 @@ def test_what_is_missing_is_named(refused):
 
 def test_what_does_not_fit_is_refused(refused):
     freqs = {"rope_freqs.weight": np.ones(8, dtype=np.float32)}
-    refused("some tensor was not understood .*rope_freqs.weight", tensors=freqs)
+    refused("some tensor was not understood \\(rope_freqs.weight\\)", tensors=freqs)
+    further = {"blk.1.ffn_up.weight": np.ones((96, 64), dtype=np.float32)}
+    refused("not understood \\(blk.1.ffn_up.weight\\)", tensors=further)
     wide = {"blk.0.ffn_up.weight": np.ones((96, 32), dtype=np.float32)}
-    refused("its weights (do not fit its settings|cannot be loaded)", tensors=wide)
+    refused("do not fit its settings: blk.0.ffn_up.weight is \\(96, 32\\), and not", tensors=wide)
+    odd = {f"llama.attention.{kind}_length": 15 for kind in ("key", "value")}
+    refused("heads are 15 wide", extra=odd)
     refused("token 9999 is not one of its", extra={"tokenizer.ggml.eos_token_id": 9999})
     refused("merges do not fit", extra={"tokenizer.ggml.merges": ["Ġ nothing"]})
     refused("token types", extra={"tokenizer.ggml.token_type": [1, 1]})
@@ -610,10 +718,9 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"'{package}'.*qurl-rl\[gguf\]"):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingExtra, match=r"'gguf'.*qurl-rl\[gguf\]"):
         export_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
 
 

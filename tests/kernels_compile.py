@@ -556,6 +556,11 @@ LAUNCHES = (
         train_norm_gradients(torch.float32, 8192),
         {"norm_gradients_kernel": WIDEST_LOADS},
     ),
+    Launch(
+        "gradients of a norm of heads",
+        train_norm_gradients(BF16, 64),
+        {"norm_gradients_kernel": WIDEST_LOADS},
+    ),
     Launch("gate for training", train_gate, {"gate_kernel": WIDEST_LOADS}),
     Launch("gradients of a gate", train_gate_gradients, {"gate_gradients_kernel": WIDEST_LOADS}),
     Launch(

@@ -6,29 +6,32 @@ FP32, and each reads and writes everything. `fuse_layers_` puts modules with the
 the same names in their places, so that optimizers, checkpoints and engines see no difference.
 
 Under autocast these modules return the compute dtype, rounded once, where the products that follow
-would round for themselves. The residual stream stays FP32.
+would round for themselves. The residual stream stays FP32: nothing but products reads what a norm
+of these layers returns.
 
 Shapes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qurl.packing import arithmetic_dtype
+from qurl.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 
+LAYERS = tuple(f"{family}DecoderLayer" for family in ("Llama", "Qwen2", "Qwen3", "Mistral"))
+"""Classes of transformers whose parts may be replaced."""
+ATTENTIONS = tuple(f"{family}Attention" for family in ("Llama", "Qwen2", "Qwen3"))
+"""Those that `FusedAttention` can stand in for. Mistral's has a window that it keeps to itself."""
 CHECK_BOUND = 1e-4
 """How far results may be from those of the module that is replaced, relative to their size."""
 
 NUM_TRIED = 5
 """Positions on which it is tried."""
-
-ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
-"""Classes of transformers that `FusedAttention` can stand in for."""
 
 Rotations = tuple[Tensor, Tensor]
 """Cosines and sines, [1 or B, T, D] each."""
@@ -123,7 +126,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         from qurl.kernels import rms_norm
 
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse = rms_norm.normalize(flat, weight, eps, dtype)
         ctx.save_for_backward(flat, weight, inverse)
         return y.view(x.shape)
@@ -134,7 +137,7 @@ class _Normalize(torch.autograd.Function):
         from qurl.kernels import rms_norm
 
         x, weight, inverse = ctx.saved_tensors
-        dx, dweight = rms_norm.gradients(dy.reshape(x.shape), x, weight, inverse)
+        dx, dweight = rms_norm.gradients(dy.reshape(x.shape).contiguous(), x, weight, inverse)
         return dx.view(dy.shape), dweight.to(weight.dtype), None, None
 
 
@@ -143,6 +146,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         from qurl.kernels.gate import gate_values
 
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return gate_values(gate, up)
 
@@ -160,11 +164,10 @@ class _Rotate(torch.autograd.Function):
         """x is [B, T, H, D]."""
         from qurl.kernels import rotation
 
-        tokens = x.shape[:2]
-        cos, sin = (a.expand(*tokens, -1).reshape(-1, a.shape[-1]) for a in (cos, sin))
+        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return rotation.rotate(x.flatten(0, 1), cos, sin, dtype).view(x.shape)
+        return rotation.rotate(x.flatten(0, 1).contiguous(), cos, sin, dtype).view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -177,40 +180,44 @@ class _Rotate(torch.autograd.Function):
         return dx.view(dy.shape), None, None, None
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The outermost list of modules; an empty one where there is none."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return next(lists, nn.ModuleList())
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The layers of a causal LM or of its backbone; an empty list where there are none."""
+    layers = getattr(getattr(model, "base_model", model), "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
 
 
-def fuse_layers_(model: nn.Module) -> int:
+def fuse_layers_(model: Any) -> int:
     """Replace what can be replaced in the decoder layers, and say how many modules that were.
 
     A module is replaced only if the new one computes what it computes, which is tried. The last
     norm stays: what it returns is not rounded.
     """
-    rotations = _sample_rotations(model)
+    layers = [layer for layer in decoder_layers(model) if type(layer).__name__ in LAYERS]
+    rotations = _sample_rotations(model, layers)
+    # What is inside comes first.
+    parents = [parent for layer in layers for parent in reversed(list(layer.modules()))]
     num_fused = 0
-    for parent in reversed(list(decoder_layers(model).modules())):  # what is inside comes first
+    for parent in parents:
         for name, module in list(parent.named_children()):
             fused = _fused(module, rotations)
             if fused is not None and _agree(module, fused, rotations):
-                setattr(parent, name, fused)
+                setattr(parent, name, fused.train(module.training))
                 num_fused += 1
     return num_fused
 
 
 def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
-    """What might replace a module of transformers, by the names that its models share."""
-    kind, children = type(module).__name__, dict(module.named_children())
-    if kind.endswith("RMSNorm") and not children and hasattr(module, "weight"):
-        eps = getattr(module, "variance_epsilon", None)
-        return None if eps is None else FusedRMSNorm(module.weight, eps)
+    """What might replace a module of transformers."""
+    kind = type(module).__name__
+    if kind.endswith("RMSNorm"):
+        return FusedRMSNorm(module.weight, module.variance_epsilon)
+    if kind.endswith("MLP"):
+        return FusedMLP(module.gate_proj, module.up_proj, module.down_proj)
     if kind in ATTENTIONS and rotations is not None:
         return FusedAttention(module)
-    projections = [children.pop(f"{name}_proj", None) for name in ("gate", "up", "down")]
-    if all(type(p) is nn.Linear for p in projections) and set(children) == {"act_fn"}:
-        return FusedMLP(*projections)  # type: ignore[arg-type]
     return None
 
 
@@ -218,6 +225,8 @@ def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
 def _agree(module: nn.Module, fused: nn.Module, rotations: Rotations | None) -> bool:
     """Whether two modules return the same in FP32, as far as a few random rows can tell."""
     weight = next(module.parameters())
+    if weight.dtype != torch.float32:
+        return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, NUM_TRIED, weight.shape[-1], generator=generator).to(weight.device)
     if isinstance(fused, FusedAttention):
@@ -225,16 +234,18 @@ def _agree(module: nn.Module, fused: nn.Module, rotations: Rotations | None) -> 
         expected, found = (m(**inputs)[0] for m in (module, fused))
     else:
         expected, found = module(x), fused(x)
-    return bool((found - expected).norm() < CHECK_BOUND * expected.norm())
+    return bool((found - expected).norm() <= CHECK_BOUND * expected.norm())
 
 
 @torch.no_grad()
-def _sample_rotations(model: Any) -> Rotations | None:
-    """Those of the first positions; None where heads are not rotated as a whole."""
-    attentions = [m for m in model.modules() if type(m).__name__ in ATTENTIONS]
-    if not attentions:
+def _sample_rotations(model: Any, layers: Sequence[Any]) -> Rotations | None:
+    """Those of the first positions; None where attention cannot be replaced."""
+    rotary = getattr(getattr(model, "base_model", model), "rotary_emb", None)
+    if not layers or rotary is None:
+        return None
+    if model.config._attn_implementation not in (ORDINARY_ATTENTION, ATTENTION):
         return None
     weight = next(model.parameters())
-    x = weight.new_empty(1, NUM_TRIED, 1)
-    cos, sin = model.base_model.rotary_emb(x, torch.arange(NUM_TRIED, device=weight.device)[None])
-    return (cos, sin) if cos.shape[-1] == attentions[0].head_dim else None
+    positions = torch.arange(NUM_TRIED, device=weight.device)[None]
+    cos, sin = rotary(weight.new_empty(1, NUM_TRIED, 1), positions)
+    return (cos, sin) if cos.shape[-1] == layers[0].self_attn.head_dim else None

@@ -53,13 +53,16 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
-        if device.type == "cuda" and not config.compile:  # which would fuse by itself
-            fuse_layers_(self.model)
+        notes = []
+        is_fusing = device.type == "cuda" and not config.compile  # which would fuse by itself
+        if is_fusing and not fuse_layers_(self.model):
+            kind = type(self.model).__name__
+            notes.append(f"{kind} is trained without fused kernels; model.compile may help")
         obstacle = _pack_forwards_(self.model, self.compute_dtype)
         self.is_packed = obstacle is None
-        self.notes: tuple[str, ...] = ()  # warnings for whoever trains it
         if obstacle is not None:
-            self.notes = (f"sequences are padded for training: {obstacle}",)
+            notes.append(f"sequences are padded for training: {obstacle}")
+        self.notes: tuple[str, ...] = tuple(notes)  # warnings for whoever trains it
         self.is_compiled = config.compile
         if config.compile:
             compile_layers_(self.model)

@@ -106,7 +106,7 @@ def norm_gradients_kernel(
     """Programs take tiles of rows in turn; what each adds up is a row of `parts`."""
     column = tl.arange(0, COLUMNS)
     factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * H + column[None, :]
@@ -114,9 +114,9 @@ def norm_gradients_kernel(
         scale = tl.load(inverse + row, mask=row < rows, other=0.0)[:, None]
         unit = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32) * scale
         upstream = tl.load(dy + at, mask=is_inside, other=0.0).to(tl.float32)
-        total += tl.sum(upstream * unit, 0)
+        total += upstream * unit
         slope = upstream * factor[None, :]
         shared = tl.sum(slope * unit, 1)[:, None] / H
         result = (slope - unit * shared) * scale
         tl.store(dx + at, narrow(result, dx.dtype.element_ty), mask=is_inside)
-    tl.store(parts + tl.program_id(0) * H + column, total, mask=column < H)
+    tl.store(parts + tl.program_id(0) * H + column, tl.sum(total, 0), mask=column < H)

@@ -4,7 +4,7 @@
     y2 = x2 cos2 + x1 sin2        dx2 = dy2 cos2 - dy1 sin1
 
 where 1 and 2 are the halves of a head. Computed in FP32 and rounded once.
-Shapes: N tokens, H heads, D head size.
+Shapes: N tokens, P angles, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ TILE = 2048
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, is_gradient: bool = False
 ) -> Tensor:
-    """y [N, H, D] of x, or with `is_gradient` dx of dy, in `dtype`; cos and sin are [N, D]."""
+    """y [N, H, D] of x, or with `is_gradient` dx of dy, in `dtype`.
+
+    cos and sin are [P, D]; tokens beyond the first P take them from the first again.
+    """
     tokens, heads, size = x.shape
     assert size % 2 == 0
-    assert cos.shape == sin.shape == (tokens, size)
+    assert cos.shape == sin.shape == (len(cos), size)
+    assert tokens % len(cos) == 0
     assert cos.dtype == sin.dtype
     for tensor in (x, cos, sin):
         assert tensor.is_contiguous()
@@ -43,17 +47,19 @@ def rotate(
         "LANES": lanes,
         "num_warps": 4,
     }
-    rotate_pairs_kernel[(-(-tokens * heads // rows),)](x, cos, sin, out, tokens * heads, **shape)
+    grid = (-(-tokens * heads // rows),)
+    rotate_pairs_kernel[grid](x, cos, sin, out, tokens * heads, len(cos), **shape)
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "angles"])
 def rotate_pairs_kernel(
     x,
     cos,
     sin,
     out,
     rows,
+    angles,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
@@ -65,7 +71,7 @@ def rotate_pairs_kernel(
     lane = tl.arange(0, LANES)
     is_inside = (row < rows)[:, None] & (lane < HALF)[None, :]
     first = row[:, None] * (2 * HALF) + lane[None, :]
-    angle = (row // HEADS)[:, None] * (2 * HALF) + lane[None, :]
+    angle = (row // HEADS % angles)[:, None] * (2 * HALF) + lane[None, :]
     x1 = tl.load(x + first, mask=is_inside, other=0.0).to(tl.float32)
     x2 = tl.load(x + first + HALF, mask=is_inside, other=0.0).to(tl.float32)
     cos1 = tl.load(cos + angle, mask=is_inside, other=0.0).to(tl.float32)

@@ -51,5 +51,5 @@ bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python benchmarks/toy_objectives.py
 
 tables: install  ## write what was measured into README.md, docs/engine.md and docs/results.md
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.paper

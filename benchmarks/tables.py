@@ -1,6 +1,6 @@
 """Writes what was measured on GPUs into the pages: docs/engine.md and, in short, README.md.
 
-    python benchmarks/tables.py            (or: make tables)
+    python -m benchmarks.tables            (or: make tables)
 
 Read are rollout.json, sync.json, attention.json and mismatch.json of benchmarks/results, of each
 key the newest entry. What was not measured says so. Written is what stands between the pages'
@@ -10,13 +10,14 @@ marker comments.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measured import FORMATS, Key, local_rollouts, newest, table
 from qurl.bench.limits import SPEEDS, Storage, rollout_limit
 from qurl.bench.shapes import get_shape
 from qurl.bench.workload import get_workload
@@ -27,14 +28,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- written by benchmarks/tables.py: begin -->", "<!-- end -->"
 MISSING = "not measured"
 
-FORMATS = {
-    ("none", "none"): "BF16",
-    ("int8", "none"): "INT8",
-    ("fp8", "none"): "FP8",
-    ("int8", "fp8"): "INT8 + FP8 KV",
-    ("fp8", "fp8"): "FP8 + FP8 KV",
-}
-"""By quant and kv."""
 NAMES = {"none": "BF16", "int8": "INT8", "fp8": "FP8", "fp8-block": "FP8 in blocks"}
 BF16 = ("none", "none")
 EIGHT_BITS = (("int8", "none"), ("fp8", "none"))
@@ -47,9 +40,6 @@ WORKLOADS = (
 MODELS = ("1.5B", "7B")
 SHORT, LONG = ("A", "B"), ("C", "Cp")
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-
-Key = tuple[str, str, str, str]
-"""Model, workload, quant, kv."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +122,12 @@ class Measured:
 
     @staticmethod
     def read(folder: Path = RESULTS) -> Measured:
-        rollouts = [e for e in newest(folder / "rollout.json") if is_ours(e["settings"])]
+        ours = local_rollouts(folder / "rollout.json")
+        shown = {key: entry for key, entry in ours.items() if key[:2] in WORKLOADS}
+        rollouts = list(shown.values())
         syncs = [e for e in newest(folder / "sync.json") if e["settings"]["quant"] == "int8"]
         return Measured(
-            {key_of(e["settings"]): figures_of(e) for e in rollouts},
+            {key: figures_of(entry) for key, entry in shown.items()},
             {(e["settings"]["model"], e["settings"]["master"]): e["figures"] for e in syncs},
             json.loads((folder / "attention.json").read_text()),
             json.loads((folder / "mismatch.json").read_text()),
@@ -147,18 +139,6 @@ class Measured:
         """Over our own BF16."""
         base = self.rollouts.get((*key[:2], *BF16))
         return ratio(self.rollouts.get(key), base)
-
-
-def newest(path: Path) -> list[Mapping[str, Any]]:
-    return [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
-
-
-def is_ours(settings: Mapping[str, Any]) -> bool:
-    return settings["engine"] == "local" and (settings["model"], settings["workload"]) in WORKLOADS
-
-
-def key_of(settings: Mapping[str, Any]) -> Key:
-    return settings["model"], settings["workload"], settings["quant"], settings["kv"]
 
 
 def figures_of(entry: Mapping[str, Any]) -> Figures:
@@ -204,11 +184,6 @@ def name_of(workload: str) -> str:
 def describe(workload: str) -> str:
     work = get_workload(workload)
     return f"{name_of(workload)} ({work.num_sequences} x {work.prompt_tokens} + {work.new_tokens})"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def rollout_table(measured: Measured) -> str:

@@ -15,6 +15,20 @@ from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Batch, Completion, Graded, Problem, Rollout
 
 CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of a tiny model of any family, with weights large enough to matter."""
 
 
 @contextmanager

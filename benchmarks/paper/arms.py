@@ -64,7 +64,7 @@ def _dapo(
 
 
 def _fast(format: str, objective: str, label: str, tier: int = 0) -> Arm:
-    """At the learning rate that the paper states, with which nothing here stays whole for long."""
+    """At the learning rate that the paper states, with which INT8 arms collapse here."""
     arm = _ppo(format, objective, f"{label}, rate 1e-5", None, tier)
     return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.page import MISSING, Section, accuracy, table, write
+from benchmarks.measured import table
+from benchmarks.paper.page import MISSING, Section, accuracy, write
 from benchmarks.paper.results import BASELINE, GRADERS, Eval, Results
 
 SHOWN = 10

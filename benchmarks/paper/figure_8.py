@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+from benchmarks.measured import FORMATS, Key, local_rollouts, table
 from benchmarks.paper.arms import ROOT, SPEED
-from benchmarks.paper.page import MISSING, Section, number, of_arm, table, write
+from benchmarks.paper.page import MISSING, Section, number, of_arm, write
 from benchmarks.paper.plots import Line, Panel, Plot
 from benchmarks.paper.results import Result, Results
 from qurl.bench.shapes import SHAPES
 
 ROLLOUTS = ROOT / "benchmarks" / "results" / "rollout.json"
-FORMATS = {
-    ("none", "none"): "BF16",
-    ("int8", "none"): "INT8",
-    ("fp8", "none"): "FP8",
-    ("int8", "fp8"): "INT8 + FP8 KV",
-    ("fp8", "fp8"): "FP8 + FP8 KV",
-}
-"""By quant and kv."""
 WORKLOADS = {"A": "256 sequences, 512 + 1024 tokens", "B": "64 sequences, 512 + 1024 tokens"}
 PARTS = ("sync", "rollout", "grade", "prox", "update")
 WARM_UP_STEPS = 2
 
-Speeds = Mapping[tuple[str, str, str, str], float]
-"""Tokens per second by model, workload, quant and kv."""
+Speeds = Mapping[Key, float]
+"""Tokens per second."""
 
 
 def read_speeds(path: Path = ROLLOUTS) -> Speeds:
-    newest = [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
-    ours = [(e["settings"], e["figures"]) for e in newest if e["settings"]["engine"] == "local"]
-    return {(s["model"], s["workload"], s["quant"], s["kv"]): f["tokens_per_s"] for s, f in ours}
+    entries = local_rollouts(path)
+    return {key: entry["figures"]["tokens_per_s"] for key, entry in entries.items()}
 
 
 def render(results: Results) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.measured import table
 from benchmarks.paper.arms import TABLE_1
-from benchmarks.paper.page import MISSING, Section, curves, mean_of, number, of_arm, table, write
+from benchmarks.paper.page import MISSING, Section, curves, mean_of, number, of_arm, write
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.measured import table
 from benchmarks.paper.arms import LONG_HORIZON
 from benchmarks.paper.figures_2_3 import HEAD, mismatch_cells
 from benchmarks.paper.page import (
@@ -13,7 +14,6 @@ from benchmarks.paper.page import (
     claims_table,
     curves,
     of_arm,
-    table,
     write,
 )
 from benchmarks.paper.plots import Panel, Plot

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from benchmarks.measured import table
 from benchmarks.paper.arms import ROOT, Experiment
 from benchmarks.paper.plots import FIGURES, Line, Panel, Plot, draw, thin
 from benchmarks.paper.results import Eval, Result, Results, read_results
@@ -44,11 +45,6 @@ def write(sections: Iterable[Section], page: Path = PAGE, figures: Path = FIGURE
 
 
 # Cells and tables
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def accuracy(found: Eval) -> str:

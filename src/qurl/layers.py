@@ -1,6 +1,6 @@
 """Decoder layers of the trained model with one kernel between products, each way.
 
-In a small model half of a training step is not products but what lies between them: torch computes
+In a small model what lies between the products moves more bytes than they do: torch computes
 RMSNorm in eight kernels, rotary positions in five and the gate of an MLP in two, most of them in
 FP32, and each reads and writes everything. `fuse_layers_` puts modules with the same weights under
 the same names in their places, so that optimizers, checkpoints and engines see no difference.

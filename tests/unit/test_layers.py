@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import tiny_llama
+from models import SHAPE, tiny_llama
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -36,16 +36,7 @@ gate_kernels = pytest.importorskip("qurl.kernels.gate")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-SHAPE = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+FAMILY_SHAPE = SHAPE | {"head_dim": 8}
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -150,7 +141,7 @@ def test_sequences_may_share_their_angles():
 
 def qwen2(**changes):
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **changes))
+    return Qwen2ForCausalLM(Qwen2Config(**FAMILY_SHAPE, **changes))
 
 
 def windowed_qwen2():
@@ -160,12 +151,12 @@ def windowed_qwen2():
 def mistral():
     """Its attention stays as it is."""
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=3))
+    return MistralForCausalLM(MistralConfig(**FAMILY_SHAPE, sliding_window=3))
 
 
 def qwen3():
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    return Qwen3ForCausalLM(Qwen3Config(**FAMILY_SHAPE))
 
 
 def perturbed(model):
@@ -297,7 +288,7 @@ def test_under_autocast_a_norm_returns_what_products_want():
 
 def test_what_is_not_known_stays():
     torch.manual_seed(0)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**SHAPE)).to(DEVICE)  # 1 + weight, GELU
+    gemma = Gemma2ForCausalLM(Gemma2Config(**FAMILY_SHAPE)).to(DEVICE)  # 1 + weight, GELU
     assert fuse_layers_(gemma) == 0
     gpt = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)).to(DEVICE)
     assert fuse_layers_(gpt) == 0

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from models import CPU, random_batch, tiny_llama, tiny_policy
+from models import CPU, SHAPE, random_batch, tiny_llama, tiny_policy
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -40,19 +40,6 @@ from qurl.policy import Policy
 from qurl.rollout.hf import HFEngine
 from qurl.types import Batch, Problem, SamplingParams
 
-SHAPE = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),

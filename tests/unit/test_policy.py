@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from models import CPU, random_batch, tiny_llama, tiny_policy
+from models import CPU, SHAPE, random_batch, tiny_llama, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -26,20 +26,6 @@ from qurl.critic import Critic
 from qurl.errors import ModelError
 from qurl.policy import Policy, load_policy
 from qurl.types import Batch
-
-SHAPE = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def dense_scores(model, batch):

@@ -1,26 +1,15 @@
 """`benchmarks/tables.py`: what it makes of measurements, and that the pages are up to date."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks import tables
+
 ROOT = Path(__file__).parents[2]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tables"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = load_script()
 
 
 def rollout(tokens_per_s, *, model="7B", workload="A", quant="none", kv="none", **more):

@@ -25,8 +25,8 @@ from qurl.rollout.local.requests import Request
 LOOKAHEAD = 64
 """Tokens that pages are reserved ahead for, so that the page table seldom changes."""
 GPU_PATIENCE = 4.0
-"""Decode steps that the prefill of a few prompts takes as long as, where the host launches its
-kernels one by one."""
+"""Decode steps that the prefill of a few prompts takes as long as, by estimate, where the host
+launches its kernels one by one."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""What the pages share of reading and showing measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Key = tuple[str, str, str, str]
+"""Model, workload, quant, kv."""
+
+FORMATS = {
+    ("none", "none"): "BF16",
+    ("int8", "none"): "INT8",
+    ("fp8", "none"): "FP8",
+    ("int8", "fp8"): "INT8 + FP8 KV",
+    ("fp8", "fp8"): "FP8 + FP8 KV",
+}
+"""By quant and kv."""
+
+
+def newest(path: Path) -> list[Mapping[str, Any]]:
+    """Of each key of a file that `qurl bench` appends to, the last entry."""
+    return [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
+
+
+def local_rollouts(path: Path) -> dict[Key, Mapping[str, Any]]:
+    """The newest entries of our own engine."""
+    entries = [e for e in newest(path) if e["settings"]["engine"] == "local"]
+    return {_key_of(entry["settings"]): entry for entry in entries}
+
+
+def _key_of(settings: Mapping[str, Any]) -> Key:
+    return settings["model"], settings["workload"], settings["quant"], settings["kv"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

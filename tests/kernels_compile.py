@@ -274,7 +274,7 @@ def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Callable:
         source = numbers(256, columns, dtype=dtype)
         target = codes(256, columns, format, is_weight=True)
         flips = numbers(*target.scale.shape, dtype=torch.int32)
-        return requantize.requantize_(source, target, flips)
+        return requantize.requantize_(source, target, flips, torch.bfloat16)
 
     return call
 

@@ -172,9 +172,9 @@ def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool 
 
     In another format than the recipe's it answers for the full precision, cache included.
     """
-    rollout, options = config.rollout, {}
+    rollout, options = config.rollout, {"compute_dtype": policy.compute_dtype}
     if rollout.engine == "local":
-        options = {
+        options |= {
             "kv": config.quant.kv if quant == config.quant.format else "none",
             "max_batch": rollout.max_batch,
             "page_size": rollout.page_size,
@@ -204,7 +204,7 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
         kind = type(policy.model).__name__
         run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None
-    return UpdateTracker(config.quant.format, config.quant.track_rows)
+    return UpdateTracker(config.quant.format, config.quant.track_rows, policy.compute_dtype)
 
 
 def _apply_uaq(config: Config, policy: Policy) -> None:

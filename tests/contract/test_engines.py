@@ -808,6 +808,22 @@ def test_the_keys_of_a_recipe_reach_the_engine():
     assert build_actor(build_config({}), policy, "int8").memory.options == CacheOptions(16)
 
 
+@pytest.mark.parametrize("kind", ["local", "hf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_actor_sees_no_more_of_an_update_than_the_trainers_forward(kind, dtype):
+    policy = tiny_policy(compute_dtype=dtype)
+    config = build_config({"rollout": {"engine": kind}})
+    signs = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        engine = build_actor(config, policy, "int8")
+        for parameter in policy.model.parameters():  # by a quarter of BF16's step at most
+            parameter *= 1 + 2**-10 * torch.randn(parameter.shape, generator=signs).sign()
+    report = engine.sync(policy.model, version=1)
+    assert (report.code_flip_frac > 0) == (dtype == "float32")
+
+
 def test_an_fp8_cache_needs_the_local_engine():
     tree = {"rollout": {"engine": "hf"}, "quant": {"kv": "fp8"}}
     assert any("quant.kv = 'fp8' needs" in m for m in find_mistakes(build_config(tree)))

@@ -39,18 +39,18 @@ def target_like(reference: Quantized) -> Quantized:
     return Quantized(codes.to(DEVICE), scale.to(DEVICE), reference.format)
 
 
-def requantize(source, target):
+def requantize(source, target, dtype=torch.float32):
     """Number of codes that changed."""
     flips = torch.full(target.scale.shape, -1, dtype=torch.int32, device=DEVICE)
-    requantize_(source.to(DEVICE), target, flips)
+    requantize_(source.to(DEVICE), target, flips, dtype)
     assert (flips >= 0).all()
     return int(flips.sum())
 
 
-def check(source, format):
-    expected = quantize(source, format)
+def check(source, format, dtype=torch.float32):
+    expected = quantize(source.to(dtype), format)
     target = target_like(expected)
-    flips = requantize(source, target)
+    flips = requantize(source, target, dtype)
     assert torch.equal(target.scale.cpu(), expected.scale)
     assert torch.equal(bits(target.codes), bits(expected.codes))
     assert flips == int((expected.codes.float() != 3).sum())
@@ -73,6 +73,16 @@ def test_bits_of_quantize_in_tiles(rows, columns, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_too_long_for_registers(dtype, format):
     check(random_weight(2, LONGEST_IN_REGISTERS + 5, dtype), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [130, LONGEST_IN_REGISTERS + 5])
+def test_what_the_trainer_rounds_is_rounded_first(columns, dtype, format):
+    source = random_weight(5, columns, dtype)
+    rounded = quantize(source.bfloat16(), format)
+    assert not torch.equal(bits(rounded.codes), bits(quantize(source, format).codes))
+    check(source, format, torch.bfloat16)
 
 
 @pytest.mark.parametrize("format", FORMATS)

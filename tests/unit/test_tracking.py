@@ -89,7 +89,8 @@ def test_groups_and_their_total():
         up_proj=_row(0, 2),  # 4 / 16
         lm_head=_row(9, 9),
     )
-    assert tracker.measure(model) == pytest.approx(
+    measured = tracker.measure(model)
+    assert {k: v for k, v in measured.items() if "update_norm" in k} == pytest.approx(
         {
             "uaq/update_norm/attn_in": 5 / 75,
             "uaq/update_norm/attn_out": 1.0,
@@ -98,6 +99,29 @@ def test_groups_and_their_total():
             "uaq/update_norm": 10 / (75 + 1 + 20 + 100),
         }
     )
+    assert measured["uaq/quant_error"] == 0.0
+    assert measured["uaq/update_proj"] == 1.0
+    assert measured["uaq/code_flip_frac"] == 4 / 14
+
+
+@pytest.mark.parametrize("format", ["none", *FORMATS])
+def test_what_the_trainers_dtype_hides(format):
+    """From numbers on the grid of BF16, with 8 bits: a quarter of a step, then a whole one."""
+    start = _normal(256, 128, seed=0).bfloat16().float()
+    model = nn.ModuleDict({"q_proj": nn.Linear(128, 256, bias=False)})
+    model["q_proj"].weight.data = start.clone()
+    tracker = UpdateTracker(format, rows=256, dtype=torch.bfloat16)
+    tracker.measure(model)
+    signs = _normal(256, 128, seed=1).sign()
+    model["q_proj"].weight.data = start * (1 + 2**-10 * signs)
+    hidden = tracker.measure(model)
+    assert hidden["uaq/update_norm"] == pytest.approx(2**-20, rel=1e-3)
+    assert hidden["uaq/code_flip_frac"] == 0.0
+    assert hidden["uaq/update_proj"] == 0.0
+    model["q_proj"].weight.data = start * (1 + 2**-4 * signs)
+    seen = tracker.measure(model)
+    assert seen["uaq/code_flip_frac"] > 0.05
+    assert 0.5 < seen["uaq/update_proj"] < 1.5
 
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])
@@ -106,12 +130,10 @@ def test_no_update_measures_zero(format):
     tracker = UpdateTracker(format, rows=128)
     tracker.measure(model)
     measured = tracker.measure(model)
-    names = METRICS[:1] if format == "none" else METRICS
-    assert measured.keys() == {f"uaq/{n}{g}" for n in names for g in ("", "/attn_in", "/mlp_out")}
+    assert measured.keys() == {f"uaq/{n}{g}" for n in METRICS for g in ("", "/attn_in", "/mlp_out")}
     assert all(value == 0 for name, value in measured.items() if "quant_error" not in name)
-    if format != "none":
-        assert measured["uaq/quant_error"] > 0
-        assert measured["uaq/quant_error/mlp_out"] == 0
+    assert (measured["uaq/quant_error"] > 0) == (format != "none")
+    assert measured["uaq/quant_error/mlp_out"] == 0
 
 
 def test_a_scale_that_moves_is_seen_without_a_flip():

@@ -44,7 +44,7 @@ def assert_holds(weights, model):
     """Every row, bias and tensor in full precision is the model's."""
     for part in weights._parts(model):
         if isinstance(part.weight, Quantized):
-            fresh = quantize(part.source, part.weight.format)
+            fresh = quantize(part.source.to(weights.compute_dtype), part.weight.format)
             assert torch.equal(part.weight.codes.float(), fresh.codes.float())
             assert torch.equal(part.weight.scale, fresh.scale)
         else:
@@ -345,6 +345,27 @@ def test_a_sync_that_did_not_happen_is_found():
         up.weight *= 1.01
     with pytest.raises(EngineError, match="layer 1"):
         weights.check(model, 0)
+
+
+@pytest.mark.parametrize("quant", FORMATS[1:])
+def test_codes_are_of_the_weights_that_the_trainer_computes_with(quant):
+    """An update that the trainer's BF16 does not show is not shown to the actor either."""
+    model = tiny_llama(**ALIGNED).to(torch.bfloat16).float()
+    weights = load(model, quant, compute_dtype=torch.bfloat16)
+    full = load(model, quant)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_proj" in name:  # a quarter of BF16's step, at most, from numbers on its grid
+                parameter *= 1 + 2**-10 * torch.randn(parameter.shape, generator=draw).sign()
+    assert weights.load_(model) == 0
+    assert full.load_(model) > 0
+    assert_holds(weights, model)
+    weights.check(model, 3)
+    change_(model)
+    assert weights.load_(model) > 0
+    assert_holds(weights, model)
+    weights.check(model, 4)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------

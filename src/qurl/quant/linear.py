@@ -112,9 +112,10 @@ def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
 class QuantLinear(nn.Module):
     """An `nn.Linear` replaced by its quantized copy (for models run by transformers)."""
 
-    def __init__(self, source: nn.Linear, format: Format) -> None:
+    def __init__(self, source: nn.Linear, format: Format, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: to which the weight is rounded first."""
         super().__init__()
-        self.weight = quantize(source.weight.detach(), format)
+        self.weight = quantize(source.weight.detach().to(dtype=dtype), format)
         self.bias = None if source.bias is None else source.bias.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,8 +139,11 @@ def _other_linears(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def quantized_copy(model: nn.Module, format: str) -> nn.Module:
-    """A copy of a transformers model whose projections are quantized: the dense reference."""
+def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a transformers model whose projections are quantized: the dense reference.
+
+    `dtype`: to which weights are rounded first, like those that a trainer computes with.
+    """
     fused = [
         name
         for name, parameter in model.named_parameters()
@@ -165,5 +169,5 @@ def quantized_copy(model: nn.Module, format: str) -> nn.Module:
         for name, child in list(parent.named_children()):
             if _is_projection(name, child):
                 assert isinstance(child, nn.Linear)
-                setattr(parent, name, QuantLinear(child, get_format(format)))
+                setattr(parent, name, QuantLinear(child, get_format(format), dtype))
     return clone

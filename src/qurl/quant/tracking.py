@@ -1,4 +1,4 @@
-"""Is an update visible through the quantizer? Measured at sync, against the sync before.
+"""Does the actor see an update? Measured at sync, against the sync before.
 
     update_norm     ||theta_t - theta_{t-1}||^2 / ||theta_{t-1}||^2           Eq. (13)
     quant_error     ||Q(theta_t) - theta_t||^2 / ||theta_t||^2                Eq. (14)
@@ -6,17 +6,18 @@
     update_cosine   cos(dQ, dtheta)
     update_proj     <dQ, dtheta> / ||dtheta||^2                               1 = unbiased
 
-with dtheta = theta_t - theta_{t-1} and dQ = Q(theta_t) - Q(theta_{t-1}). Sums run over a sample of
-the output channels of every projection.
+with dtheta = theta_t - theta_{t-1} and dQ = Q(theta_t) - Q(theta_{t-1}). Q is all that lies between
+the FP32 masters and the actor: the rounding to the dtype that the trainer computes in, then the
+codes of the format, where there is one. Sums run over a sample of the output channels of every
+projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
@@ -50,12 +51,10 @@ class Sums:
 
     def ratios(self) -> dict[str, float]:
         """The metrics; a ratio without a denominator (no update, zero weights) is 0."""
-        ratios = {"update_norm": _ratio(self.update, self.before)}
-        if not self.codes:
-            return ratios
-        return ratios | {
+        return {
+            "update_norm": _ratio(self.update, self.before),
             "quant_error": _ratio(self.error, self.after),
-            "code_flip_frac": self.flips / self.codes,
+            "code_flip_frac": _ratio(self.flips, self.codes),
             "update_cosine": _ratio(self.inner, (self.visible * self.update) ** 0.5),
             "update_proj": _ratio(self.inner, self.update),
         }
@@ -64,15 +63,17 @@ class Sums:
 class UpdateTracker:
     """Compares the weights at a sync with those of the sync before.
 
-    `format` is that of the actor ("none" measures `update_norm` alone); `rows` output channels of
-    each projection are watched, evenly spread, in whole tiles where the format has tiles.
+    `format` is that of the actor, `dtype` what weights are rounded to before (None: they are not);
+    `rows` output channels of each projection are watched, evenly spread, in whole tiles where the
+    format has tiles.
     """
 
-    def __init__(self, format: str, rows: int) -> None:
+    def __init__(self, format: str, rows: int, dtype: torch.dtype | None = None) -> None:
         if rows < 1:
             raise ValueError(f"rows = {rows} must be at least 1")
         self.format = None if format == "none" else get_format(format)
         self.rows = rows
+        self.dtype = dtype
         self._snapshot: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -88,6 +89,7 @@ class UpdateTracker:
                 torch.cat([before[name].to(self._snapshot[name].device) for name in names]),
                 torch.cat([self._snapshot[name] for name in names]),
                 self.format,
+                self.dtype,
             )
             for names in stacks
         ]
@@ -153,20 +155,37 @@ def _unit(format: Format | None) -> int:
     return (format.block if format else None) or 1
 
 
-def update_sums(before: Tensor, after: Tensor, format: Format | None) -> Tensor:
+def update_sums(
+    before: Tensor, after: Tensor, format: Format | None, dtype: torch.dtype | None = None
+) -> Tensor:
     """The `Sums` of one weight [N, K] as a tensor of FP64, in the order of their fields."""
     update = after.double() - before.double()
-    norms = [_dot(update, update), _dot(before, before), _dot(after, after)]
+    (old, old_codes), (new, new_codes) = (_actor(w, format, dtype) for w in (before, after))
+    visible, error = new - old, new - after.double()
+    flips = (old_codes != new_codes).sum().double()
+    return torch.stack(
+        [
+            _dot(update, update),
+            _dot(before, before),
+            _dot(after, after),
+            _dot(error, error),
+            _dot(visible, visible),
+            _dot(visible, update),
+            flips,
+            torch.full_like(flips, after.numel()),
+        ]
+    )
+
+
+def _actor(
+    weight: Tensor, format: Format | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Q(weight) in FP64, and its codes; those of a float dtype are the numbers themselves."""
+    rounded = weight.to(dtype=dtype)
     if format is None:
-        return F.pad(torch.stack(norms), (0, len(fields(Sums)) - len(norms)))
-    old, new = quantize(before, format), quantize(after, format)
-    visible = dequantize(new).double() - dequantize(old).double()
-    error = dequantize(new).double() - after.double()
-    # As numbers, because FP8 has two zeros.
-    flips = (old.codes.float() != new.codes.float()).sum().double()
-    codes = torch.full_like(flips, after.numel())
-    quantized = [_dot(error, error), _dot(visible, visible), _dot(visible, update), flips, codes]
-    return torch.stack(norms + quantized)
+        return rounded.double(), rounded
+    coded = quantize(rounded, format)
+    return dequantize(coded).double(), coded.codes.float()  # as numbers: FP8 has two zeros
 
 
 def _projection(name: str) -> str:

@@ -29,10 +29,14 @@ class HFEngine:
         tokenizer: Any = None,
         *,
         quant: str = "none",
+        compute_dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_progress(num_completions, num_tokens)` is called as completions finish."""
+        """`compute_dtype` of the trainer, to which weights are rounded before they are quantized;
+        None: not at all. `on_progress(num_completions, num_tokens)` is called as completions
+        finish."""
         self.quant = quant
+        self.compute_dtype = compute_dtype
         self.tokenizer = tokenizer
         self.on_progress = on_progress
         self.version = 0
@@ -42,7 +46,9 @@ class HFEngine:
     def sync(self, model: nn.Module, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into a new copy and verify it."""
         start = time.perf_counter()
-        actor = model if self.quant == "none" else quantized_copy(model, self.quant)
+        actor: Any = model
+        if self.quant != "none":
+            actor = quantized_copy(model, self.quant, self.compute_dtype)
         flip_frac = _code_flip_frac(self._actor, actor)
         self._actor, self.version = actor, version
         ids = canary_ids(model)

@@ -4,10 +4,11 @@
 
     scale = max|w| / largest;  codes = round(clamp(w / scale, -largest, largest))
 
-to the bit what `qurl.quant.formats.quantize` gives, per row or per 128x128 tile. On the way the
-codes that the buffer held are read, and those that change are counted. A weight costs the bytes of
-its source (4 or 2), one for the code that was there and one for the new code; a row stays in
-registers between finding its largest value and coding it, up to `LONGEST_IN_REGISTERS` columns.
+with w rounded to the trainer's dtype first; to the bit what `qurl.quant.formats.quantize` gives,
+per row or per 128x128 tile. On the way the codes that the buffer held are read, and those that
+change are counted. A weight costs the bytes of its source (4 or 2), one for the code that was there
+and one for the new code; a row stays in registers between finding its largest value and coding it,
+up to `LONGEST_IN_REGISTERS` columns.
 
 Shapes: N output channels, K input channels.
 """
@@ -28,10 +29,11 @@ from qurl.quant.kernels.rounding import (
     from_magnitude,
     integer_bits,
     magnitude,
+    narrow,
     scale_for,
 )
 
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LONGEST_IN_REGISTERS = 32768
 """Columns; a longer row is read twice."""
 
@@ -39,8 +41,10 @@ LONGEST_IN_REGISTERS = 32768
 _AHEAD = tl.constexpr(8)
 
 
-def requantize_(source: Tensor, target: Quantized, flips: Tensor) -> None:
-    """Rewrite codes [N, K] and scale of `target` with those of source [N, K].
+def requantize_(
+    source: Tensor, target: Quantized, flips: Tensor, dtype: torch.dtype = torch.float32
+) -> None:
+    """Rewrite codes [N, K] and scale of `target` with those of source [N, K] rounded to `dtype`.
 
     `flips` (int32, shaped like the scale) receives how many codes under each scale changed as
     numbers: a zero that changes its sign does not count. Rows of the target may lie apart.
@@ -67,6 +71,7 @@ def requantize_(source: Tensor, target: Quantized, flips: Tensor) -> None:
         "CODE_STRIDE": codes.stride(0),
         "LARGEST": float(format.weight_max),
         "IS_INT": format.is_integer,
+        "DTYPE": SOURCE_DTYPES[source.dtype if dtype == torch.float32 else dtype],
     }
     if format.block is not None:
         arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
@@ -106,6 +111,7 @@ def requantize_rows_kernel(
     CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
+    DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One row, read once, in chunks that stay in registers."""
@@ -115,13 +121,13 @@ def requantize_rows_kernel(
     values, held = (), ()
     for first in tl.static_range(0, K, CHUNK):
         column = first + columns
-        values += (tl.load(source + row * K + column, mask=column < K, other=0.0),)
+        values += (_load(source + row * K + column, column < K, DTYPE),)
         if first < _AHEAD * CHUNK:
             held += (tl.load(codes + column, mask=column < K, other=0),)
     peak = magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         peak = tl.maximum(peak, magnitude(values[index]))
-    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), source.dtype.element_ty), LARGEST)
+    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), DTYPE), LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for index in tl.static_range(len(values)):
         column = index * CHUNK + columns
@@ -146,22 +152,23 @@ def requantize_long_rows_kernel(
     CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
+    DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One row, read twice; the second time it comes from the cache."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
-    peak = magnitude(tl.zeros([CHUNK], source.dtype.element_ty))
+    peak = magnitude(tl.zeros([CHUNK], DTYPE))
     for first in range(0, K, CHUNK):
         column = first + columns
-        value = tl.load(source + row * K + column, mask=column < K, other=0.0)
+        value = _load(source + row * K + column, column < K, DTYPE)
         peak = tl.maximum(peak, magnitude(value))
-    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), source.dtype.element_ty), LARGEST)
+    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), DTYPE), LARGEST)
     changes = tl.zeros([CHUNK], tl.int32)
     for first in range(0, K, CHUNK):
         column = first + columns
         mask = column < K
-        value = tl.load(source + row * K + column, mask=mask, other=0.0)
+        value = _load(source + row * K + column, mask, DTYPE)
         held = tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0)
         code = _code(value, row_scale, IS_INT)
         changes = _count_changes(changes, code, held)
@@ -182,6 +189,7 @@ def requantize_tiles_kernel(
     CODE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INT: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -193,13 +201,13 @@ def requantize_tiles_kernel(
     for first in tl.static_range(0, BLOCK, ROWS):
         row = rows + first
         mask = (row < num_rows) & (column < K)
-        values += (tl.load(source + row * K + column, mask=mask, other=0.0),)
+        values += (_load(source + row * K + column, mask, DTYPE),)
         if first < _AHEAD * ROWS:
             held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0),)
     peak = magnitude(values[0])
     for index in tl.static_range(1, len(values)):
         peak = tl.maximum(peak, magnitude(values[index]))
-    tile_scale = scale_for(from_magnitude(tl.max(peak), source.dtype.element_ty), LARGEST)
+    tile_scale = scale_for(from_magnitude(tl.max(peak), DTYPE), LARGEST)
     changes = tl.zeros([ROWS, BLOCK], tl.int32)
     for index in tl.static_range(len(values)):
         row = rows + index * ROWS
@@ -213,6 +221,15 @@ def requantize_tiles_kernel(
         tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
     tl.store(scale + tile_row * scale_stride + tile_column, tile_scale)
     tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes))
+
+
+@triton.jit
+def _load(source, mask, DTYPE: tl.constexpr):
+    """Weights as the trainer computes with them."""
+    value = tl.load(source, mask=mask, other=0.0)
+    if value.dtype != DTYPE:
+        value = narrow(value.to(tl.float32), DTYPE)
+    return value
 
 
 @triton.jit

@@ -48,13 +48,16 @@ class LocalEngine:
         cuda_graphs: bool = True,
         depth: int | None = None,
         dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`; and
 
         `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
-        `dtype` None: float32 on a CPU, bfloat16 on a GPU.
+        `dtype` of activations and cache; None: float32 on a CPU, bfloat16 on a GPU.
+        `compute_dtype` of the trainer, to which weights are rounded before they are quantized;
+        None: as `dtype`.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
         of unfinished completions count. It may interrupt the generation, but not sync or generate.
         """
@@ -82,7 +85,7 @@ class LocalEngine:
         self.num_steps = 0
         self.lengths = LengthHistory()
         dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)
-        self.weights = Weights(model, quant, dtype, device)
+        self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
         self.memory = CacheMemory(
             self.weights.arch,
             dtype,

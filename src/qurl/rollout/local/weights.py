@@ -5,6 +5,10 @@ addresses never change. q, k, v are row ranges of one fused buffer, because code
 stack; with 128x128 tiles they do where no tile would span two projections. The rows of gate and up
 alternate in theirs, so that one tile of a product holds both; with 128x128 tiles they stack too.
 
+Codes are those of the weights that the trainer computes with: its FP32 masters rounded to its
+compute dtype. What that rounding hides from the trainer, the actor must not see either: updates
+begin on the grid of the checkpoint's BF16, and the first of them are smaller than its steps.
+
 Norms, embedding and lm_head stay in full precision. Where dtype and device agree they share the
 trainer's storage, which relies on optimizers that update parameters in place: every sync points at
 the parameters anew, and between syncs the engine sees them change.
@@ -39,6 +43,8 @@ _NUM_STREAMS = 4
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 Place = tuple[int, torch.dtype] | None
 """Address and dtype of a parameter; None where a module has none, like a bias."""
+Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
+"""Of source, target, counts of changed codes, and the dtype that the source is rounded to."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,12 @@ class Transfer:
         self,
         codings: Sequence[tuple[Tensor, Quantized]],
         copies: Sequence[tuple[Tensor, Tensor]],
+        compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._codings = codings
         self._copies = copies
+        self._compute_dtype = compute_dtype
         self._kernel = _find_kernel(codings, device)
         sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -215,19 +223,19 @@ class Transfer:
         else:
             self._num_flips.zero_()
             for source, target in self._codings:
-                self._num_flips += _requantize_(source, target)
+                self._num_flips += _requantize_(source, target, self._compute_dtype)
         if self._copies:
             targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)
 
-    def _launch(self, kernel: Callable[[Tensor, Quantized, Tensor], None]) -> None:
+    def _launch(self, kernel: Requantizer) -> None:
         """Several streams at once: most weights are too small to fill a GPU by themselves."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         turns = itertools.cycle(self._streams)
         for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
             with torch.cuda.stream(next(turns)) if self._streams else nullcontext():
-                kernel(source, target, flips.view_as(target.scale))
+                kernel(source, target, flips.view_as(target.scale), self._compute_dtype)
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
@@ -288,11 +296,14 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         native_codes: bool | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         """`native_codes`: keep codes in the format's 8 bits, as the kernels read them. A CPU
-        multiplies them as FP32 numbers, so it keeps them as such. None: native on a GPU."""
+        multiplies them as FP32 numbers, so it keeps them as such. None: native on a GPU.
+        `compute_dtype`: the trainer's; None: as `dtype`, that of the decoder."""
         self.arch = read_architecture(model)
         self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
         self.native_codes = device.type == "cuda" if native_codes is None else native_codes
@@ -351,7 +362,9 @@ class Weights:
             probe = Probe.of(part, 7919 * version)
             classes[probe.source.shape, probe.source.dtype].append(probe)
         layers = [probe.layer for probes in classes.values() for probe in probes]
-        differs = torch.cat([_differ(probes, self.format) for probes in classes.values()])
+        differs = torch.cat(
+            [_differ(probes, self.format, self.compute_dtype) for probes in classes.values()]
+        )
         if failed := [
             layer for layer, is_bad in zip(layers, differs.tolist(), strict=True) if is_bad
         ]:
@@ -432,7 +445,7 @@ class Weights:
         norm = share("norm", body.norm.weight, torch.float32)
         is_tied = model.lm_head.weight is body.embed_tokens.weight
         lm_head = embedding if is_tied else share("lm_head", model.lm_head.weight, self.dtype)
-        transfer = Transfer(codings, copies, self.device)
+        transfer = Transfer(codings, copies, self.compute_dtype, self.device)
         return SyncPlan(Whereabouts.of(model), transfer, norms, embedding, norm, lm_head)
 
 
@@ -456,7 +469,7 @@ def _num_scales(rows: int, columns: int, format: Format) -> tuple[int, int]:
 
 def _find_kernel(
     codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
-) -> Callable[[Tensor, Quantized, Tensor], None] | None:
+) -> Requantizer | None:
     """The fused quantizer, where device, format and sources permit."""
     if not codings or device.type != "cuda" or find_spec("triton") is None:
         return None
@@ -471,9 +484,9 @@ def _find_kernel(
     return requantize_
 
 
-def _requantize_(source: Tensor, target: Quantized) -> Tensor:
+def _requantize_(source: Tensor, target: Quantized, dtype: torch.dtype) -> Tensor:
     """Rewrite codes and scale in place; returns how many codes changed."""
-    fresh = quantize(source, target.format)
+    fresh = quantize(source.to(dtype), target.format)
     # Compared as numbers: a zero that changes its sign is no flip.
     flips = (target.codes.float() != fresh.codes.float()).sum()
     target.codes.copy_(fresh.codes)
@@ -481,13 +494,13 @@ def _requantize_(source: Tensor, target: Quantized) -> Tensor:
     return flips
 
 
-def _differ(probes: Sequence[Probe], format: Format | None) -> Tensor:
-    """Which probes [n], all of one shape, are not what quantizing their source gives."""
+def _differ(probes: Sequence[Probe], format: Format | None, dtype: torch.dtype) -> Tensor:
+    """Which probes [n], all of one shape, are not what quantizing their source in `dtype` gives."""
     source = torch.stack([p.source for p in probes])
     stored = torch.stack([p.stored for p in probes])
     if format is None:
         return (source.to(stored.dtype) != stored).any(-1)
-    fresh = quantize(source.flatten(0, -2), format)
+    fresh = quantize(source.flatten(0, -2).to(dtype), format)
     scale = torch.stack([p.scale for p in probes if p.scale is not None])
     differs = fresh.codes.float() != stored.flatten(0, -2).float()
     return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale)

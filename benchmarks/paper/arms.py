@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PPO = "benchmarks/paper/recipes/gsm8k-ppo.toml"
 DAPO = "benchmarks/paper/recipes/gsm8k-dapo.toml"
 TOY = "recipes/arithmetic-cpu.toml"
+UNSAVED = {"save.every": 0, "save.keep": 0}
 FULL_PRECISION = {"quant.format": "none", "algo.objective": "ppo_prox"}
 
 
@@ -117,7 +118,7 @@ SPEED = Experiment(
             name,
             name.upper(),
             PPO,
-            {"quant.format": format, "steps": 8, "eval.every": 0, "save.every": 0},
+            {"quant.format": format, "steps": 16, "eval.every": 0, **UNSAVED},
         )
         for name, format in (("bf16", "none"), ("int8", "int8"), ("fp8", "fp8"))
     ),

@@ -59,6 +59,11 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
+    if checkpoint is None and config.save.keep == 0 and run.has_rows:
+        raise ConfigError(
+            f"save.keep = 0, and run_dir = {config.run_dir!r} holds a run without checkpoints: it "
+            "cannot go on, and starting again would lose its metrics; choose another run_dir"
+        )
 
     if checkpoint:
         policy = load_saved_policy(checkpoint, config.model, device)

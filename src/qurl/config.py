@@ -324,8 +324,8 @@ class SaveConfig(_Section):
 
     every: CountOrZero = 0
     """Steps between checkpoints, also after the last step; 0 = only after the last."""
-    keep: Count = 2
-    """Newest checkpoints kept."""
+    keep: CountOrZero = 2
+    """Newest checkpoints kept; 0 = none is written, and the run cannot be resumed."""
 
 
 @dataclass(frozen=True)

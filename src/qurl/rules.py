@@ -22,7 +22,7 @@ def find_mistakes(config: Config) -> list[str]:
     """Combinations that cannot work, each with what to do about it."""
     parts = (
         *(_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes),
-        _engine_mistakes,
+        *(_engine_mistakes, _save_mistakes),
     )
     return [mistake for part in parts for mistake in part(config)]
 
@@ -115,6 +115,14 @@ def _engine_mistakes(config: Config) -> Iterator[str]:
         yield (
             f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local': transformers keeps "
             "its cache in the compute precision"
+        )
+
+
+def _save_mistakes(config: Config) -> Iterator[str]:
+    if config.save.every > 0 and config.save.keep == 0:
+        yield (
+            f"save.every = {config.save.every} asks for checkpoints, save.keep = 0 for none; set "
+            "save.every = 0 or save.keep >= 1"
         )
 
 

@@ -98,6 +98,12 @@ class Run:
         if kind in _LOUD:
             self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether some step has been logged."""
+        path = self.path / METRICS
+        return path.exists() and path.stat().st_size > 0
+
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`, so that a resumed run writes it again."""
         for name in (METRICS, SAMPLES, EVALS):

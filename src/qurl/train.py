@@ -60,7 +60,7 @@ def train(config: Config) -> Path:
             run.log(step, metrics | timer.lap())
             is_stopping = interrupt.is_requested
             is_last = step + 1 == config.steps or is_stopping
-            if is_due(step + 1, config.save.every) or is_last:
+            if config.save.keep and (is_due(step + 1, config.save.every) or is_last):
                 with timer("save"):
                     save(config, parts, run, step + 1)
             if is_stopping:

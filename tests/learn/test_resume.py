@@ -121,6 +121,17 @@ def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
 
 
 @pytest.mark.learn
+def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    words = [*flags("ppo, fp8", tmp_path), "--save.every", "0", "--save.keep", "0", "--steps", "2"]
+    train(load_config(None, words))
+    assert not (tmp_path / "checkpoints").exists()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"save.keep = 0, .* choose another run_dir"):
+        train(load_config(None, words))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.learn
 def test_a_finished_run_is_left_as_it_is(tmp_path):
     words = flags("ppo, fp8", tmp_path / "run")
     train(load_config(None, words))

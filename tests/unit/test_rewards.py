@@ -1,6 +1,8 @@
 """What answers are worth: mathematics, countdown, length, and a step's rollouts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,23 @@ def test_right_answers(text, truth):
 )
 def test_wrong_answers(text, truth):
     assert grade_math(text, truth) == 0.0
+
+
+def test_a_loaded_grader_has_nothing_left_to_import():
+    """Else the first answers of each process would take as long as all others."""
+    program = """if True:
+        import sys
+        from qurl.rewards.reward import load_reward
+        grade = load_reward("math")
+        before = set(sys.modules)
+        for found in (r"\\frac{1}{2}", "x=4", r"\\sqrt{3}", r"7\\text{ weeks}", "3.5"):
+            assert grade(f"it is \\\\boxed{{{found}}}", "2", {}) == 0
+        print(sorted(set(sys.modules) - before))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_an_endless_comparison_is_killed_and_the_next_one_works():

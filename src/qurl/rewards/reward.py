@@ -48,8 +48,9 @@ def load_reward(spec: str) -> Reward:
 
         return score_countdown
     if spec == "math":
-        from qurl.rewards.math import score_math
+        from qurl.rewards.math import score_math, warm_up
 
+        warm_up()
         return score_math
     module, colon, function = spec.partition(":")
     if module == "gym":

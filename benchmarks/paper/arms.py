@@ -95,6 +95,7 @@ DAPO_UAQ = Experiment(
             None,
         ),
         _dapo("int8-lr1.5", "INT8, rate x 1.5 everywhere", {"optim.lr": 1.5e-6}, 29.06),
+        _dapo("int8-dither", "INT8, dithered masters", {"optim.dither": True}, None, tier=1),
         _dapo("bf16", "BF16", FULL_PRECISION, 31.67, tier=1),
         _dapo("int8-uaq2", "INT8, UAQ s = 2", {"quant.update_scale": 2.0}, 29.15, tier=1),
         _dapo("int8-lr2", "INT8, rate x 2 everywhere", {"optim.lr": 2e-6}, 26.66, tier=1),

@@ -15,6 +15,7 @@ CLAIMS = (
         "int8-layers1.5",
         is_equality=True,
     ),
+    Claim("ours: dithered masters above none", "int8-dither", "int8"),
 )
 
 SECTION = accuracy_section(

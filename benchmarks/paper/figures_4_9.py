@@ -13,7 +13,7 @@ HEAD = (
     "projection",
 )
 SHOWN = (
-    *((TABLE_1, name) for name in ("int8-acr", "fp8-acr")),
+    *((TABLE_1, name) for name in ("bf16", "int8-acr", "fp8-acr")),
     *((DAPO_UAQ, name) for name in ("int8", "int8-uaq1.5", "int8-layers1.5", "int8-lr1.5")),
 )
 
@@ -55,9 +55,9 @@ def plot(experiment: Experiment, results: Results) -> Plot:
             Panel(f"{group}: {title}", curves(experiment, results, f"uaq/{metric}/{group}"), is_log)
             for title, metric, is_log in (
                 ("update, Eq. (13)", "update_norm", True),
-                ("rounding, Eq. (14)", "quant_error", True),
-                ("share of changed codes", "code_flip_frac", False),
-                ("cosine of the visible update", "update_cosine", False),
+                ("share of changed codes", "code_flip_frac", True),
+                ("cosine of what is seen", "update_cosine", False),
+                ("projection of what is seen", "update_proj", False),
             )
         ]
     return Plot(f"figures_4_9_{experiment.name}", panels, columns=4)

@@ -13,6 +13,7 @@ import torch
 
 from qurl.checkpoint import latest_checkpoint, load_checkpoint, load_saved_policy
 from qurl.config import Config
+from qurl.dither import dither_
 from qurl.errors import ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
@@ -84,8 +85,8 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
         stream.position = state["position"]
         if tracker is not None:
             tracker.load_state_dict(state["tracker"])
-    elif config.quant.update_scale > 1:
-        _apply_uaq(config, policy)
+    else:
+        _prepare_masters(config, learner)
     if state["step"] > config.steps:
         raise ConfigError(
             f"steps = {config.steps}, but run_dir = {config.run_dir!r} has been trained for "
@@ -212,10 +213,23 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
     return UpdateTracker(config.quant.format, config.quant.track_rows, policy.compute_dtype)
 
 
-def _apply_uaq(config: Config, policy: Policy) -> None:
-    rescale_(
-        policy.model,
-        config.quant.update_scale,
-        o_proj=config.quant.scale_o_proj,
-        down_proj=config.quant.scale_down_proj,
-    )
+def _prepare_masters(config: Config, learner: Learner) -> None:
+    """What is done to the weights once, before training, without changing what they compute."""
+    quant, policy = config.quant, learner.policy
+    if quant.update_scale > 1:
+        rescale_(
+            policy.model,
+            quant.update_scale,
+            o_proj=quant.scale_o_proj,
+            down_proj=quant.scale_down_proj,
+        )
+    if not config.optim.dither:
+        return
+    if policy.compute_dtype != torch.bfloat16:
+        raise ConfigError(
+            f"optim.dither = true, but the trainer computes in {policy.compute_dtype}, which sees "
+            'every update; leave it off, or set model.compute_dtype = "bfloat16"'
+        )
+    dither_(policy.model, config.seed)
+    if learner.critic is not None:
+        dither_(learner.critic, config.seed)

@@ -257,6 +257,10 @@ class OptimConfig(_Section):
     norm_fed_lr_scale: Positive = 1.0
     """Multiplies the learning rate of q, k, v, gate and up, and divides that of their norms: what
     UAQ is to AdamW, without UAQ (for comparisons)."""
+    dither: bool = False
+    """Begin with masters at random places among the numbers that round to the same BF16: the first
+    forward stays as it is, and updates below BF16's step are seen on average. Needs
+    model.compute_dtype = "bfloat16"."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Learner:
                 scores = self.policy.score(piece.batch, piece.layout)
                 prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
             if self.reference is not None:
-                ref[rows, :width] = self.reference.score(piece.batch).logp
+                ref[rows, :width] = self.reference.score(piece.batch, piece.layout).logp
             if self.critic is not None:
                 values[rows, :width] = self.critic(piece.batch, piece.layout)
         batch = batch.replace(

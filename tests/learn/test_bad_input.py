@@ -242,6 +242,12 @@ def test_weights_that_are_ruined_do_not_sample(train, folder):
     assert error.startswith("EngineError: sync of version 1 failed on the canary prompt: the tra")
 
 
+def test_dither_where_nothing_is_rounded(train):
+    code, error = train("--optim.dither", "true")
+    assert code == 2
+    assert error.startswith("ConfigError: optim.dither = true, but the trainer computes in torch.fl")
+
+
 def test_no_group_with_mixed_outcomes(train, folder):
     flags = write_reward(folder, "return 0.0")
     code, error = train(*flags, "--algo.dynamic-sampling", "true", "--algo.max-gen-rounds", "2")

@@ -42,6 +42,12 @@ ARMS = {
         "quant.update_scale": 1.5,
     },
     "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
+    "ppo, int8, dithered": {
+        "algo.name": "ppo",
+        "critic.lr": 1e-3,
+        "optim.dither": True,
+        "model.compute_dtype": "bfloat16",
+    },
 }
 CLOCKS = ("timing_s/", "perf/rollout_tokens_per_s", "sync/seconds")
 

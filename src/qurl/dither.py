@@ -1,0 +1,46 @@
+"""Masters off the grid, so that a trainer in BF16 sees updates from the first one on.
+
+    theta = w + d,  d uniform in the cell of w: all numbers that round to the BF16 number w
+
+The masters of a checkpoint in BF16 lie in the middle of their cells. An update of less than half a
+step leaves the forward as it was, and there are many before the first one shows. From random
+places as many weights as should cross into the next cell, so that on average the forward moves by
+the update itself. The forward before training is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qurl.seeds import generator
+
+
+@torch.no_grad()
+def dither_(model: nn.Module, seed: int) -> None:
+    """Move the weights and biases of linear layers, which autocast rounds, within their cells.
+
+    Norms and embeddings are read in FP32, so they stay, and so does a head tied to an embedding.
+    """
+    modules = list(model.modules())
+    kept = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    draw = generator(seed, "dither")
+    for layer in (m for m in modules if isinstance(m, nn.Linear)):
+        for parameter in layer.parameters(recurse=False):
+            if id(parameter) not in kept:
+                places = torch.rand(parameter.shape, generator=draw)
+                parameter.copy_(place_in_cell(parameter, places.to(parameter.device)))
+
+
+def place_in_cell(weight: Tensor, places: Tensor) -> Tensor:
+    """FP32 numbers that round to what `weight` does in BF16; places 0 to 1 are from zero outwards.
+
+    Zeros stay: their cell is as wide as the smallest number.
+    """
+    middle = weight.bfloat16()
+    size = middle.abs().view(torch.int16)
+    inner, outer = ((size + n).clamp(min=0).view(torch.bfloat16).float() for n in (-1, 1))
+    inner, outer = (inner + middle.abs().float()) / 2, (outer + middle.abs().float()) / 2
+    moved = (inner + places * (outer - inner)).copysign(middle.float())
+    # At the very border the next number may be the nearer one; and the largest has none.
+    return torch.where(moved.bfloat16() == middle, moved, middle.float()) * (size != 0)

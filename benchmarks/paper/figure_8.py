@@ -34,8 +34,8 @@ def render(results: Results) -> str:
             "`benchmarks/results/rollout.json`):",
             rollout_table(read_speeds()),
             plot(read_speeds()).link(),
-            f"One step of PPO on GSM8K, one arm on the card, medians after {WARM_UP_STEPS} steps, "
-            "seconds:",
+            f"One step of PPO on GSM8K, one arm on the card, seconds, medians over the steps after "
+            f"the first {WARM_UP_STEPS}:",
             step_table(results),
         ]
     )
@@ -64,14 +64,16 @@ def step_table(results: Results) -> str:
     for arm in SPEED.arms:
         found = of_arm(results.get(SPEED.name, ()), arm.name)
         if not found:
-            rows.append([arm.label, *[MISSING] * (len(PARTS) + 1), ""])
+            rows.append([arm.label, "", *[MISSING] * (len(PARTS) + 1), ""])
             continue
         seconds = step_seconds(found[0])
         total = sum(seconds.values())
         base = total if arm.name == "bf16" else base
         cells = [number(seconds[part], ".2f") for part in PARTS]
-        rows.append([arm.label, *cells, f"{total:.2f}", f"{base / total:.2f}x" if base else ""])
-    return table(["rollouts", *PARTS, "step", "over BF16"], rows)
+        speed_up = f"{base / total:.2f}x" if base else ""
+        timed = str(found[0].steps - WARM_UP_STEPS)
+        rows.append([arm.label, timed, *cells, f"{total:.2f}", speed_up])
+    return table(["rollouts", "timed steps", *PARTS, "step", "over BF16"], rows)
 
 
 def step_seconds(result: Result) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.paper.arms import COLUMNS, ROOT
 from qurl.bench.record import replace_text
-from qurl.config import Config, to_dict
+from qurl.config import Config, build_config, to_dict
 from qurl.errors import DataError
 from qurl.evaluate import Interval, wilson_interval
 from qurl.run import CHANGEABLE, EVALS, EVENTS, METRICS, flatten, read_jsonl
@@ -153,10 +153,14 @@ def _short(value: Any) -> Any:
 
 
 def check_same_recipe(path: Path, config: Config) -> None:
-    """Refuse to mix the curves of different recipes under one name."""
+    """Refuse to mix the curves of different recipes under one name.
+
+    A result from before a key existed is one with the key's default.
+    """
     if not path.exists():
         return
-    there, here = json.loads(path.read_text())["config"], portable(config)
+    here = portable(config)
+    there = portable(build_config({})) | json.loads(path.read_text())["config"]
     changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
     if changed:
         pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)
@@ -174,8 +178,9 @@ def keep_longer(path: Path, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def _length(record: Mapping[str, Any]) -> tuple[int, int]:
-    return record["steps"], len(record["evals"])
+def _length(record: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """Of two that are equally long, the one that did not fail is kept."""
+    return record["steps"], len(record["evals"]), not record["status"].startswith("failed")
 
 
 def dump(record: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@
 
 Every arm is a process of its own, `qurl train`, with its output in a log beside its run. At the
 limit arms are interrupted, and what they have logged is their result; the same command goes on
-where they were last saved. Results are also collected while arms run, so that no way of ending
-this command loses more than the last seconds.
+where they were last saved, or from the start where `save.keep` is 0. Results are also collected
+while arms run, so that no way of ending this command loses more than the last seconds.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Attempt:
 
 
 def start(job: Job) -> subprocess.Popen:
+    if job.config.save.keep == 0:  # there is nothing to go on from
+        shutil.rmtree(job.run_dir, ignore_errors=True)
     job.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "qurl", "train", str(ROOT / job.arm.recipe), *job.flags]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -220,7 +222,7 @@ def finish(attempt: Attempt) -> bool:
     note = "; its file keeps an earlier, longer curve" if has_more else ""
     _say(attempt.job, status + note)
     if attempt.job.is_dropped and status.startswith("finished"):
-        shutil.rmtree(attempt.job.run_dir / "checkpoints")
+        shutil.rmtree(attempt.job.run_dir / "checkpoints", ignore_errors=True)
     return not status.startswith("failed")
 
 

@@ -60,11 +60,6 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
-    if checkpoint is None and config.save.keep == 0 and run.has_rows:
-        raise ConfigError(
-            f"save.keep = 0, and run_dir = {config.run_dir!r} holds a run without checkpoints: it "
-            "cannot go on, and starting again would lose its metrics; choose another run_dir"
-        )
 
     if checkpoint:
         policy = load_saved_policy(checkpoint, config.model, device)
@@ -86,7 +81,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
         if tracker is not None:
             tracker.load_state_dict(state["tracker"])
     else:
-        _prepare_masters(config, learner)
+        _prepare_masters(config, learner, run)
     if state["step"] > config.steps:
         raise ConfigError(
             f"steps = {config.steps}, but run_dir = {config.run_dir!r} has been trained for "
@@ -210,11 +205,19 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
         kind = type(policy.model).__name__
         run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None
-    return UpdateTracker(config.quant.format, config.quant.track_rows, policy.compute_dtype)
+    return UpdateTracker(config.quant.format, config.quant.track_rows, _actor_dtype(config, policy))
 
 
-def _prepare_masters(config: Config, learner: Learner) -> None:
-    """What is done to the weights once, before training, without changing what they compute."""
+def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
+    """What weights are rounded to before they are quantized, or held in where they are not."""
+    if config.quant.format != "none":
+        return policy.compute_dtype
+    has_copy = config.rollout.engine == "local" and policy.device.type == "cuda"
+    return torch.bfloat16 if has_copy else None
+
+
+def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
+    """What is done to weights once, before training; what they compute stays, up to rounding."""
     quant, policy = config.quant, learner.policy
     if quant.update_scale > 1:
         rescale_(
@@ -230,6 +233,7 @@ def _prepare_masters(config: Config, learner: Learner) -> None:
             f"optim.dither = true, but the trainer computes in {policy.compute_dtype}, which sees "
             'every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
-    dither_(policy.model, config.seed)
+    if kept := dither_(policy.model, config.seed):
+        run.event("warning", f"optim.dither left on their grid: {', '.join(kept)}")
     if learner.critic is not None:
-        dither_(learner.critic, config.seed)
+        dither_(learner.critic.backbone, config.seed)

@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, DataError)) else 1
     except KeyboardInterrupt:
-        print("interrupted; a training run resumes with the same command", file=sys.stderr)
+        print(
+            "interrupted; a training run that keeps checkpoints resumes with the same command",
+            file=sys.stderr,
+        )
         return 130
 
 

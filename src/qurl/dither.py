@@ -3,9 +3,9 @@
     theta = w + d,  d uniform in the cell of w: all numbers that round to the BF16 number w
 
 The masters of a checkpoint in BF16 lie in the middle of their cells. An update of less than half a
-step leaves the forward as it was, and there are many before the first one shows. From random
-places as many weights as should cross into the next cell, so that on average the forward moves by
-the update itself. The forward before training is the same to the bit.
+step leaves the forward as it was, and there are many before the first one shows. From random places
+the right share of weights crosses into the next cell, so that on average the forward moves by the
+update itself. The forward before training is the same to the bit.
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ from qurl.seeds import generator
 
 
 @torch.no_grad()
-def dither_(model: nn.Module, seed: int) -> None:
+def dither_(model: nn.Module, seed: int) -> list[str]:
     """Move the weights and biases of linear layers, which autocast rounds, within their cells.
 
     Norms and embeddings are read in FP32, so they stay, and so does a head tied to an embedding.
+    Returns the names of other matrices, like those of fused experts, which stay too.
     """
     modules = list(model.modules())
-    kept = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    draw = generator(seed, "dither")
-    for layer in (m for m in modules if isinstance(m, nn.Linear)):
-        for parameter in layer.parameters(recurse=False):
-            if id(parameter) not in kept:
-                places = torch.rand(parameter.shape, generator=draw)
-                parameter.copy_(place_in_cell(parameter, places.to(parameter.device)))
+    embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    linears = {
+        id(parameter)
+        for m in modules
+        if isinstance(m, nn.Linear)
+        for parameter in m.parameters(recurse=False)
+    }
+    draw, kept = generator(seed, "dither"), []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in linears - embeddings:
+            places = torch.rand(parameter.shape, generator=draw)
+            parameter.copy_(place_in_cell(parameter, places.to(parameter.device)))
+        elif parameter.dim() > 1 and id(parameter) not in embeddings:
+            kept.append(name)
+    return kept
 
 
 def place_in_cell(weight: Tensor, places: Tensor) -> Tensor:

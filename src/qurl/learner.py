@@ -74,7 +74,9 @@ class Learner:
                 scores = self.policy.score(piece.batch, piece.layout)
                 prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
             if self.reference is not None:
-                ref[rows, :width] = self.reference.score(piece.batch, piece.layout).logp
+                is_alike = self.reference.is_packed == self.policy.is_packed
+                layout = piece.layout if is_alike else None
+                ref[rows, :width] = self.reference.score(piece.batch, layout).logp
             if self.critic is not None:
                 values[rows, :width] = self.critic(piece.batch, piece.layout)
         batch = batch.replace(

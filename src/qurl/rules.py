@@ -22,7 +22,7 @@ def find_mistakes(config: Config) -> list[str]:
     """Combinations that cannot work, each with what to do about it."""
     parts = (
         *(_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes),
-        *(_engine_mistakes, _save_mistakes),
+        *(_engine_mistakes, _save_mistakes, _dither_mistakes),
     )
     return [mistake for part in parts for mistake in part(config)]
 
@@ -126,6 +126,14 @@ def _save_mistakes(config: Config) -> Iterator[str]:
         )
 
 
+def _dither_mistakes(config: Config) -> Iterator[str]:
+    if config.optim.dither and config.model.compute_dtype == "float32":
+        yield (
+            'optim.dither = true needs model.compute_dtype = "bfloat16": a trainer in FP32 sees '
+            "every update"
+        )
+
+
 def _method_warnings(config: Config) -> Iterator[str]:
     algo, quant = config.algo, config.quant
     if algo.objective == "acr" and config.updates_per_step == 1:
@@ -136,7 +144,7 @@ def _method_warnings(config: Config) -> Iterator[str]:
     if algo.objective == "acr" and algo.cap is None:
         yield "ACR cannot act: with algo.cap = none nothing is truncated and acr equals decoupled"
     if quant.format == "none" and quant.update_scale > 1:
-        yield "UAQ without quantization is only a learning-rate multiplier on the scaled layers"
+        yield "UAQ without quantization is little more than a learning rate for the scaled layers"
     if quant.update_scale > 1 and config.optim.lr >= 1e-5:
         yield f"UAQ with optim.lr = {config.optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:

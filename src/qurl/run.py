@@ -98,12 +98,6 @@ class Run:
         if kind in _LOUD:
             self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether some step has been logged."""
-        path = self.path / METRICS
-        return path.exists() and path.stat().st_size > 0
-
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`, so that a resumed run writes it again."""
         for name in (METRICS, SAMPLES, EVALS):
@@ -250,7 +244,9 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
     changes = None
     if (path / CONFIG).exists():
-        changes = _changes(_read_config(path / CONFIG), json.loads(to_json(config)))
+        old = _read_config(path / CONFIG)
+        _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
+        changes = _changes(old, json.loads(to_json(config)))
         refused = {key: pair for key, pair in changes.items() if not _may_change(key)}
         has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
         if refused and not has_begun:
@@ -268,6 +264,27 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     with replacing(path / CONFIG) as file:
         file.write(to_json(config).encode())
     return changes
+
+
+def _kept(config: Mapping[str, Any]) -> int:
+    """How many checkpoints a recipe keeps, as far as its file says so."""
+    return config.get("save", {}).get("keep", 1)
+
+
+def _check_nothing_is_lost(path: Path, keep: int) -> None:
+    """A run goes on from its newest checkpoint and logs what came after once more; where no
+    checkpoints are kept, that would cost it all."""
+    if keep > 0 or not (path / METRICS).exists():
+        return
+    from qurl.checkpoint import checkpoint_step, latest_checkpoint
+
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    first_lost = checkpoint_step(checkpoint) + 1 if checkpoint else 0
+    if any(row["step"] >= first_lost for row in read_jsonl(path / METRICS)):
+        raise ConfigError(
+            f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "
+            "covers: it cannot go on, and starting again would lose them; choose another run_dir"
+        )
 
 
 def _mend(path: Path) -> None:

@@ -809,15 +809,16 @@ def test_the_keys_of_a_recipe_reach_the_engine():
 
 
 @pytest.mark.parametrize("kind", ["local", "hf"])
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_actor_sees_no_more_of_an_update_than_the_trainers_forward(kind, dtype):
+def test_the_actor_sees_no_more_of_an_update_than_the_trainers_forward(kind, dtype, quant):
     policy = tiny_policy(compute_dtype=dtype)
     config = build_config({"rollout": {"engine": kind}})
     signs = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.copy_(parameter.bfloat16())
-        engine = build_actor(config, policy, "int8")
+        engine = build_actor(config, policy, quant)
         for parameter in policy.model.parameters():  # by a quarter of BF16's step at most
             parameter *= 1 + 2**-10 * torch.randn(parameter.shape, generator=signs).sign()
     report = engine.sync(policy.model, version=1)

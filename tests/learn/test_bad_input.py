@@ -245,7 +245,9 @@ def test_weights_that_are_ruined_do_not_sample(train, folder):
 def test_dither_where_nothing_is_rounded(train):
     code, error = train("--optim.dither", "true")
     assert code == 2
-    assert error.startswith("ConfigError: optim.dither = true, but the trainer computes in torch.fl")
+    assert error.startswith(
+        "ConfigError: optim.dither = true, but the trainer computes in torch.fl"
+    )
 
 
 def test_no_group_with_mixed_outcomes(train, folder):

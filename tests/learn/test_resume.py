@@ -1,5 +1,6 @@
 """Killed at any moment and resumed, a run gives the same metrics and weights, to the bit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -132,9 +133,11 @@ def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     train(load_config(None, words))
     assert not (tmp_path / "checkpoints").exists()
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"save.keep = 0, .* choose another run_dir"):
-        train(load_config(None, words))
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    for again in (words, [*words, "--save.keep", "1"]):
+        with pytest.raises(ConfigError, match=r"save.keep = 0, .* choose another run_dir"):
+            train(load_config(None, again))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        assert json.loads((tmp_path / "config.json").read_text())["save"]["keep"] == 0
 
 
 @pytest.mark.learn

@@ -219,6 +219,10 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
         (
+            {"optim": {"dither": True}, "model": {"compute_dtype": "float32"}},
+            'optim.dither = true needs model.compute_dtype = "bfloat16"',
+        ),
+        (
             {"save": {"every": 5, "keep": 0}},
             "save.every = 5 asks for checkpoints, save.keep = 0 for none",
         ),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import random_batch, tiny_llama, tiny_policy
+from torch import nn
 
 from qurl.dither import dither_, place_in_cell
 from qurl.quant.tracking import UpdateTracker
@@ -12,14 +13,15 @@ from qurl.quant.tracking import UpdateTracker
 def test_numbers_stay_in_their_cells_and_fill_them(start):
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(200_000, generator=draw) * 10 ** torch.randn(200_000, generator=draw)
-    powers = torch.tensor([0.0, 1.0, -1.0, 2.0**-20, -(2.0**30), 3e38, -3.3e38])
+    largest = torch.finfo(torch.bfloat16).max
+    powers = torch.tensor([0.0, 1.0, -1.0, 2.0**-20, -(2.0**30), largest, -largest])
     weight = torch.cat([weight, powers.repeat(1000)])
     weight = weight.bfloat16().float() if start == "on the grid" else weight
     places = torch.rand(weight.shape, generator=draw)
     moved = place_in_cell(weight, places)
     assert torch.equal(moved.bfloat16(), weight.bfloat16())
     assert (moved[weight == 0] == 0).all()
-    # In units of the cell on the side away from zero, as far as the next number.
+    # Outwards, in units of the distance to the next number out there.
     middle = weight.bfloat16().float()
     is_plain = (middle != 0) & (middle.abs() < 1e38)
     step = 2.0**-7 * 2.0 ** middle.abs().log2().floor()
@@ -47,11 +49,18 @@ def test_the_forward_before_training_is_the_same_to_the_bit(is_tied):
     batch = random_batch(policy)
     before = policy.score(batch).logp.detach()
     masters = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    dither_(model, seed=0)
+    assert dither_(model, seed=0) == []
     assert torch.equal(policy.score(batch).logp, before)
     moved = {n for n, w in model.named_parameters() if not torch.equal(w, masters[n])}
     expected = {n for n in masters if "_proj" in n and masters[n].any()}
     assert moved == (expected if is_tied else expected | {"lm_head.weight"})
+
+
+def test_what_is_no_linear_layer_is_named():
+    model = tiny_llama()
+    model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    assert dither_(model, seed=0) == ["experts"]
+    assert (model.experts == 1).all()
 
 
 def test_a_seed_names_the_places():

@@ -1,5 +1,6 @@
 """`benchmarks/paper`: arms, how they run and stop, what is kept of them, and what the page says."""
 
+import dataclasses
 import json
 import math
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models import tiny_llama
@@ -160,6 +162,23 @@ def test_an_arm_that_others_kill_has_failed(tmp_path, monkeypatch):
     assert run_toy(tmp_path, "--arms", "int8-acr") == 1
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_arm_without_checkpoints_starts_anew(tmp_path, monkeypatch, keep):
+    monkeypatch.setattr(run.subprocess, "Popen", lambda command, **_: command)
+    mine = job(folder=tmp_path, **{"save.keep": keep, "save.every": 0})
+    mine.run_dir.mkdir(parents=True)
+    (mine.run_dir / "metrics.jsonl").touch()
+    assert "train" in run.start(mine)
+    assert mine.run_dir.exists() == (keep == 1)
+
+
+def test_checkpoints_that_were_never_written_are_dropped(tmp_path, capsys):
+    mine = dataclasses.replace(job(folder=tmp_path), is_dropped=True)
+    ended = SimpleNamespace(job=mine, collect=lambda: ("finished at step 3", True))
+    assert run.finish(ended)
+    assert "finished at step 3" in capsys.readouterr().out
+
+
 def test_results_come_while_arms_run(fake_trainer, tmp_path, monkeypatch):
     """A machine that goes away loses no more than the last seconds."""
     fake_trainer(1000)
@@ -225,10 +244,14 @@ def without_clocks(record):
 
 def test_a_shorter_curve_never_replaces_a_longer_one(tmp_path):
     path = tmp_path / "x" / "arm.json"
-    long, short = ({"steps": n, "evals": [], "curves": {"step": [*range(n)]}} for n in (5, 3))
+    long, short = (
+        {"steps": n, "evals": [], "curves": {"step": [*range(n)]}, "status": "stopped"}
+        for n in (5, 3)
+    )
     assert results.keep_longer(path, short)
     assert results.keep_longer(path, long)
     assert not results.keep_longer(path, short)
+    assert not results.keep_longer(path, {**long, "status": "failed: once more"})
     assert json.loads(path.read_text()) == long
     assert not results.keep_longer(tmp_path / "empty.json", {"curves": {}})
     assert not (tmp_path / "empty.json").exists()
@@ -243,6 +266,19 @@ def test_curves_of_different_recipes_are_not_mixed(tmp_path):
         results.check_same_recipe(mine.result, mine.config)
     other = job(folder=tmp_path, **{"steps": 9, "optim.lr": 2e-3, "save.every": 1})
     results.check_same_recipe(other.result, other.config)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(results.RESULTS.glob("*/*-seed*.json")), ids=lambda p: p.stem
+)
+def test_committed_results_are_of_the_arms_that_are_there(path):
+    """Else the command that made them refuses to run."""
+    found = json.loads(path.read_text())
+    arm = EXPERIMENTS[found["experiment"]].arm(found["arm"])
+    files = {key: found["config"][key] for key in results.PATHS}
+    settings = {k: v for k, v in found["overrides"].items() if k not in arm.overrides}
+    here = run.Job(found["experiment"], arm, found["seed"], settings | files, Path(), Path())
+    results.check_same_recipe(path, here.config)
 
 
 def test_what_comes_back_from_a_run(tmp_path):

@@ -235,6 +235,22 @@ def test_resume_names_keys_that_one_side_lacks(config):
         open_run(config)
 
 
+def test_rows_beyond_the_newest_checkpoint_need_checkpoints(config):
+    """Without, they would be forgotten for good; up to it, a run goes on as it likes."""
+    run = open_run(config)
+    (run.path / "checkpoints" / "step-000002").mkdir(parents=True)
+    for step in range(3):  # the last row speaks of the weights that were saved
+        run.log(step, {"x": 1.0})
+    run.close()
+    unsaved = dataclasses.replace(config, save=dataclasses.replace(config.save, keep=0))
+    run = open_run(unsaved)
+    run.log(3, {"x": 1.0})
+    run.close()
+    for again in (unsaved, config):
+        with pytest.raises(ConfigError, match="has logged steps that no checkpoint covers"):
+            open_run(again)
+
+
 def test_metrics_without_a_config_are_not_overwritten(config):
     run = open_run(config)
     run.log(1, {"x": 1.0})

@@ -106,7 +106,7 @@ def test_groups_and_their_total():
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])
 def test_what_the_trainers_dtype_hides(format):
-    """From numbers on the grid of BF16, with 8 bits: a quarter of a step, then a whole one."""
+    """From numbers on BF16's grid: by a quarter of a step at most, then by eight to sixteen."""
     start = _normal(256, 128, seed=0).bfloat16().float()
     model = nn.ModuleDict({"q_proj": nn.Linear(128, 256, bias=False)})
     model["q_proj"].weight.data = start.clone()
@@ -118,6 +118,7 @@ def test_what_the_trainers_dtype_hides(format):
     assert hidden["uaq/update_norm"] == pytest.approx(2**-20, rel=1e-3)
     assert hidden["uaq/code_flip_frac"] == 0.0
     assert hidden["uaq/update_proj"] == 0.0
+    assert (hidden["uaq/quant_error"] > 2**-19) == (format != "none")
     model["q_proj"].weight.data = start * (1 + 2**-4 * signs)
     seen = tracker.measure(model)
     assert seen["uaq/code_flip_frac"] > 0.05

@@ -160,7 +160,7 @@ def update_sums(
 ) -> Tensor:
     """The `Sums` of one weight [N, K] as a tensor of FP64, in the order of their fields."""
     update = after.double() - before.double()
-    (old, old_codes), (new, new_codes) = (_actor(w, format, dtype) for w in (before, after))
+    (old, old_codes), (new, new_codes) = (_seen_by_actor(w, format, dtype) for w in (before, after))
     visible, error = new - old, new - after.double()
     flips = (old_codes != new_codes).sum().double()
     return torch.stack(
@@ -177,7 +177,7 @@ def update_sums(
     )
 
 
-def _actor(
+def _seen_by_actor(
     weight: Tensor, format: Format | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Q(weight) in FP64, and its codes; those of a float dtype are the numbers themselves."""

@@ -63,16 +63,20 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Update against quantization error",
-        "Relative size of an update (Eq. 13) and of the rounding (Eq. 14): an update far below the "
-        "rounding does not reach the quantized actor.",
+        "Relative size of an update (Eq. 13) and of the actor's rounding (Eq. 14), squared.",
         "log",
         {"uaq/update_norm": "update", "uaq/quant_error": "quantization error"},
     ),
     (
         "Update visibility",
-        "Share of codes changed by a sync; cosine of an update with what the actor sees of it.",
+        "Share of codes changed by a sync; cosine of an update with what the actor sees of it, and "
+        "their projection: at 1 the actor follows on average.",
         "line",
-        {"uaq/code_flip_frac": "changed codes", "uaq/update_cosine": "cosine"},
+        {
+            "uaq/code_flip_frac": "changed codes",
+            "uaq/update_cosine": "cosine",
+            "uaq/update_proj": "projection",
+        },
     ),
 )
 

@@ -32,6 +32,9 @@ def build_engine(
     """An engine of the given kind, synchronised with `model` as version 0.
 
     `tokenizer=None` works when prompts and results are token ids: texts come back empty.
+    `compute_dtype`, an option of all engines, is the trainer's: weights are rounded to it before
+    they are quantized. Without it, they are rounded to the dtype in which the engine itself would
+    hold them.
     """
     if kind == "local":
         from qurl.rollout.local import LocalEngine

@@ -32,9 +32,8 @@ class HFEngine:
         compute_dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`compute_dtype` of the trainer, to which weights are rounded before they are quantized;
-        None: not at all. `on_progress(num_completions, num_tokens)` is called as completions
-        finish."""
+        """`compute_dtype`: see `build_engine`. `on_progress(num_completions, num_tokens)` is called
+        as completions finish."""
         self.quant = quant
         self.compute_dtype = compute_dtype
         self.tokenizer = tokenizer

@@ -56,8 +56,7 @@ class LocalEngine:
         `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
         `dtype` of activations and cache; None: float32 on a CPU, bfloat16 on a GPU.
-        `compute_dtype` of the trainer, to which weights are rounded before they are quantized;
-        None: as `dtype`.
+        `compute_dtype`: see `build_engine`.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
         of unfinished completions count. It may interrupt the generation, but not sync or generate.
         """

@@ -44,7 +44,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 Place = tuple[int, torch.dtype] | None
 """Address and dtype of a parameter; None where a module has none, like a bias."""
 Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
-"""Of source, target, counts of changed codes, and the dtype that the source is rounded to."""
+"""Codes a source into a target, counting what changes; the source is rounded to the dtype."""
 
 
 @dataclass(frozen=True)

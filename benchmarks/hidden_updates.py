@@ -8,7 +8,8 @@ in four mini-batches that agree. UAQ with s = 1.5 leaves the grid, with s = 2 it
 masters (`qurl.dither`) do.
 
 Writes benchmarks/results/hidden_updates.json: projection of what is seen on the update (1 = all of
-it, on average) and the share of changed codes, for the layers that UAQ scales.
+it, on average) and the share of changed codes, for the layers that UAQ scales; and the share of
+their weights that are 0, in the middle of an INT8 code whatever is done to them.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from transformers import AutoModelForCausalLM
 from qurl.bench.record import describe_machine
 from qurl.dither import dither_
 from qurl.quant import rescale_
-from qurl.quant.tracking import UpdateTracker
+from qurl.quant.tracking import GROUPS, UpdateTracker
 
 RESULT = Path(__file__).resolve().parent / "results" / "hidden_updates.json"
 FORMATS = ("none", "int8", "fp8")
 RATES = (1e-6, 3e-6, 1e-5)
 STARTS = ("as loaded", "UAQ s = 1.5", "UAQ s = 2", "dithered")
+SEEN = ("attn_in", "mlp_in")
 ROWS = 64
 
 
 @torch.no_grad()
 def main(folder: str) -> None:
-    rows = []
+    rows, zeros = [], 0.0
     for start in STARTS:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        zeros = zeros or share_of_zeros(model)
         prepare_(model, start)
         masters = {name: weight.clone() for name, weight in model.named_parameters()}
         for rate in RATES:
@@ -50,6 +53,7 @@ def main(folder: str) -> None:
                     weight.copy_(masters[name])
     record = {
         "model": Path(folder).name,
+        "zeros": round(zeros, 4),
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
     }
@@ -63,6 +67,11 @@ def prepare_(model: nn.Module, start: str) -> None:
         dither_(model, seed=0)
 
 
+def share_of_zeros(model: nn.Module) -> float:
+    weights = [w for name, w in model.named_parameters() if GROUPS.get(name.split(".")[-2]) in SEEN]
+    return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+
+
 def see(model: nn.Module, rate: float, format: str) -> dict[str, float]:
     tracker = UpdateTracker(format, ROWS, torch.bfloat16)
     tracker.measure(model)
@@ -73,7 +82,7 @@ def see(model: nn.Module, rate: float, format: str) -> dict[str, float]:
     return {
         f"{name}/{group}": round(measured[f"uaq/{metric}/{group}"], 4)
         for name, metric in (("projection", "update_proj"), ("changed", "code_flip_frac"))
-        for group in ("attn_in", "mlp_in")
+        for group in SEEN
     }
 
 

@@ -305,6 +305,14 @@ def test_the_quantized_actor_is_the_same_bit_for_bit():
     assert torch.equal(logits(quantized_copy(rescale_(model, 2.0), "int8")), before)
 
 
+@pytest.mark.parametrize(("s", "is_same"), [(2.0, True), (1.5, False)])
+def test_a_trainer_in_bf16_rounds_once_more(s, is_same):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    before, after = (quantize(w.bfloat16(), "int8").codes for w in (weight, weight / s))
+    assert torch.equal(before, after) == is_same
+    assert (before != after).float().mean() < 0.1
+
+
 def test_what_shrinks_is_the_absolute_error(vectors):
     expected = vectors("systems.json")["uaq"]
     weight = torch.randn(64, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

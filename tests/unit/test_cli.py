@@ -137,7 +137,7 @@ def test_interrupted(capsys, monkeypatch):
     monkeypatch.setattr("qurl.config.load_config", interrupt)
     assert fails(["train"], capsys) == (
         130,
-        "interrupted; a training run resumes with the same command\n",
+        "interrupted; a training run that keeps checkpoints resumes with the same command\n",
     )
 
 

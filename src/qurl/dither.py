@@ -25,15 +25,11 @@ def dither_(model: nn.Module, seed: int) -> list[str]:
     """
     modules = list(model.modules())
     embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    linears = {
-        id(parameter)
-        for m in modules
-        if isinstance(m, nn.Linear)
-        for parameter in m.parameters(recurse=False)
-    }
+    linears = [m for m in modules if isinstance(m, nn.Linear)]
+    rounded = {id(p) for m in linears for p in m.parameters(recurse=False)} - embeddings
     draw, kept = generator(seed, "dither"), []
     for name, parameter in model.named_parameters():
-        if id(parameter) in linears - embeddings:
+        if id(parameter) in rounded:
             places = torch.rand(parameter.shape, generator=draw)
             parameter.copy_(place_in_cell(parameter, places.to(parameter.device)))
         elif parameter.dim() > 1 and id(parameter) not in embeddings:

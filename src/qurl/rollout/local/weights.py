@@ -6,8 +6,8 @@ stack; with 128x128 tiles they do where no tile would span two projections. The 
 alternate in theirs, so that one tile of a product holds both; with 128x128 tiles they stack too.
 
 Codes are those of the weights that the trainer computes with: its FP32 masters rounded to its
-compute dtype. What that rounding hides from the trainer, the actor must not see either: updates
-begin on the grid of the checkpoint's BF16, and the first of them are smaller than its steps.
+compute dtype. What that rounding hides from the trainer, the actor must not see either: masters
+begin on the grid of a checkpoint in BF16, and the first updates are smaller than its steps.
 
 Norms, embedding and lm_head stay in full precision. Where dtype and device agree they share the
 trainer's storage, which relies on optimizers that update parameters in place: every sync points at

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -37,10 +38,10 @@ ROWS = 64
 
 @torch.no_grad()
 def main(folder: str) -> None:
-    rows, zeros = [], 0.0
+    rows = []
     for start in STARTS:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        zeros = zeros or share_of_zeros(model)
+        zeros = share_of_zeros(model)  # the same each time
         prepare_(model, start)
         masters = {name: weight.clone() for name, weight in model.named_parameters()}
         for rate in RATES:
@@ -52,6 +53,7 @@ def main(folder: str) -> None:
                 for name, weight in model.named_parameters():
                     weight.copy_(masters[name])
     record = {
+        "date": datetime.now(UTC).date().isoformat(),
         "model": Path(folder).name,
         "zeros": round(zeros, 4),
         "machine": describe_machine(torch.device("cpu")),

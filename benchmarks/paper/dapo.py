@@ -10,7 +10,7 @@ CLAIMS = (
     Claim("UAQ s = 1.5 above rate x 1.5 everywhere", "int8-uaq1.5", "int8-lr1.5", 2.19),
     Claim("UAQ s = 1.5 above s = 2", "int8-uaq1.5", "int8-uaq2", 2.10),
     Claim(
-        "ours: UAQ is the same as rate x 1.5 on its layers",
+        "ours, in exact arithmetic: UAQ is the same as rate x 1.5 on its layers",
         "int8-uaq1.5",
         "int8-layers1.5",
         is_equality=True,

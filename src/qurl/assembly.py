@@ -212,8 +212,11 @@ def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
     """What weights are rounded to before they are quantized, or held in where they are not."""
     if config.quant.format != "none":
         return policy.compute_dtype
-    has_copy = config.rollout.engine == "local" and policy.device.type == "cuda"
-    return torch.bfloat16 if has_copy else None
+    if config.rollout.engine == "hf":
+        return None  # the masters themselves
+    from qurl.rollout.local.engine import default_dtype
+
+    return default_dtype(policy.device)
 
 
 def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:

@@ -55,21 +55,21 @@ class LocalEngine:
 
         `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
-        `dtype` of activations and cache; None: float32 on a CPU, bfloat16 on a GPU.
+        `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
         of unfinished completions count. It may interrupt the generation, but not sync or generate.
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
-        _check_options(
-            kv=kv,
-            max_batch=max_batch,
-            page_size=page_size,
+        cache = CacheOptions(
+            page_size=page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE),
             kv_tokens=kv_tokens,
-            kv_memory_frac=kv_memory_frac,
-            depth=depth,
+            memory_frac=kv_memory_frac,
+            is_fp8=kv == "fp8",
+            is_released=release_kv,
         )
+        _check_options(kv, max_batch, depth, cache)
         _check_device(kv, device)
         self.quant = quant
         self.kv = kv
@@ -83,20 +83,9 @@ class LocalEngine:
         self.num_preemptions = 0
         self.num_steps = 0
         self.lengths = LengthHistory()
-        dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)
+        dtype = dtype or default_dtype(device)
         self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
-        self.memory = CacheMemory(
-            self.weights.arch,
-            dtype,
-            device,
-            CacheOptions(
-                page_size=page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE),
-                kv_tokens=kv_tokens,
-                memory_frac=kv_memory_frac,
-                is_fp8=kv == "fp8",
-                is_released=release_kv,
-            ),
-        )
+        self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self.stepper = Stepper(
             max_batch,
             device,
@@ -258,16 +247,14 @@ class LocalEngine:
         return time.perf_counter()
 
 
-def _check_options(
-    *,
-    kv: str,
-    max_batch: int,
-    page_size: int,
-    kv_tokens: int,
-    kv_memory_frac: float,
-    depth: int | None,
-) -> None:
+def default_dtype(device: torch.device) -> torch.dtype:
+    """In which the engine computes, and holds what is not quantized."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _check_options(kv: str, max_batch: int, depth: int | None, cache: CacheOptions) -> None:
     """Raise a ConfigError that names every option whose value is not allowed."""
+    page_size, kv_tokens, kv_memory_frac = cache.page_size, cache.kv_tokens, cache.memory_frac
     rules = {
         f"kv = {kv!r} is not one of none, fp8": kv in ("none", "fp8"),
         f"max_batch = {max_batch} must be at least 1": max_batch >= 1,

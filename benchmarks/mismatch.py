@@ -1,6 +1,7 @@
 """How far the engine's log-probs are from the trainer's, on a real model and real questions.
 
-    python benchmarks/mismatch.py MODEL GSM8K.jsonl [OUT.json] [--problems 64] [--tokens 256]
+    python benchmarks/mismatch.py MODEL GSM8K.jsonl [OUT.json] [--problems 64] [--tokens 256] \\
+        [--name NAME]
 
 The engine samples at temperature 1 in each format; the trainer scores the same tokens.
 By token: mean |logp_prox - logp_behav|, and the estimate k3 of KL(behav || prox). Both forwards
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--name", help="of the model, in the results; without it, its folder's")
     args = parser.parse_args()
     device = pick_device("auto")
     policy = load_policy(args.model, ModelConfig(), device).freeze_()
@@ -69,7 +71,7 @@ def main() -> None:
                 {
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "machine": describe_machine(device),
-                    "model": args.model.name,
+                    "model": args.name or args.model.name,
                     "trainer": str(policy.compute_dtype).removeprefix("torch."),
                     "rows": rows,
                     "packed_against_padded": forwards,

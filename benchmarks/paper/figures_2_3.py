@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.measured import table
-from benchmarks.paper.arms import TABLE_1
+import json
+from pathlib import Path
+
+from benchmarks.measured import FORMATS, table
+from benchmarks.paper.arms import ROOT, TABLE_1
 from benchmarks.paper.page import MISSING, Section, curves, mean_of, number, of_arm, write
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
@@ -12,6 +15,11 @@ HEAD = (
     *("arm", "seed", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
     *("KL, last fifth", "largest ratio", "truncated", "rescued by ACR"),
 )
+UNTRAINED, TRAINED = (
+    ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("mismatch", "mismatch_trained")
+)
+"""The same model before and after 100 steps on BF16 rollouts, sampled from in each format."""
+CORRECTED = ("tis", "acr")
 
 
 def render(results: Results) -> str:
@@ -21,7 +29,36 @@ def render(results: Results) -> str:
         rows += [[arm.label, *mismatch_cells(result)] for result in found]
         if not found:
             rows.append([arm.label, MISSING, *[""] * 7])
-    return "\n\n".join([table(HEAD, rows), plot(results).link()])
+    return "\n\n".join(
+        [
+            table(HEAD, rows),
+            plot(results).link(),
+            "KL(behav || prox), estimate k3, of the same model in each format:",
+            growth_table(results),
+        ]
+    )
+
+
+def growth_table(results: Results) -> str:
+    """Whether the mismatch grows because quantized rollouts are trained on, or anyway."""
+    before, after = (_k3_by_format(path) for path in (UNTRAINED, TRAINED))
+    rows = []
+    for format in ("none", "int8", "fp8"):
+        names = ["bf16"] if format == "none" else [f"{format}-{name}" for name in CORRECTED]
+        runs = [r for name in names for r in of_arm(results.get("table1", ()), name)]
+        ends = [mean_of(run, "rollout_corr/k3_kl", 0.8) for run in runs]
+        own = ", ".join(number(end, ".1e") for end in ends) or MISSING
+        rows.append([FORMATS[format, "none"], f"{before[format]:.1e}", f"{after[format]:.1e}", own])
+    head = [
+        *("rollouts", "untrained", "after 100 steps on BF16 rollouts"),
+        "after training on these rollouts (BF16, TIS, ACR of Table 1; last fifth)",
+    ]
+    return table(head, rows)
+
+
+def _k3_by_format(path: Path) -> dict[str, float]:
+    rows = json.loads(path.read_text())["rows"]
+    return {row["format"]: row["k3"] for row in rows if row["kv"] == "none"}
 
 
 def mismatch_cells(result: Result) -> list[str]:

@@ -110,7 +110,10 @@ def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
         found = compare_arms(of_arm(results, claim.arm), of_arm(results, claim.other))
-        cells = ["; ".join(c.text for c in found) or MISSING, conclude(claim, found)]
+        texts = [c.text for c in found]
+        if len(found) > 1:
+            texts.append(f"mean of seeds {100 * fmean(c.difference for c in found):+.1f}")
+        cells = ["; ".join(texts) or MISSING, conclude(claim, found)]
         rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
     return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
 

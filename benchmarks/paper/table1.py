@@ -9,6 +9,7 @@ CLAIMS = (
     Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox", 2.62),
     Claim("INT8: ACR above no correction", "int8-acr", "int8-ppo_prox", 4.77),
     Claim("INT8: ACR above TIS", "int8-acr", "int8-tis", 2.15),
+    Claim("BF16 above INT8 with TIS", "bf16", "int8-tis", 3.95),
     Claim("BF16 above INT8 with ACR", "bf16", "int8-acr", 1.80),
     Claim("FP8: TIS above no correction", "fp8-tis", "fp8-ppo_prox", 53.60),
     Claim("FP8: ACR above TIS", "fp8-acr", "fp8-tis", 0.68),

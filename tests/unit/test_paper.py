@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from models import tiny_llama
 
-from benchmarks.paper import checks, figure_8, graders, page, plots, results, run
+from benchmarks.paper import checks, figure_8, figures_2_3, graders, page, plots, results, run
 from benchmarks.paper.__main__ import SECTIONS
 from benchmarks.paper.arms import COLUMNS, EXPERIMENTS, LAYER_GROUPS, TABLE_1, TOY_CHECK
 from benchmarks.paper.baseline import answer_greedily
@@ -392,6 +392,19 @@ def test_figures_show_what_was_measured(section):
         path = plots.FIGURES / f"{plot.name}.svg"
         assert path.exists() == plot.has_points, "run `make tables`"
         assert not plot.has_points or plot.digest in path.read_text(), "run `make tables`"
+
+
+def test_growth_is_held_against_runs_that_corrected_it():
+    def run(arm, *k3):
+        curves = {"step": list(range(len(k3))), "rollout_corr/k3_kl": list(k3)}
+        return Result({"arm": arm, "seed": 0, "steps": len(k3), "curves": curves})
+
+    found = {"table1": [run("int8-acr", 1, 1, 1, 1, 2e-3), run("int8-ppo_prox", 9.0)]}
+    bf16, int8, fp8 = figures_2_3.growth_table(found).splitlines()[2:]
+    untrained = figures_2_3._k3_by_format(figures_2_3.UNTRAINED)
+    assert int8.split(" | ")[1:] == [f"{untrained['int8']:.1e}", "7.3e-03", "2.0e-03 |"]
+    assert bf16.endswith("not run |")
+    assert fp8.endswith("not run |")
 
 
 def test_every_section_draws_results(tmp_path):

@@ -16,6 +16,8 @@ DAPO = "benchmarks/paper/recipes/gsm8k-dapo.toml"
 TOY = "recipes/arithmetic-cpu.toml"
 UNSAVED = {"save.every": 0, "save.keep": 0}
 FULL_PRECISION = {"quant.format": "none", "algo.objective": "ppo_prox"}
+GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
+"""GRPO with as many completions as the recipe of PPO."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ def _fast(format: str, objective: str, label: str, tier: int = 0) -> Arm:
     return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
 
 
+def _timed(name: str, label: str, format: str, changes: Mapping[str, Any] | None = None) -> Arm:
+    few_steps = {"steps": 16, "eval.every": 0, **UNSAVED}
+    return Arm(name, label, PPO, {"quant.format": format, **few_steps, **(changes or {})})
+
+
 TABLE_1 = Experiment(
     "table1",
     (
@@ -114,14 +121,12 @@ LONG_HORIZON = Experiment(
 )
 SPEED = Experiment(
     "speed",
-    tuple(
-        Arm(
-            name,
-            name.upper(),
-            PPO,
-            {"quant.format": format, "steps": 16, "eval.every": 0, **UNSAVED},
-        )
-        for name, format in (("bf16", "none"), ("int8", "int8"), ("fp8", "fp8"))
+    (
+        _timed("bf16", "PPO, BF16", "none"),
+        _timed("int8", "PPO, INT8", "int8"),
+        _timed("fp8", "PPO, FP8", "fp8"),
+        _timed("grpo-bf16", "GRPO, BF16", "none", GROUPED),
+        _timed("grpo-int8", "GRPO, INT8", "int8", GROUPED),
     ),
     seeds=(0,),
     is_timed=True,

@@ -34,8 +34,8 @@ def render(results: Results) -> str:
             "`benchmarks/results/rollout.json`):",
             rollout_table(read_speeds()),
             plot(read_speeds()).link(),
-            f"One step of PPO on GSM8K, one arm on the card, seconds, medians over the steps after "
-            f"the first {WARM_UP_STEPS}:",
+            "One step on GSM8K with 0.5B and 256 completions, one arm on the card, seconds, "
+            f"medians over the steps after the first {WARM_UP_STEPS}:",
             step_table(results),
         ]
     )
@@ -60,20 +60,21 @@ def _speed_cell(speed: float | None, base: float | None) -> str:
 
 
 def step_table(results: Results) -> str:
-    rows, base = [], None
+    rows, base = [], 0.0
     for arm in SPEED.arms:
         found = of_arm(results.get(SPEED.name, ()), arm.name)
+        seconds = step_seconds(found[0]) if found else {}
+        total = sum(seconds.values())
+        if arm.overrides["quant.format"] == "none":  # the others of its algorithm follow
+            base = total
         if not found:
             rows.append([arm.label, "", *[MISSING] * (len(PARTS) + 1), ""])
             continue
-        seconds = step_seconds(found[0])
-        total = sum(seconds.values())
-        base = total if arm.name == "bf16" else base
         cells = [number(seconds[part], ".2f") for part in PARTS]
         speed_up = f"{base / total:.2f}x" if base else ""
         timed = str(found[0].steps - WARM_UP_STEPS)
         rows.append([arm.label, timed, *cells, f"{total:.2f}", speed_up])
-    return table(["rollouts", "timed steps", *PARTS, "step", "over BF16"], rows)
+    return table(["arm", "timed steps", *PARTS, "step", "over BF16"], rows)
 
 
 def step_seconds(result: Result) -> dict[str, float]:

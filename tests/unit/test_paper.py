@@ -377,6 +377,19 @@ def test_step_times_are_medians_after_the_warm_up():
     assert figure_8.step_seconds(timed) == dict.fromkeys(figure_8.PARTS, 2.0)
 
 
+def test_steps_are_held_against_bf16_of_the_same_algorithm():
+    def timed(arm, seconds):
+        curves = {f"timing_s/{part}": [seconds] * 3 for part in figure_8.PARTS}
+        attempts = [{"jobs": 1}]
+        return arm_result(arm, 0, (3, 1), curves={"step": [0, 1, 2]} | curves, attempts=attempts)
+
+    found = [timed(*pair) for pair in (("bf16", 3.0), ("int8", 2.0), ("grpo-int8", 1.0))]
+    lines = figure_8.step_table({"speed": found}).splitlines()[2:]
+    speed_ups = {line.split(" | ")[0][2:]: line.split(" | ")[-1] for line in lines}
+    assert speed_ups["PPO, INT8"] == "1.50x |"
+    assert speed_ups["GRPO, INT8"] == " |"  # GRPO with BF16 has not run
+
+
 # The page
 
 

@@ -73,6 +73,8 @@ def main() -> None:
                     "machine": describe_machine(device),
                     "model": args.name or args.model.name,
                     "trainer": str(policy.compute_dtype).removeprefix("torch."),
+                    "problems": args.problems,
+                    "tokens": args.tokens,
                     "rows": rows,
                     "packed_against_padded": forwards,
                 },

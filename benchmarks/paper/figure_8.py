@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.measured import FORMATS, Key, local_rollouts, table
 from benchmarks.paper.arms import ROOT, SPEED
-from benchmarks.paper.page import MISSING, Section, number, of_arm, write
+from benchmarks.paper.page import MISSING, Section, of_arm, write
 from benchmarks.paper.plots import Line, Panel, Plot
 from benchmarks.paper.results import Result, Results
 from qurl.bench.shapes import SHAPES
@@ -68,21 +68,30 @@ def step_table(results: Results) -> str:
         if arm.overrides["quant.format"] == "none":  # the others of its algorithm follow
             base = total
         if not found:
-            rows.append([arm.label, "", *[MISSING] * (len(PARTS) + 1), ""])
+            rows.append([arm.label, "", *[MISSING] * (len(PARTS) + 2), ""])
             continue
-        cells = [number(seconds[part], ".2f") for part in PARTS]
+        cells = [f"{tokens_per_s(found[0]) / 1e3:.0f}", *(f"{seconds[p]:.2f}" for p in PARTS)]
         speed_up = f"{base / total:.2f}x" if base else ""
         timed = str(found[0].steps - WARM_UP_STEPS)
         rows.append([arm.label, timed, *cells, f"{total:.2f}", speed_up])
-    return table(["arm", "timed steps", *PARTS, "step", "over BF16"], rows)
+    head = ["arm", "timed steps", "thousand tokens/s", *PARTS, "sum of these", "over BF16"]
+    return table(head, rows)
 
 
 def step_seconds(result: Result) -> dict[str, float]:
     """The median of each part over the steps after the warm-up."""
     assert all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
-    curves = {part: result.curve(f"timing_s/{part}") for part in PARTS}
+    return {part: _median(result, f"timing_s/{part}") for part in PARTS}
+
+
+def tokens_per_s(result: Result) -> float:
+    """Of the rollouts, whose lengths differ from run to run."""
+    return _median(result, "perf/rollout_tokens_per_s")
+
+
+def _median(result: Result, metric: str) -> float:
     steps = range(WARM_UP_STEPS, result.steps)
-    return {part: median(s for step, s in curves[part] if step in steps) for part in PARTS}
+    return median(value for step, value in result.curve(metric) if step in steps)
 
 
 def plot(speeds: Speeds) -> Plot:

@@ -7,14 +7,24 @@ from pathlib import Path
 
 from benchmarks.measured import FORMATS, table
 from benchmarks.paper.arms import ROOT, TABLE_1
-from benchmarks.paper.page import MISSING, Section, curves, mean_of, number, of_arm, write
+from benchmarks.paper.page import (
+    MISSING,
+    Section,
+    common_steps,
+    curves,
+    mean_of,
+    number,
+    of_arm,
+    write,
+)
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
 
 HEAD = (
     *("arm", "seed", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
-    *("KL, last fifth", "largest ratio", "truncated", "rescued by ACR"),
+    *("KL, last fifth", "largest ratio", "truncated, all", "rescued by ACR, all"),
 )
+"""Fifths of the steps that all runs have, and all of these."""
 UNTRAINED, TRAINED = (
     ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("mismatch", "mismatch_trained")
 )
@@ -23,14 +33,16 @@ CORRECTED = ("tis", "acr")
 
 
 def render(results: Results) -> str:
-    rows = []
+    runs = results.get("table1", ())
+    num_steps, rows = common_steps(runs), []
     for arm in TABLE_1.arms:
-        found = of_arm(results.get("table1", ()), arm.name)
-        rows += [[arm.label, *mismatch_cells(result)] for result in found]
+        found = of_arm(runs, arm.name)
+        rows += [[arm.label, *mismatch_cells(result, num_steps)] for result in found]
         if not found:
             rows.append([arm.label, MISSING, *[""] * 7])
     return "\n\n".join(
         [
+            f"Over the first {num_steps} steps, which all runs have:",
             table(HEAD, rows),
             plot(results).link(),
             "KL(behav || prox), estimate k3, of the same model in each format:",
@@ -46,14 +58,17 @@ def growth_table(results: Results) -> str:
     for format in ("none", "int8", "fp8"):
         names = ["bf16"] if format == "none" else [f"{format}-{name}" for name in CORRECTED]
         runs = [r for name in names for r in of_arm(results.get("table1", ()), name)]
-        ends = [mean_of(run, "rollout_corr/k3_kl", 0.8) for run in runs]
-        own = ", ".join(number(end, ".1e") for end in ends) or MISSING
+        own = ", ".join(f"{_last_k3(run)} ({run.steps})" for run in runs) or MISSING
         rows.append([FORMATS[format, "none"], f"{before[format]:.1e}", f"{after[format]:.1e}", own])
     head = [
-        *("rollouts", "untrained", "after 100 steps on BF16 rollouts"),
-        "after training on these rollouts (BF16, TIS, ACR of Table 1; last fifth)",
+        *("rollouts", "before RL", "after 100 steps on BF16 rollouts"),
+        "on these rollouts (BF16, TIS, ACR of Table 1), mean of the last 20 steps (of how many)",
     ]
     return table(head, rows)
+
+
+def _last_k3(run: Result) -> str:
+    return number(mean_of(run, "rollout_corr/k3_kl", range(run.steps - 20, run.steps)), ".1e")
 
 
 def _k3_by_format(path: Path) -> dict[str, float]:
@@ -61,17 +76,19 @@ def _k3_by_format(path: Path) -> dict[str, float]:
     return {row["format"]: row["k3"] for row in rows if row["kv"] == "none"}
 
 
-def mismatch_cells(result: Result) -> list[str]:
+def mismatch_cells(result: Result, num_steps: int) -> list[str]:
     """Seed, clip fractions, KL, the largest ratio, and what truncation and ACR touched."""
-    ratios = [value for _, value in result.curve("rollout_corr/rollout_is_max")]
-    fifths = ((0.0, 0.2), (0.8, 1.0))
+    every, fifth = range(num_steps), num_steps // 5
+    ends = (every[:fifth], every[-fifth:])
+    ratios = result.curve("rollout_corr/rollout_is_max")
+    rescued = mean_of(result, "acr/rescued_frac", every)
     return [
         str(result.seed),
-        *(number(mean_of(result, "actor/pg_clipfrac", *fifth), ".3%") for fifth in fifths),
-        *(number(mean_of(result, "rollout_corr/kl", *fifth), ".1e") for fifth in fifths),
-        number(max(ratios, default=None), ".3g"),
-        number(mean_of(result, "rollout_corr/truncated_frac"), ".3%"),
-        number(mean_of(result, "acr/rescued_frac"), ".4%"),
+        *(number(mean_of(result, "actor/pg_clipfrac", end), ".3%") for end in ends),
+        *(number(mean_of(result, "rollout_corr/kl", end), ".1e") for end in ends),
+        number(max((ratio for step, ratio in ratios if step in every), default=None), ".3g"),
+        number(mean_of(result, "rollout_corr/truncated_frac", every), ".3%"),
+        number(rescued, ".4%") if result.record["config"]["algo.objective"] == "acr" else "",
     ]
 
 

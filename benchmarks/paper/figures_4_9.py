@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from benchmarks.measured import table
 from benchmarks.paper.arms import DAPO_UAQ, LAYER_GROUPS, TABLE_1, Experiment
-from benchmarks.paper.page import MISSING, Section, curves, mean_of, number, of_arm, write
+from benchmarks.paper.page import (
+    MISSING,
+    Section,
+    common_steps,
+    curves,
+    mean_of,
+    number,
+    of_arm,
+    write,
+)
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
 
@@ -22,20 +31,22 @@ def render(results: Results) -> str:
     rows = []
     for experiment, name in SHOWN:
         label = f"{experiment.name}: {experiment.arm(name).label}"
-        found = of_arm(results.get(experiment.name, ()), name)
-        rows += [[label, *cells] for r in found for cells in visibility_cells(r)]
+        runs = results.get(experiment.name, ())
+        found, steps = of_arm(runs, name), range(common_steps(runs))
+        rows += [[label, *cells] for r in found for cells in visibility_cells(r, steps)]
         if not found:
             rows.append([label, MISSING, *[""] * 7])
     plots = "\n\n".join(plot(experiment, results).link() for experiment in (TABLE_1, DAPO_UAQ))
-    return "\n\n".join([table(HEAD, rows), plots])
+    note = "Means over the steps that all runs of an experiment have:"
+    return "\n\n".join([note, table(HEAD, rows), plots])
 
 
-def visibility_cells(result: Result) -> list[list[str]]:
-    """A row for each layer group: means over the run."""
+def visibility_cells(result: Result, steps: range) -> list[list[str]]:
+    """A row for each layer group."""
     rows = []
     for group in LAYER_GROUPS:
         update, error, flips, cosine, projection = (
-            mean_of(result, f"uaq/{metric}/{group}")
+            mean_of(result, f"uaq/{metric}/{group}", steps)
             for metric in (
                 *("update_norm", "quant_error", "code_flip_frac", "update_cosine"),
                 "update_proj",

@@ -12,6 +12,7 @@ from benchmarks.paper.page import (
     accuracy_curves,
     accuracy_table,
     claims_table,
+    common_steps,
     curves,
     of_arm,
     write,
@@ -28,17 +29,19 @@ CLAIMS = (
 
 
 def render(results: Results) -> str:
-    rows = []
+    runs = results.get("long_horizon", ())
+    num_steps, rows = common_steps(runs), []
     for arm in LONG_HORIZON.arms:
-        found = of_arm(results.get("long_horizon", ()), arm.name)
-        rows += [[arm.label, str(r.updates), *mismatch_cells(r)] for r in found]
+        found = of_arm(runs, arm.name)
+        rows += [[arm.label, str(r.updates), *mismatch_cells(r, num_steps)] for r in found]
         if not found:
             rows.append([arm.label, MISSING, *[""] * 8])
     return "\n\n".join(
         [
             accuracy_table(LONG_HORIZON, results, "paper"),
+            f"Over the first {num_steps} steps, which all runs have:",
             table((HEAD[0], "updates", *HEAD[1:]), rows),
-            claims_table(results.get("long_horizon", ()), CLAIMS),
+            claims_table(runs, CLAIMS),
             plot(results).link(),
         ]
     )

@@ -60,11 +60,15 @@ def of_arm(results: Sequence[Result], arm: str) -> list[Result]:
     return sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)
 
 
-def mean_of(result: Result, metric: str, start: float = 0.0, end: float = 1.0) -> float | None:
-    """Over the steps from one share of the curve to another; None where it was not logged."""
-    values = [value for _, value in result.curve(metric)]
-    part = values[math.floor(start * len(values)) : math.ceil(end * len(values))]
-    return fmean(part) if part else None
+def common_steps(results: Iterable[Result]) -> int:
+    """How many steps all of them have: means over more would compare different times."""
+    return min((result.steps for result in results), default=0)
+
+
+def mean_of(result: Result, metric: str, steps: range) -> float | None:
+    """None where it was not logged."""
+    values = [value for step, value in result.curve(metric) if step in steps]
+    return fmean(values) if values else None
 
 
 def accuracy_table(experiment: Experiment, results: Results, paper: str) -> str:
@@ -112,7 +116,7 @@ def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
         found = compare_arms(of_arm(results, claim.arm), of_arm(results, claim.other))
         texts = [c.text for c in found]
         if len(found) > 1:
-            texts.append(f"mean of seeds {100 * fmean(c.difference for c in found):+.1f}")
+            texts.append(f"mean {100 * fmean(c.difference for c in found):+.1f}")
         cells = ["; ".join(texts) or MISSING, conclude(claim, found)]
         rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
     return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
@@ -140,17 +144,31 @@ class Comparison:
 
 
 def compare_arms(results: Sequence[Result], others: Sequence[Result]) -> list[Comparison]:
-    """For each seed of both, over the later half of the evaluations that both have after step 0."""
-    found = []
-    for result in results:
-        for other in (o for o in others if o.seed == result.seed):
-            here, there = ({e.step: e for e in r.evals() if e.step > 0} for r in (result, other))
-            steps = sorted(here.keys() & there.keys())
-            steps = steps[len(steps) // 2 :]
-            if steps:
-                pairs = [(here[step], there[step]) for step in steps]
-                found.append(Comparison(result.seed, steps, *difference(pairs)))
-    return found
+    """For each seed of both, over the later half of the evaluations that all of them have.
+
+    Those of the untrained model are left out, and so is a seed that has no others.
+    """
+    pairs = [
+        (result.seed, trained_evals(result), trained_evals(other))
+        for result in results
+        for other in others
+        if other.seed == result.seed
+    ]
+    pairs = [(seed, here, there) for seed, here, there in pairs if here.keys() & there.keys()]
+    if not pairs:
+        return []
+    steps = sorted(set.intersection(*(here.keys() & there.keys() for _, here, there in pairs)))
+    steps = steps[len(steps) // 2 :]
+    return [
+        Comparison(seed, steps, *difference([(here[step], there[step]) for step in steps]))
+        for seed, here, there in pairs
+        if steps
+    ]
+
+
+def trained_evals(result: Result) -> dict[int, Eval]:
+    """By step."""
+    return {e.step: e for e in result.evals() if e.step > 0}
 
 
 def difference(pairs: Sequence[tuple[Eval, Eval]], z: float = 1.96) -> tuple[float, Interval]:
@@ -173,14 +191,14 @@ def conclude(claim: Claim, found: Sequence[Comparison]) -> str:
     """No more than the intervals of all seeds support."""
     if not found:
         return ""
+    if len(found) == 1:
+        return "one seed: none"
     signs = {comparison.sign for comparison in found}
-    if claim.is_equality:
-        word = "no difference seen" if signs == {0} else "they differ"
-    elif signs in ({1}, {-1}):
-        word = "seen here too" if signs == {1} else "the opposite is seen here"
-    else:
-        word = "not told apart"
-    return word if len(found) > 1 else f"{word}, one seed"
+    if claim.is_equality and signs in ({0}, {1}, {-1}):
+        return "no difference seen" if signs == {0} else "they differ"
+    if signs == {1}:
+        return "seen here" if claim.paper is None else "seen here too"
+    return "the opposite is seen here" if signs == {-1} else "not told apart"
 
 
 # Curves

@@ -342,17 +342,25 @@ def test_arms_are_compared_over_the_later_half_of_what_both_have():
     assert found.text.startswith("seed 0, step 40-60: +1.5 (+")
 
 
+def test_seeds_are_compared_at_the_same_steps():
+    long, short = ((20, 300), (40, 400), (60, 420)), ((20, 310), (40, 390))
+    a = [arm_result("a", 0, *long), arm_result("a", 1, *short)]
+    b = [arm_result("b", 0, *long), arm_result("b", 1, *long)]
+    assert [(c.seed, c.steps) for c in page.compare_arms(a, b)] == [(0, [40]), (1, [40])]
+
+
 @pytest.mark.parametrize(
     ("differences", "is_equality", "conclusion"),
     [
         ([], False, ""),
-        ([0.1, 0.1], False, "seen here too"),
-        ([0.1], False, "seen here too, one seed"),
+        ([0.1, 0.1], False, "seen here"),
+        ([0.1], False, "one seed: none"),
         ([0.1, 0.01], False, "not told apart"),
         ([0.1, -0.1], False, "not told apart"),
         ([-0.1, -0.1], False, "the opposite is seen here"),
         ([0.01, -0.01], True, "no difference seen"),
-        ([0.01, 0.1], True, "they differ"),
+        ([0.1, 0.1], True, "they differ"),
+        ([0.01, 0.1], True, "not told apart"),
     ],
 )
 def test_no_more_is_concluded_than_all_seeds_support(differences, is_equality, conclusion):
@@ -360,6 +368,11 @@ def test_no_more_is_concluded_than_all_seeds_support(differences, is_equality, c
     found = [page.Comparison(0, [20], d, i) for d, i in zip(differences, intervals, strict=True)]
     claim = page.Claim("", "a", "b", is_equality=is_equality)
     assert page.conclude(claim, found) == conclusion
+
+
+def test_what_the_paper_claims_too_is_said_to_be():
+    found = [page.Comparison(seed, [20], 0.1, (0.05, 0.15)) for seed in (0, 1)]
+    assert page.conclude(page.Claim("", "a", "b", 2.0), found) == "seen here too"
 
 
 def test_a_table_of_accuracies_says_what_was_not_run():
@@ -373,13 +386,16 @@ def test_a_table_of_accuracies_says_what_was_not_run():
 def test_step_times_are_medians_after_the_warm_up():
     curves = {"step": [0, 1, 2, 3, 4]}
     curves |= {f"timing_s/{part}": [90.0, 80.0, 1.0, 2.0, 6.0] for part in figure_8.PARTS}
+    curves["perf/rollout_tokens_per_s"] = [1.0, 1.0, 70.0, 90.0, 80.0]
     timed = arm_result("bf16", 0, (5, 1), curves=curves, attempts=[{"jobs": 1}])
     assert figure_8.step_seconds(timed) == dict.fromkeys(figure_8.PARTS, 2.0)
+    assert figure_8.tokens_per_s(timed) == 80.0
 
 
 def test_steps_are_held_against_bf16_of_the_same_algorithm():
     def timed(arm, seconds):
-        curves = {f"timing_s/{part}": [seconds] * 3 for part in figure_8.PARTS}
+        names = [*(f"timing_s/{p}" for p in figure_8.PARTS), "perf/rollout_tokens_per_s"]
+        curves = {name: [seconds] * 3 for name in names}
         attempts = [{"jobs": 1}]
         return arm_result(arm, 0, (3, 1), curves={"step": [0, 1, 2]} | curves, attempts=attempts)
 
@@ -412,10 +428,10 @@ def test_growth_is_held_against_runs_that_corrected_it():
         curves = {"step": list(range(len(k3))), "rollout_corr/k3_kl": list(k3)}
         return Result({"arm": arm, "seed": 0, "steps": len(k3), "curves": curves})
 
-    found = {"table1": [run("int8-acr", 1, 1, 1, 1, 2e-3), run("int8-ppo_prox", 9.0)]}
+    found = {"table1": [run("int8-acr", 1, 1, *[2e-3] * 20), run("int8-ppo_prox", 9.0)]}
     bf16, int8, fp8 = figures_2_3.growth_table(found).splitlines()[2:]
     untrained = figures_2_3._k3_by_format(figures_2_3.UNTRAINED)
-    assert int8.split(" | ")[1:] == [f"{untrained['int8']:.1e}", "7.3e-03", "2.0e-03 |"]
+    assert int8.split(" | ")[1:] == [f"{untrained['int8']:.1e}", "7.3e-03", "2.0e-03 (22) |"]
     assert bf16.endswith("not run |")
     assert fp8.endswith("not run |")
 
@@ -430,7 +446,7 @@ def test_every_section_draws_results(tmp_path):
                 seed,
                 *[(i, 200 + i) for i in range(0, 90, 20)],
                 curves={"step": step, **{c: [0.5 + i / 90 for i in step] for c in COLUMNS}},
-                config={"batch.minibatches": 4, "batch.epochs": 2},
+                config={"batch.minibatches": 4, "batch.epochs": 2, "algo.objective": "acr"},
                 attempts=[{"jobs": 1}],
             )
             for arm in experiment.arms

@@ -109,8 +109,11 @@ def read_results(folder: Path = RESULTS) -> Results:
 def portable(config: Config) -> dict[str, Any]:
     """What makes the curve: the recipe without what may change, and files by their name alone."""
     flat = flatten(to_dict(config))
-    kept = {k: v for k, v in flat.items() if not k.startswith(tuple(CHANGEABLE))}
-    return json.loads(json.dumps(kept | {key: Path(flat[key]).name for key in PATHS}))
+    return json.loads(json.dumps(_fixed(flat) | {key: Path(flat[key]).name for key in PATHS}))
+
+
+def _fixed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in flat.items() if not k.startswith(tuple(CHANGEABLE))}
 
 
 def measure(run_dir: Path, config: Config) -> dict[str, Any]:
@@ -160,7 +163,7 @@ def check_same_recipe(path: Path, config: Config) -> None:
     if not path.exists():
         return
     here = portable(config)
-    there = portable(build_config({})) | json.loads(path.read_text())["config"]
+    there = portable(build_config({})) | _fixed(json.loads(path.read_text())["config"])
     changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
     if changed:
         pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)

@@ -68,7 +68,9 @@ def group_advantages(
     """
     if not isinstance(rewards, Tensor):
         rewards = torch.tensor(rewards, dtype=torch.float64)
-    flat = rewards.flatten()
+    # In FP32 the mean of equal rewards is not always that reward, and grpo divides what is left by
+    # a deviation just as small.
+    flat = rewards.flatten().double()
     if group is None:
         size = rewards.shape[-1]
         group = torch.arange(flat.numel() // size, device=flat.device).repeat_interleave(size)
@@ -90,7 +92,7 @@ def group_advantages(
         advantages = whiten(centered, torch.ones_like(centered))
     else:
         raise ValueError(f"kind = {kind!r} is not one of grpo, dr_grpo, rloo, reinforce_pp")
-    return advantages.reshape(rewards.shape)
+    return advantages.reshape(rewards.shape).to(rewards.dtype)
 
 
 def estimate(batch: Batch, algo: AlgoConfig) -> Batch:

@@ -17,8 +17,9 @@ from qurl.dither import dither_
 from qurl.errors import ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
-from qurl.quant import rescale_
+from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import PROJECTIONS
+from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
@@ -87,11 +88,9 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             f"steps = {config.steps}, but run_dir = {config.run_dir!r} has been trained for "
             f"{state['step']} already; ask for more steps, or choose another run_dir"
         )
-    run.rewind(state["step"] - 1)
+    _rewind(run, state["step"])
 
-    with GradingPool(
-        task.reward, workers=config.task.grade_workers, timeout=config.task.grade_timeout
-    ) as pool:
+    with build_pool(config, task.reward) as pool:
         yield Parts(
             learner=learner,
             engine=build_actor(config, policy, config.quant.format),
@@ -101,6 +100,17 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             pool=pool,
             tracker=tracker,
             first_step=state["step"],
+        )
+
+
+def _rewind(run: Run, step: int) -> None:
+    """Go back to `step`, and say what that costs."""
+    rows = run.rewind(step - 1)
+    if num_lost := sum("reward/mean" in row for row in rows):  # the last row has none
+        run.event(
+            "warning",
+            f"{num_lost} logged steps have no checkpoint after them and are made again, from step "
+            f"{step} on; save.every says how often one is saved",
         )
 
 
@@ -168,6 +178,16 @@ def _task_options(config: Config, tokenizer) -> dict:
     }
 
 
+def build_pool(config: Config, reward: str) -> GradingPool:
+    task = config.task
+    return GradingPool(
+        reward,
+        workers=task.grade_workers,
+        timeout=task.grade_timeout,
+        timeout_score=task.timeout_score,
+    )
+
+
 def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool = False) -> Engine:
     """The engine of the recipe, holding a copy of the policy in the given format.
 
@@ -222,6 +242,13 @@ def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
 def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
     """What is done to weights once, before training; what they compute stays, up to rounding."""
     quant, policy = config.quant, learner.policy
+    if (carried := uaq_scale(policy.model)) != 1:
+        unscale_(policy.model)
+        run.event(
+            "warning",
+            f"model.path = {config.model.path!r} carried UAQ with s = {carried:g} from an earlier "
+            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts",
+        )
     if quant.update_scale > 1:
         rescale_(
             policy.model,

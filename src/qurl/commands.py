@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qurl.assembly import build_actor, held_out_problems, prepare_torch, training_task
+from qurl.assembly import build_actor, build_pool, held_out_problems, prepare_torch, training_task
 from qurl.checkpoint import find_policy
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, QurlError
@@ -32,9 +32,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     problems = held_out_problems(config, policy.tokenizer)
     reward = training_task(config, policy.tokenizer).reward
     results = []
-    with GradingPool(
-        reward, workers=config.task.grade_workers, timeout=config.task.grade_timeout
-    ) as pool:
+    with build_pool(config, reward) as pool:
         for precision in eval_precisions(config):
             engine = build_actor(config, policy, "none" if precision == "full" else precision)
             results.append(evaluate_recipe(config, engine, problems, pool, precision))

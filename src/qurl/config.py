@@ -47,6 +47,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "aggregation": "token-mean",  # token-level loss
             "clip_high": 0.28,  # clip-higher
             "dynamic_sampling": True,
+            "gen_multiple": 3,
             "overlong_frac": 0.2,  # soft overlong punishment over the last fifth
             "dual_clip": 10.0,
         },
@@ -119,7 +120,9 @@ class TaskConfig(_Section):
     grade_workers: Count = 2
     """Processes that grade."""
     grade_timeout: Positive = 10.0
-    """Seconds before a grader is killed; the completion then counts as wrong, and as a timeout."""
+    """Seconds before a grader is killed; the completion then counts as a timeout."""
+    timeout_score: float = 0.0
+    """What such a completion is worth: the same as a wrong answer, by your reward."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,13 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     source = " and ".join(
         [*([str(path)] if path else []), *(["flags"] if flags or not path else [])]
     )
-    name = _flag_value(flags, "--algo.name") or _section(recipe, "algo").get("name")
+    own = _section(recipe, "algo").get("name")
+    name = _flag_value(flags, "--algo.name") or own
+    if path and _is_run(path) and name != own:
+        raise ConfigError(
+            f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with {own!r}, "
+            "whose keys would all stay as they are; start from a recipe of recipes/ instead"
+        )
     config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
     if flags:
         import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
@@ -400,15 +409,20 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
             config=(tyro.conf.FlagConversionOff,),
         )
         config = build_config(to_dict(config), source)
+    check_combinations(config, source)
+    return config
+
+
+def check_combinations(config: Config, source: str = "config") -> None:
+    """Refuse settings that do not go together."""
     if mistakes := find_mistakes(config):
         raise ConfigError(_listed(mistakes, source))
-    return config
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The raw tree of a TOML recipe, or of the config.json of a run directory."""
     path = Path(path)
-    if (path / "config.json").is_file():
+    if _is_run(path):
         path, parse, kind = path / "config.json", json.loads, "JSON"
     else:
         parse, kind = tomllib.loads, "TOML"
@@ -422,8 +436,15 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
 
 
+def _is_run(path: str | Path) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
-    """Validate a tree of plain values; all mistakes are reported at once."""
+    """Validate a tree of plain values; all mistakes are reported at once.
+
+    It sets no presets and does not look at combinations, as `load_config` does.
+    """
     try:
         return TypeAdapter(Config).validate_python(_without_none_strings(tree))
     except ValidationError as error:

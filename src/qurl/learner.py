@@ -21,8 +21,8 @@ from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_no
 from qurl.seeds import generator
 from qurl.types import Batch
 
-KL_LIMIT = 10.0
-"""Largest KL of one token in the loss, as in verl."""
+K3_LIMIT = 10.0
+"""Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class Learner:
         stats["actor/pg_loss_sum"] = loss.detach()
         if algo.kl_coef > 0 and not algo.kl_in_reward:
             assert batch.logp_ref is not None
-            kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=KL_LIMIT)
+            limit = K3_LIMIT if algo.kl_estimator == "k3" else None
+            kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=limit)
             if algo.kl_is_correct:
                 assert batch.weight is not None
                 kl = kl * batch.weight

@@ -87,6 +87,8 @@ def policy_loss(
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp, logp_prox, logp_behav = logp.to(dtype), logp_prox.to(dtype), logp_behav.to(dtype)
 
+    if (weight is None) != (shrink is None):
+        raise ValueError("weight and shrink come together, from correction.correct")
     if weight is None or shrink is None:
         log_mismatch = torch.where(keep, logp_prox - logp_behav, 0.0)
         weight, shrink = importance_weights(log_mismatch, cap if spec.is_truncated else None)

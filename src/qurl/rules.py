@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qurl.config import Config
@@ -143,6 +144,13 @@ def _method_warnings(config: Config) -> Iterator[str]:
         )
     if algo.objective == "acr" and algo.cap is None:
         yield "ACR cannot act: with algo.cap = none nothing is truncated and acr equals decoupled"
+    if algo.objective == "acr" and config.correction.kind == "icepop":
+        yield "ACR cannot act: correction.kind = 'icepop' truncates nothing, and acr equals tis"
+    if config.critic.pretrain_steps >= config.steps and algo.advantage == "gae":
+        yield (
+            f"critic.pretrain_steps = {config.critic.pretrain_steps} of steps = {config.steps}: "
+            "the policy is never trained"
+        )
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization is little more than a learning rate for the scaled layers"
     if quant.update_scale > 1 and config.optim.lr >= 1e-5:
@@ -163,9 +171,21 @@ def _ignored_settings(config: Config) -> Iterator[str]:
     algo, correction = config.algo, config.correction
     if algo.kl_coef == 0 and (algo.kl_in_reward or algo.kl_is_correct):
         yield "algo.kl_in_reward and algo.kl_is_correct do nothing while algo.kl_coef = 0"
-    rollout = config.rollout
-    if rollout.engine == "hf" and (rollout.deterministic or rollout.release_kv):
-        yield "rollout.deterministic and rollout.release_kv do nothing with rollout.engine = 'hf'"
+    if algo.kl_in_reward and algo.kl_is_correct:
+        yield "algo.kl_is_correct does nothing with algo.kl_in_reward, which has no loss term"
+    if algo.kl_in_reward and algo.kl_estimator != "k3":
+        yield f"algo.kl_estimator = {algo.kl_estimator!r} does nothing with algo.kl_in_reward"
+    if config.rollout.engine == "hf":
+        for name in _changed(config.rollout, but="engine"):
+            yield f"rollout.{name} does nothing with rollout.engine = 'hf'"
+    if algo.advantage != "gae":
+        names = [f"critic.{name}" for name in _changed(config.critic)]
+        names += [f"algo.{name}" for name in ("gamma", "lam") if getattr(algo, name) != 1]
+        for name in names:
+            yield f"{name} does nothing with algo.advantage = {algo.advantage!r}"
+    quant = config.quant
+    if quant.update_scale == 1 and (quant.scale_o_proj or quant.scale_down_proj):
+        yield "quant.scale_o_proj and scale_down_proj do nothing while quant.update_scale = 1"
     if algo.acr_max_bound is not None and algo.objective != "acr":
         yield f"algo.acr_max_bound does nothing with algo.objective = {algo.objective!r}"
     is_shaped = correction.level != "token" or correction.batch_normalize
@@ -174,6 +194,12 @@ def _ignored_settings(config: Config) -> Iterator[str]:
             "correction.level and correction.batch_normalize do nothing with algo.objective = "
             f"{algo.objective!r}, which has no importance weight"
         )
+
+
+def _changed(section: Any, but: str = "") -> list[str]:
+    """Keys of a section that are not at their defaults."""
+    defaults = vars(type(section)())
+    return [k for k, value in vars(section).items() if k != but and value != defaults[k]]
 
 
 def parse_rejection(rule: str) -> tuple[str, float | None, float]:
@@ -189,6 +215,8 @@ def parse_rejection(rule: str) -> tuple[str, float | None, float]:
     if len(numbers) != (2 if has_band else 1):
         wanted = "a band, like 0.999_1.001" if has_band else "one upper bound, like 0.01"
         raise ValueError(f"{rule!r} needs {wanted} after the colon")
-    if has_band and not 0 < numbers[0] < numbers[1]:
+    if has_band and not 0 < numbers[0] < numbers[1] < math.inf:
         raise ValueError(f"{rule!r} needs 0 < low < high")
+    if not has_band and not 0 < numbers[0] < math.inf:
+        raise ValueError(f"{rule!r} needs a bound above 0: as it is, no token would be kept or all")
     return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

@@ -36,8 +36,14 @@ CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.json
 EVALS = "evals.jsonl"
 INITIAL, LOCK = "initial", ".lock"
 
-CHANGEABLE = ("steps", "run_dir", "device", "threads", "save", "track", "eval.every")
-"""Keys (or sections) of the recipe that may differ when a run is resumed."""
+CHANGEABLE = (
+    *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
+    *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
+    *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
+    *("task.grade_workers", "task.grade_timeout"),
+)
+"""Keys (or sections) of the recipe that may differ when a run is resumed: what it is to do is the
+same, as far as memory, patience and the order of sums allow."""
 
 _LOUD = {"warning": "yellow", "alarm": "bold red"}
 
@@ -98,10 +104,16 @@ class Run:
         if kind in _LOUD:
             self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
 
-    def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`, so that a resumed run writes it again."""
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Forget what was logged after `step`, so that a resumed run writes it again.
+
+        Returns the rows of metrics.jsonl that are gone.
+        """
+        path = self.path / METRICS
+        rows = read_jsonl(path) if path.exists() else []
         for name in (METRICS, SAMPLES, EVALS):
             _rewrite(self.path / name, lambda record: record["step"] <= step)
+        return [row for row in rows if row["step"] > step]
 
     def close(self) -> None:
         self.progress.close()

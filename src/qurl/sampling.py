@@ -12,6 +12,7 @@ from qurl.config import AlgoConfig, Config
 from qurl.errors import DataError, TrainingError
 from qurl.rewards import grade_rollouts, reward_metrics
 from qurl.rewards.pool import GradingPool
+from qurl.rewards.shaping import overlong_cache
 from qurl.rollout import Engine
 from qurl.run import Stopwatch
 from qurl.seeds import derive_seed, generator
@@ -72,7 +73,7 @@ class Sampler:
         problems = self.stream.take(count)
         with self.timer("rollout"):
             rollouts = self.engine.generate(problems, params)
-        cache = int(self.config.algo.overlong_frac * max_tokens)
+        cache = overlong_cache(self.config.algo.overlong_frac, max_tokens)
         with self.timer("grade"):
             graded = grade_rollouts(
                 rollouts, self.pool, overlong_cache=cache, max_tokens=max_tokens
@@ -97,12 +98,14 @@ class Collected:
     graded: list[Graded]
     rounds: int
     num_groups_sampled: int
+    num_groups_with_signal: int
+    """All of them where no group is dropped; the surplus counts."""
 
     @property
     def metrics(self) -> dict[str, float]:
         return {
             "sampling/rounds": float(self.rounds),
-            "sampling/groups_kept_frac": len(self.graded) / max(1, self.num_groups_sampled),
+            "sampling/groups_kept_frac": self.num_groups_with_signal / self.num_groups_sampled,
         }
 
 
@@ -125,7 +128,7 @@ def collect(
     """
     if not algo.dynamic_sampling:
         graded = list(sample(0, num_groups))
-        return Collected(graded, rounds=1, num_groups_sampled=len(graded))
+        return Collected(graded, 1, len(graded), len(graded))
     kept: list[Graded] = []
     num_sampled = 0
     for round in range(algo.max_gen_rounds):
@@ -133,10 +136,11 @@ def collect(
         num_sampled += len(groups)
         kept += [group for group in groups if has_signal(group)]
         if len(kept) >= num_groups:
-            return Collected(kept[:num_groups], round + 1, num_sampled)
+            return Collected(kept[:num_groups], round + 1, num_sampled, len(kept))
     raise TrainingError(
         f"dynamic sampling found {len(kept)} groups with mixed outcomes among {num_sampled} in "
         f"algo.max_gen_rounds = {algo.max_gen_rounds} rounds, and {num_groups} are needed: the "
-        "problems are too easy or too hard for this policy. Raise algo.max_gen_rounds or "
-        "sampling.group_size, change the task, or turn algo.dynamic_sampling off"
+        "problems are too easy or too hard for this policy. Raise algo.max_gen_rounds and resume; "
+        "or, in another run_dir, raise sampling.group_size, change the task, or turn "
+        "algo.dynamic_sampling off"
     )

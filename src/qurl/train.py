@@ -16,7 +16,7 @@ from qurl.advantages import estimate
 from qurl.assembly import Parts, assemble
 from qurl.batch import pack, sample_records
 from qurl.checkpoint import save_checkpoint
-from qurl.config import Config
+from qurl.config import Config, check_combinations
 from qurl.correction import correct
 from qurl.crash import keep_evidence
 from qurl.errors import MissingExtra
@@ -30,6 +30,7 @@ from qurl.sampling import Sampler, collect
 
 def train(config: Config) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory."""
+    check_combinations(config)
     algo, objective = config.algo, OBJECTIVES[config.algo.objective]
     cap = algo.cap if objective.is_truncated else None
     with Run.open(config) as run, assemble(config, run) as parts, Interrupt() as interrupt:
@@ -53,6 +54,8 @@ def train(config: Config) -> Path:
                 batch = estimate(batch, algo)
                 with timer("update"):
                     metrics |= scores | mismatch | learner.update(batch, step)
+                if num_skipped := metrics["actor/skipped_updates"]:
+                    run.event("warning", f"step {step}: {num_skipped:g} updates had no token left")
 
             for record in sample_records(collected.graded, batch, config.track.samples):
                 run.sample(step, record)

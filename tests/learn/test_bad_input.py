@@ -1,6 +1,7 @@
 """What a user sees when something is wrong: whole runs of a tiny recipe through the command."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from models import full_disk, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qurl.learner
+import qurl.train
 from qurl.cli import main
+from qurl.config import build_config
+from qurl.errors import ConfigError
 from qurl.run import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
 
@@ -307,3 +311,44 @@ def test_another_recipe_in_the_same_run_dir(train, folder):
     code, error = train("--optim.lr", "2e-3")
     assert code == 2
     assert "optim.lr: 0.001 there, 0.002 here" in error
+
+
+def warnings(folder):
+    events = read_jsonl(folder / "run" / "events.jsonl")
+    return [event["message"] for event in events if event["kind"] == "warning"]
+
+
+def test_steps_that_were_not_saved_are_made_again_aloud(train, folder):
+    """A run that was killed before its first checkpoint."""
+    assert train() == (0, "")
+    assert train("--steps", "3") == (0, "")  # nothing is lost: the last row is no step
+    assert warnings(folder) == []
+    shutil.rmtree(folder / "run" / "checkpoints")
+    assert train("--steps", "3") == (0, "")
+    [warning] = warnings(folder)
+    assert warning.startswith("3 logged steps have no checkpoint after them and are made again")
+    assert steps(folder) == [0, 1, 2, 3]
+
+
+def test_updates_without_tokens_are_said_aloud(train, folder):
+    assert train("--correction.reject", "token_k1:50_60") == (0, "")
+    assert warnings(folder) == [f"step {step}: 2 updates had no token left" for step in (0, 1)]
+
+
+def test_a_policy_that_carries_uaq_is_trained_without(train, folder):
+    assert train("--quant.update_scale", "2") == (0, "")
+    scaled = folder / "run" / "checkpoints" / "step-000002" / "policy"
+    flags = ["--model.path", str(scaled), "--run_dir", "next"]
+    assert train(*flags) == (0, "")
+    events = read_jsonl(folder / "next" / "events.jsonl")
+    [warning] = [event["message"] for event in events if event["kind"] == "warning"]
+    assert "carried UAQ with s = 2 from an earlier run; it was folded back" in warning
+    config = json.loads((folder / "next/checkpoints/step-000002/policy/config.json").read_text())
+    assert config.get("qurl_uaq") is None
+
+
+def test_combinations_are_checked_for_callers_from_python(folder):
+    config = build_config({"sampling": {"group_size": 1}, "run_dir": "never"})
+    with pytest.raises(ConfigError, match="compares completions of one problem"):
+        qurl.train.train(config)
+    assert not (folder / "never").exists()

@@ -50,11 +50,11 @@ def test_grpo_learns_in_every_format(tmp_path, format):
 @pytest.mark.learn
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp", "dapo"])
 def test_critic_free_algorithms_learn(tmp_path, name):
-    extra = {"algo__max_gen_rounds": 30} if name == "dapo" else {}
-    rows = run(tmp_path, steps=60, algo__name=name, **extra)
+    rows = run(tmp_path, steps=60, algo__name=name)
     assert gain(rows) > 0.15
     if name == "dapo":
-        assert all(0 < row["sampling/groups_kept_frac"] <= 1 for row in rows[:-1])
+        kept = [row["sampling/groups_kept_frac"] for row in rows[:-1]]
+        assert 0.05 < fmean(kept) < 0.95
 
 
 @pytest.mark.learn

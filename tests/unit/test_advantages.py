@@ -50,6 +50,15 @@ def test_equal_rewards_give_zero():
         assert result.abs().max().item() < 1e-12
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.1, 100.1])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_equal_rewards_in_fp32_give_zero(reward, kind):
+    """A mean in FP32 is off by a digit, and so small a deviation does not hide it."""
+    result = group_advantages(torch.full((3, 16), reward), kind)
+    assert result.dtype == torch.float32
+    assert result.abs().max().item() < 1e-6
+
+
 def test_reinforce_pp_normalises_over_all_groups():
     """Groups [0, 2] and [5, 5]: centred -1, 1, 0, 0; unbiased variance 2/3."""
     result = group_advantages([[0.0, 2.0], [5.0, 5.0]], "reinforce_pp")

@@ -240,6 +240,9 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ({"correction": {"reject": ["seq_sum_k2:1_2"]}}, "'seq_sum_k2:1_2' needs one upper bound"),
         ({"correction": {"reject": ["seq_max_k1:2_1"]}}, "'seq_max_k1:2_1' needs 0 < low < high"),
         ({"correction": {"reject": ["token_k3:x"]}}, "'token_k3:x' needs one upper bound"),
+        ({"correction": {"reject": ["token_k3:-1"]}}, "'token_k3:-1' needs a bound above 0"),
+        ({"correction": {"reject": ["token_k3:nan"]}}, "'token_k3:nan' needs a bound above 0"),
+        ({"correction": {"reject": ["token_k1:1_inf"]}}, "'token_k1:1_inf' needs 0 < low < high"),
     ],
 )
 def test_combinations_that_cannot_work(tree, message):
@@ -270,6 +273,9 @@ def test_rejection_rules_are_parsed():
     assert parse_rejection("token_k3:1e-2") == ("token_k3", None, 0.01)
 
 
+IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -279,6 +285,26 @@ def test_rejection_rules_are_parsed():
         ({"quant": {"update_scale": 1.5}, "optim": {"lr": 1e-5}}, "UAQ with optim.lr = 1e-05"),
         ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' are not corrected"),
         ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' are not corrected"),
+        ({"correction": {"kind": "icepop"}}, "ACR cannot act: correction.kind = 'icepop'"),
+        ({"quant": {"scale_o_proj": True}}, "do nothing while quant.update_scale = 1"),
+        ({"critic": {"lr": 1e-4}}, "critic.lr does nothing with algo.advantage = 'grpo'"),
+        ({"algo": {"lam": 0.9}}, "algo.lam does nothing with algo.advantage = 'grpo'"),
+        ({"rollout": {"engine": "hf", "kv_tokens": 9}}, "rollout.kv_tokens does nothing with"),
+        (
+            {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
+            "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
+        ),
+        (
+            {
+                "algo": {
+                    "advantage": "gae",
+                    "kl_coef": 0.1,
+                    "kl_in_reward": True,
+                    "kl_estimator": "k2",
+                }
+            },
+            "algo.kl_estimator = 'k2' does nothing with algo.kl_in_reward",
+        ),
     ],
 )
 def test_each_warning(tree, message):
@@ -316,6 +342,9 @@ def test_a_run_directory_is_a_recipe(tmp_path):
     (tmp_path / "config.json").write_text(to_json(config))
     assert load_config(tmp_path) == config
     assert load_config(str(tmp_path), ["--steps", "3"]) == dataclasses.replace(config, steps=3)
+    assert load_config(tmp_path, ["--algo.name", "dapo"]) == config
+    with pytest.raises(ConfigError, match="holds the resolved recipe of a run with 'dapo'"):
+        load_config(tmp_path, ["--algo.name", "ppo"])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

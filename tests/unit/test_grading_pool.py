@@ -10,6 +10,7 @@ import pytest
 
 from qurl.errors import ConfigError, RewardError
 from qurl.rewards import Grade, GradingPool, grade_rollouts, reward_metrics
+from qurl.rewards.reward import check_value
 from qurl.types import Completion, Problem, Rollout
 
 GRADERS = '''
@@ -143,6 +144,19 @@ def test_timeouts_are_counted(pool):
     [graded] = grade_rollouts([rollout], pool, overlong_cache=0, max_tokens=5)
     assert list(graded.rewards) == [1.0, 0.0]
     assert reward_metrics([graded])["reward/timeouts"] == 1.0
+
+
+def test_a_timeout_may_be_worth_what_a_wrong_answer_is(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:odd", workers=1, timeout=0.3, timeout_score=-2.5) as pool:
+        wrong, hung = pool.grade(items("wrong", "hang"))
+    assert (hung.score, hung.accuracy, hung.timed_out) == (wrong.score, wrong.accuracy, True)
+
+
+@pytest.mark.parametrize("name", ["mean", "timed_out"])
+def test_details_have_names_of_their_own(name):
+    with pytest.raises(RewardError, match=f"{name} would be logged under a name"):
+        check_value({"score": 1.0, name: 2.0})
 
 
 def test_a_mapping_gives_details(folder, monkeypatch):

@@ -185,6 +185,17 @@ def test_a_corrected_kl_is_weighted():
     assert learner.update(batch, step=0)["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 15.0), ("k2", 112.5), ("k3", 10.0)])
+def test_only_k3_is_limited(monkeypatch, estimator, expected):
+    """It alone grows exponentially; a limit would end the pull of the others."""
+    config = make_config({"kl_coef": 0.5, "kl_estimator": estimator, "aggregation": "token-mean"})
+    learner = make_learner(config, reference=tiny_policy().freeze_())
+    batch, _ = learner.recompute(random_batch(learner.policy))
+    sign = 1 if estimator == "k3" else -1  # k3 is large where the reference says more
+    batch = batch.replace(logp_ref=batch.logp_prox + sign * 15.0)
+    assert learner.update(batch, step=0)["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_entropy_bonus_raises_entropy():
     def entropy_after(coefficient):
         learner = make_learner(make_config({"entropy_coef": coefficient}))

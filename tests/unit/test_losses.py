@@ -171,6 +171,12 @@ def test_statistics_by_hand():
     assert stats["actor/ppo_kl"].item() == pytest.approx(-ratios.log().mean().item())
 
 
+def test_weight_and_shrink_come_together():
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="weight and shrink come together"):
+        policy_loss(x, x, x, x, torch.ones(1, 2), weight=torch.ones(1, 2))
+
+
 def test_acr_max_bound_limits_widening():
     prox = torch.zeros(1, 1).double()
     logp = torch.full((1, 1), math.log(20.0)).double()

@@ -20,6 +20,7 @@ from qurl.rewards import (
 from qurl.rewards.answers import find_answer, last_boxed, normalise
 from qurl.rewards.countdown import score_countdown
 from qurl.rewards.reward import check_value, load_reward, score_exact
+from qurl.rewards.shaping import overlong_cache
 from qurl.types import Completion, Problem, Rollout
 
 VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.json"
@@ -209,6 +210,14 @@ def test_overlong_penalty():
     assert overlong_penalty(100, 100, 0) == 0.0
     with pytest.raises(ValueError, match="cache = 101"):
         overlong_penalty(1, 100, 101)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "max_tokens", "cache"),
+    [(0.0, 100, 0), (0.2, 20480, 4096), (0.29, 100, 29), (0.2, 4, 1), (0.01, 9, 1)],
+)
+def test_the_overlong_cache_is_rounded_and_never_off_by_that(fraction, max_tokens, cache):
+    assert overlong_cache(fraction, max_tokens) == cache
 
 
 def completion(text, length, finish="stop"):

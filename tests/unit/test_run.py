@@ -132,7 +132,7 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
         run.evaluation(step, "full", [True, False, step > 1])
         run.event("note", "hello", step=step)
     before = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    run.rewind(2)
+    assert [row["step"] for row in run.rewind(2)] == [3, 4]
     assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
     assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
     evals = [(r["step"], r["outcomes"]) for r in read_jsonl(run.path / "evals.jsonl")]
@@ -145,7 +145,7 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
 
 def test_rewind_of_an_empty_run_is_nothing(config):
     run = open_run(config)
-    run.rewind(0)
+    assert run.rewind(0) == []
     assert {p.name for p in run.path.iterdir()} == {"config.json", ".lock"}
 
 
@@ -195,7 +195,14 @@ def test_resume_may_change_what_does_not_matter(config):
     changed = dataclasses.replace(
         config, steps=20, threads=1, device="cpu", save=SaveConfig(5, 1), track=TrackConfig(0)
     )
-    changed = dataclasses.replace(changed, eval=dataclasses.replace(config.eval, every=5))
+    changed = dataclasses.replace(
+        changed,
+        eval=dataclasses.replace(config.eval, every=5),
+        # what the error of a run that stopped may have asked for
+        algo=dataclasses.replace(config.algo, max_gen_rounds=50),
+        batch=dataclasses.replace(config.batch, microbatch_tokens=64),
+        rollout=dataclasses.replace(config.rollout, kv_memory_frac=0.3),
+    )
     run = open_run(changed)
     assert json.loads((run.path / "config.json").read_text())["steps"] == 20
     (event,) = read_jsonl(run.path / "events.jsonl")

@@ -139,7 +139,7 @@ def test_dynamic_sampling_refills_and_cuts_the_surplus():
     assert supply.requests == [(0, 2), (1, 2), (2, 2)]
     assert collected.metrics == {
         "sampling/rounds": 3.0,
-        "sampling/groups_kept_frac": pytest.approx(2 / 6),
+        "sampling/groups_kept_frac": pytest.approx(3 / 6),
     }
 
 
@@ -148,6 +148,7 @@ def test_gen_multiple_asks_for_more_per_round():
     collected = collect(supply, 3, AlgoConfig(dynamic_sampling=True, gen_multiple=4))
     assert supply.requests == [(0, 12)]
     assert len(collected.graded) == 3
+    assert collected.metrics["sampling/groups_kept_frac"] == 0.5
 
 
 def test_dynamic_sampling_gives_up():
@@ -158,7 +159,7 @@ def test_dynamic_sampling_gives_up():
     message = str(error.value)
     assert "0 groups with mixed outcomes among 12 in algo.max_gen_rounds = 3 rounds" in message
     assert "4 are needed" in message
-    assert "turn algo.dynamic_sampling off" in message
+    assert "Raise algo.max_gen_rounds and resume" in message
 
 
 def make_sampler(engine, pool, *, overlong=0.0, step=5):

@@ -58,11 +58,14 @@ class GradingPool:
     used again.
     """
 
-    def __init__(self, reward: str, *, workers: int = 2, timeout: float = 10.0) -> None:
+    def __init__(
+        self, reward: str, *, workers: int = 2, timeout: float = 10.0, timeout_score: float = 0.0
+    ) -> None:
         if workers < 1 or timeout <= 0:
             raise ConfigError(f"workers = {workers} and timeout = {timeout} must be positive")
         self.reward = reward
         self.timeout = timeout
+        self.timeout_score = timeout_score
         self._lock = threading.Lock()
         self._inline = load_reward(reward) if is_inline(reward) else None
         self._folder = Path.cwd()
@@ -135,7 +138,7 @@ class GradingPool:
                 continue
             if worker.job is None:
                 raise self._failure(f"no start in {_START_SECONDS} s", None)
-            grades[worker.job] = Grade(0.0, timed_out=True)
+            grades[worker.job] = Grade(self.timeout_score, timed_out=True)
             self._replace([worker])
         return grades
 

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from qurl.errors import ConfigError, RewardError
 
+RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
+"""What a reward may not call its other values: `reward/<name>` is ours."""
+
 
 class Reward(Protocol):
     """A plain function from an answer and the truth to what the answer is worth.
@@ -77,6 +80,11 @@ def check_value(value: Any) -> dict[str, float]:
     named = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in named:
         raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")
+    if taken := sorted(RESERVED & named.keys()):
+        raise RewardError(
+            f"the reward returned {value!r}; {', '.join(taken)} would be logged under a name that "
+            "the framework's own metrics have, choose another"
+        )
     for name, number in named.items():
         if not isinstance(number, Real) or not math.isfinite(number):
             raise RewardError(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def overlong_cache(fraction: float, max_tokens: int) -> int:
+    """Lcache in tokens; a fraction above 0 punishes at least the last one."""
+    return max(1, round(fraction * max_tokens)) if fraction else 0
+
+
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     """DAPO's soft overlong punishment, which falls over the last `cache` tokens.
 

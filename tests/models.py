@@ -83,11 +83,11 @@ def group(prompt, responses, rewards, *, accuracies=None, id="p", temperature=1.
 
 
 def random_batch(
-    policy: Policy, *, seed: int = 0, rows: int = 6, temperature: float = 1.0
+    policy: Policy, *, seed: int = 0, rows: int = 6, longest: int = 11, temperature: float = 1.0
 ) -> Batch:
     """Rows of different lengths with advantages, and log-probs near those of the policy."""
     draw = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 12, (rows,), generator=draw)
+    lengths = torch.randint(5, longest + 1, (rows,), generator=draw)
     prompts = torch.randint(1, 4, (rows,), generator=draw)
     positions = torch.arange(int(lengths.max()))
     mask = ((positions >= prompts[:, None]) & (positions < lengths[:, None])).float()

@@ -113,8 +113,9 @@ def estimate(batch: Batch, algo: AlgoConfig) -> Batch:
 
 def token_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
     """[B, T]: the outcome on the last trained token, less beta (logp_prox - logp_ref) on each."""
-    is_last = batch.mask.cumsum(-1) == batch.mask.sum(-1, keepdim=True)
-    rewards = batch.rewards[:, None] * (is_last & batch.mask.bool())
+    keep = batch.mask.bool()
+    is_last = keep & (keep.cumsum(-1) == keep.sum(-1, keepdim=True))
+    rewards = batch.rewards[:, None] * is_last
     if algo.kl_in_reward and algo.kl_coef > 0:
         assert batch.logp_prox is not None
         assert batch.logp_ref is not None

@@ -93,6 +93,9 @@ class ModelConfig(_Section):
     """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU only."""
     compile: bool = False
     """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
+    deterministic: bool = False
+    """Gradients are added up in the same order each time, also on a GPU: a run can be repeated, and
+    resumed, to the bit on the same kind of device; slower."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 

@@ -79,6 +79,14 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "run" / "checkpoints").glob("*"))
 
 
+def test_a_run_that_can_be_repeated(train, folder):
+    """A CPU adds up in the same order anyway: here it only has to run, and to leave no trace."""
+    assert train("--model.deterministic", "true") == (0, "")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert train("--run_dir", "again") == (0, "")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_the_recipe_itself_is_fine(train, folder):
     assert train() == (0, "")
     assert steps(folder) == [0, 1, 2]

@@ -5,15 +5,18 @@ import math
 
 import pytest
 import torch
-from models import random_batch, tiny_policy
+from models import random_batch, tiny_llama, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qurl.packing
+from qurl.advantages import estimate
+from qurl.assembly import fix_order_of_sums
 from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.learner import Learner, Meter
 from qurl.losses import aggregate, kl_penalty, policy_loss
 from qurl.optim import apply_gradients, build_optimizer
+from qurl.policy import Policy
 from qurl.seeds import generator
 
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
@@ -77,6 +80,27 @@ def test_micro_batches_do_not_change_the_update(aggregation):
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0, msg=name)
         assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage):
+    """Long sequences: attention adds up the gradients of a query over blocks of keys."""
+    config = make_config({"advantage": advantage}, {"minibatches": 2})
+    batch = random_batch(tiny_policy(), longest=1000).to("cuda")
+    found = []
+    fix_order_of_sums(True)
+    try:
+        for _ in range(3):
+            policy = Policy(tiny_llama(), None, config.model, torch.device("cuda"))
+            learner = Learner(policy, config, reference=None)
+            scored, _ = learner.recompute(batch)
+            learner.update(estimate(scored, config.algo), step=0)
+            found.append(weights(policy.model))
+    finally:
+        fix_order_of_sums(False)
+    for again in found[1:]:
+        assert all(torch.equal(again[name], found[0][name]) for name in again)
 
 
 def test_the_updates_of_a_step_are_those_of_its_mini_batches():

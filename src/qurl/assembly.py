@@ -115,22 +115,14 @@ def _rewind(run: Run, step: int) -> None:
 
 
 def prepare_torch(config: Config) -> torch.device:
-    """Set threads, seed and the order of sums, and choose the device."""
+    """Set threads and seed, and choose the device."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    fix_order_of_sums(config.model.deterministic)
-    return pick_device(config.device)
-
-
-def fix_order_of_sums(is_fixed: bool) -> None:
-    """Of the whole process, as torch has it."""
-    if is_fixed:
-        # Read by cuBLAS at its first product; torch wants to see it with any.
+    if config.model.deterministic:
+        # Read by cuBLAS at its first product; torch's deterministic mode asks for it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(is_fixed)
-    # Would fill every new tensor, for programs that read what they have not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    return pick_device(config.device)
 
 
 def pick_device(name: str) -> torch.device:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +96,8 @@ class Learner:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer updates of a step: epochs over mini-batches of micro-batches."""
         try:
-            return self._update(batch, step)
+            with fixed_sums(self.config.model.deterministic):
+                return self._update(batch, step)
         except TrainingError as error:
             error.batch = batch
             raise
@@ -215,6 +218,26 @@ class Learner:
         lr = learning_rate(config.critic.lr, step, config.steps, config.optim)
         norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
+
+
+@contextmanager
+def fixed_sums(is_wanted: bool) -> Iterator[None]:
+    """torch's deterministic mode, for as long as gradients are computed.
+
+    Not for the whole process: it also slows down or refuses what engines do, which is exact.
+    """
+    if not is_wanted:
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # nothing is read that was not written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] | None:

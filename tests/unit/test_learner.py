@@ -8,9 +8,9 @@ import torch
 from models import random_batch, tiny_llama, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import qurl.learner
 import qurl.packing
 from qurl.advantages import estimate
-from qurl.assembly import fix_order_of_sums
 from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.learner import Learner, Meter
@@ -84,23 +84,38 @@ def test_micro_batches_do_not_change_the_update(aggregation):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage):
+def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage, monkeypatch):
     """Long sequences: attention adds up the gradients of a query over blocks of keys."""
-    config = make_config({"advantage": advantage}, {"minibatches": 2})
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = make_config(
+        {"advantage": advantage}, {"minibatches": 2}, model={"deterministic": True}
+    )
     batch = random_batch(tiny_policy(), longest=1000).to("cuda")
     found = []
-    fix_order_of_sums(True)
-    try:
-        for _ in range(3):
-            policy = Policy(tiny_llama(), None, config.model, torch.device("cuda"))
-            learner = Learner(policy, config, reference=None)
-            scored, _ = learner.recompute(batch)
-            learner.update(estimate(scored, config.algo), step=0)
-            found.append(weights(policy.model))
-    finally:
-        fix_order_of_sums(False)
+    for _ in range(3):
+        policy = Policy(tiny_llama(), None, config.model, torch.device("cuda"))
+        learner = Learner(policy, config, reference=None)
+        scored, _ = learner.recompute(batch)
+        learner.update(estimate(scored, config.algo), step=0)
+        found.append(weights(policy.model))
     for again in found[1:]:
         assert all(torch.equal(again[name], found[0][name]) for name in again)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_sums_are_fixed_while_gradients_are_computed(monkeypatch, is_wanted):
+    seen = []
+    real = qurl.learner.policy_loss
+
+    def watched(*inputs, **options):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return real(*inputs, **options)
+
+    monkeypatch.setattr(qurl.learner, "policy_loss", watched)
+    learner = make_learner(make_config(model={"deterministic": is_wanted}))
+    learner.update(random_batch(learner.policy), step=0)
+    assert seen == [is_wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_updates_of_a_step_are_those_of_its_mini_batches():

@@ -110,7 +110,7 @@ def render_type(hint: Any) -> str:
     """`int ≥ 1`, `"a"`, `"b"`, `float or none`: what a reader of TOML needs to know."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return f"{render_type(args[0])} {render_bounds(args[1])}"
+        return f"{render_type(args[0])} {render_bounds(args[1])}".rstrip()
     if origin is Literal:
         return ", ".join(f'`"{value}"`' for value in args)
     if origin in (Union, types.UnionType):

@@ -24,7 +24,7 @@ from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
 from qurl.errors import DataError
 from qurl.evaluate import Interval, wilson_interval
-from qurl.run import CHANGEABLE, EVALS, EVENTS, METRICS, flatten, read_jsonl
+from qurl.run import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
 
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"
@@ -113,7 +113,7 @@ def portable(config: Config) -> dict[str, Any]:
 
 
 def _fixed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in flat.items() if not k.startswith(tuple(CHANGEABLE))}
+    return {k: v for k, v in flat.items() if not may_change(k)}
 
 
 def measure(run_dir: Path, config: Config) -> dict[str, Any]:

@@ -6,12 +6,17 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from qurl.checkpoint import latest_checkpoint, load_checkpoint, load_saved_policy
+from qurl.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    load_saved_policy,
+    save_checkpoint,
+)
 from qurl.config import Config
 from qurl.dither import dither_
 from qurl.errors import ConfigError
@@ -23,7 +28,7 @@ from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
-from qurl.rules import find_warnings
+from qurl.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
 from qurl.run import INITIAL, Run
 from qurl.sampling import ProblemStream
 from qurl.scratch import make_scratch_model
@@ -46,11 +51,23 @@ class Parts:
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Of the weights at `first_step`, where the run was resumed and had evaluated them."""
+
+    def known(self, step: int) -> dict[str, float]:
+        """The evaluation of a step that need not be made again."""
+        return self.evaluation if step == self.first_step else {}
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         return {"position": self.stream.position, "tracker": tracker}
+
+    def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
+        """Write a checkpoint of `step`; with another state where that has gone on already."""
+        folder, state = run.path / "checkpoints", state or self.state()
+        path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
+        run.event("checkpoint", f"saved {path.name}", step=step)
 
 
 @contextmanager
@@ -83,13 +100,6 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             tracker.load_state_dict(state["tracker"])
     else:
         _prepare_masters(config, learner, run)
-    if state["step"] > config.steps:
-        raise ConfigError(
-            f"steps = {config.steps}, but run_dir = {config.run_dir!r} has been trained for "
-            f"{state['step']} already; ask for more steps, or choose another run_dir"
-        )
-    _rewind(run, state["step"])
-
     with build_pool(config, task.reward) as pool:
         yield Parts(
             learner=learner,
@@ -100,18 +110,22 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             pool=pool,
             tracker=tracker,
             first_step=state["step"],
+            # Last: where anything above fails, nothing that was logged is touched.
+            evaluation=_rewind(run, state["step"]),
         )
 
 
-def _rewind(run: Run, step: int) -> None:
-    """Go back to `step`, and say what that costs."""
-    rows = run.rewind(step - 1)
+def _rewind(run: Run, step: int) -> dict[str, float]:
+    """Go back to `step`, say what that costs, and return what is known of its weights."""
+    rows = run.rewind(step)
     if num_lost := sum("reward/mean" in row for row in rows):  # the last row has none
         run.event(
             "warning",
             f"{num_lost} logged steps have no checkpoint after them and are made again, from step "
             f"{step} on; save.every says how often one is saved",
         )
+    row = next((row for row in rows if row["step"] == step), {})
+    return {name: float(value) for name, value in row.items() if name.startswith("eval/")}
 
 
 def prepare_torch(config: Config) -> torch.device:
@@ -154,18 +168,20 @@ def training_task(config: Config, tokenizer) -> Task:
 
 def held_out_problems(config: Config, tokenizer) -> list[Problem]:
     """The first `eval.problems` of the held-out split or file."""
-    is_file = bool(config.task.path or config.task.eval_path)
-    if is_file and not config.task.eval_path:
-        raise ConfigError(
-            "eval.every > 0 needs task.eval_path: a file task has no held-out problems of its own"
-        )
-    task = load_task(
+    task = held_out_task(config, tokenizer)
+    return [task[i] for i in range(min(config.eval.problems, len(task)))]
+
+
+def held_out_task(config: Config, tokenizer) -> Task:
+    if not is_generated(config.task.name) and not config.task.eval_path:
+        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
+    return load_task(
         config.task.name,
         path=config.task.eval_path,
+        path_key="task.eval_path",
         split="eval",
         **_task_options(config, tokenizer),
     )
-    return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
 def _task_options(config: Config, tokenizer) -> dict:

@@ -68,6 +68,8 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     others = wide * (parameters - size.num_quantized) if is_cuda else 0  # a CPU shares the policy's
     rows["engine weights"] = float(narrow * size.num_quantized + others)
+    if is_cuda and config.eval.every and is_coded and config.eval.precision != "quantized":
+        rows["engine of evaluations"] = float(wide * parameters)
     tokens = config.rollout.kv_tokens or longest * min(
         config.rollout.max_batch, config.batch.problems * config.sampling.group_size
     )

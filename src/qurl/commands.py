@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qurl.assembly import build_actor, build_pool, held_out_problems, prepare_torch, training_task
+from qurl.assembly import (
+    build_actor,
+    build_pool,
+    held_out_problems,
+    held_out_task,
+    prepare_torch,
+    training_task,
+)
 from qurl.checkpoint import find_policy
 from qurl.config import Config, load_config
-from qurl.errors import ConfigError, QurlError
+from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.evaluate import EvalResult, eval_precisions, evaluate_recipe, print_results
 from qurl.policy import load_policy
-from qurl.rewards.pool import GradingPool
 from qurl.rewards.reward import is_users_own
 from qurl.rules import find_warnings
 from qurl.tasks.tokenizer import build_tokenizer
@@ -30,13 +36,15 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
         path = find_policy(Path(config.run_dir))
     policy = load_policy(path, config.model, device)
     problems = held_out_problems(config, policy.tokenizer)
-    reward = training_task(config, policy.tokenizer).reward
-    results = []
-    with build_pool(config, reward) as pool:
-        for precision in eval_precisions(config):
-            engine = build_actor(config, policy, "none" if precision == "full" else precision)
-            results.append(evaluate_recipe(config, engine, problems, pool, precision))
-    print_results(results)
+    reward = held_out_task(config, policy.tokenizer).reward
+    results: list[EvalResult] = []
+    try:
+        with build_pool(config, reward) as pool:
+            for precision in eval_precisions(config):
+                engine = build_actor(config, policy, "none" if precision == "full" else precision)
+                results.append(evaluate_recipe(config, engine, problems, pool, precision))
+    finally:  # what one precision took long to answer is not lost when the next one fails
+        print_results(results)
     return results
 
 
@@ -68,7 +76,12 @@ def _load_tokenizer(config: Config) -> Any:
 
     if config.model.path == "scratch":
         return build_tokenizer()
-    return AutoTokenizer.from_pretrained(config.model.path)
+    try:
+        return AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path = {config.model.path!r} has no tokenizer that can be read: {error}"
+        ) from error
 
 
 def _check_tokenizer(tokenizer: Any) -> str:
@@ -98,9 +111,13 @@ def _check_grader(config: Config) -> str:
     worked = getattr(task, "worked_answer", None)
     boxed = f"The answer is \\boxed{{{problem.answer}}}."
     right = [worked(problem)] if worked else [problem.answer, boxed]
-    with GradingPool(task.reward, workers=1, timeout=config.task.grade_timeout) as pool:
+    with build_pool(config, task.reward) as pool:
         *good, bad = pool.grade(
             [(text, problem.answer, problem.extra) for text in (*right, "no idea")]
+        )
+    if any(grade.timed_out for grade in (*good, bad)):
+        raise ConfigError(
+            f"{task.reward!r} was killed at task.grade_timeout = {config.task.grade_timeout:g} s"
         )
     best = max(grade.score for grade in good)
     scores = f"{task.reward!r} gives the truth {best:g} and a non-answer {bad.score:g}"

@@ -20,11 +20,13 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from qurl.errors import ConfigError
 from qurl.rules import find_mistakes
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+# Strict, or pydantic would take true for 1 and "no" for false.
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+CountOrZero = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"]
 Objective = Literal["ppo_prox", "ppo_behav", "decoupled", "tis", "acr"]
@@ -87,13 +89,13 @@ class ModelConfig(_Section):
     """Folder or hub name of a causal LM, or "scratch" for a tiny one made here."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     """Used when path is "scratch"."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU only."""
-    compile: bool = False
+    compile: Flag = False
     """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """Gradients are added up in the same order each time, also on a GPU: a run can be repeated, and
     resumed, to the bit on the same kind of device; slower."""
     logits_chunk: Count = 1024
@@ -111,12 +113,12 @@ class TaskConfig(_Section):
     eval_path: str = ""
     """File of held-out problems; generated tasks hold some out by themselves."""
     reward: str = "auto"
-    """auto (the task's own), math, exact, or module:function of your own."""
+    """auto (the task's own), math, exact, countdown, gym:<name>, or module:function of your own."""
     instruction: str = "auto"
     """Text after each question of a file task; auto asks for a \\boxed answer."""
     max_prompt_tokens: Count = 1024
     """A longer prompt is an error unless skip_long_prompts."""
-    skip_long_prompts: bool = False
+    skip_long_prompts: Flag = False
     """Leave out prompts beyond max_prompt_tokens, and say how many."""
     difficulty: Count = 4
     """Generated tasks: terms of a sum (arithmetic) or numbers at hand (countdown)."""
@@ -124,7 +126,7 @@ class TaskConfig(_Section):
     """Processes that grade."""
     grade_timeout: Positive = 10.0
     """Seconds before a grader is killed; the completion then counts as a timeout."""
-    timeout_score: float = 0.0
+    timeout_score: Annotated[float, Field(strict=True)] = 0.0
     """What such a completion is worth: the same as a wrong answer, by your reward."""
 
 
@@ -152,7 +154,7 @@ class SamplingConfig(_Section):
     """Completions per problem, G."""
     temperature: Positive = 1.0
     """The trainer divides its logits by the same temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Must stay 1 in training: otherwise the mismatch measures the filter, not quantization."""
     top_k: CountOrZero = 0
     """Must stay 0 in training, for the same reason."""
@@ -168,15 +170,15 @@ class AlgoConfig(_Section):
     """ppo, grpo, dr_grpo, rloo, reinforce_pp or dapo."""
     objective: Objective = "acr"
     """ppo_prox Eq. (1), ppo_behav Eq. (3), decoupled Eq. (4), tis Eq. (5), acr Eq. (9)."""
-    cap: Annotated[float, Field(ge=1)] | None = 2.0
+    cap: Annotated[float, Field(ge=1, strict=True)] | None = 2.0
     """C: importance weights are truncated here; none = no truncation."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegative = 0.2
     """The ratio is clipped above 1 + clip_high; acr widens this where the weight was truncated."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
     """Bound of the loss for negative advantages (verl's clip_ratio_c)."""
-    acr_max_bound: Annotated[float, Field(gt=1)] | None = None
+    acr_max_bound: Annotated[float, Field(gt=1, strict=True)] | None = None
     """Largest upper bound that acr may widen to."""
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """Advantage estimator; gae needs the critic."""
@@ -186,19 +188,19 @@ class AlgoConfig(_Section):
     """Discount of gae."""
     lam: Fraction = 1.0
     """Lambda of gae."""
-    whiten: bool = False
+    whiten: Flag = False
     """Normalise advantages over the batch to mean 0 and variance 1."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the frozen reference; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL in the loss."""
-    kl_in_reward: bool = False
+    kl_in_reward: Flag = False
     """Subtract the k1 KL from the token rewards (gae only) instead of adding it to the loss."""
-    kl_is_correct: bool = False
+    kl_is_correct: Flag = False
     """Multiply the KL term by the importance weight: samples come from the quantized actor."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: Flag = False
     """Drop groups whose accuracies are all equal and sample more until the batch is full."""
     max_gen_rounds: Count = 10
     """Dynamic sampling gives up after this many rounds in a step."""
@@ -234,11 +236,11 @@ class CorrectionConfig(_Section):
     """Lower end of IcePop's band."""
     icepop_high: Positive = 5.0
     """Upper end of IcePop's band."""
-    batch_normalize: bool = False
+    batch_normalize: Flag = False
     """Divide the weights by their mean over the batch."""
     reject: tuple[str, ...] = ()
     """Rejection masks, e.g. "seq_mean_k1:0.999_1.001" or "token_k3:0.01"."""
-    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    veto: Annotated[float, Field(gt=0, lt=1, strict=True)] | None = None
     """Drop a whole sequence when any token's mismatch falls below this, e.g. 1e-4."""
 
 
@@ -263,7 +265,7 @@ class OptimConfig(_Section):
     norm_fed_lr_scale: Positive = 1.0
     """Multiplies the learning rate of q, k, v, gate and up, and divides that of their norms: what
     UAQ is to AdamW, without UAQ (for comparisons)."""
-    dither: bool = False
+    dither: Flag = False
     """Begin with masters at random places among the numbers that round to the same BF16: the first
     forward stays as it is, and updates below BF16's step are seen on average. Needs
     model.compute_dtype = "bfloat16"."""
@@ -275,11 +277,11 @@ class QuantConfig(_Section):
 
     format: QuantFormat = "int8"
     """Weights and activations of the engine's linear layers. int4 is for experiments."""
-    update_scale: Annotated[float, Field(ge=1)] = 1.0
+    update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, paper: 1.5."""
-    scale_o_proj: bool = False
+    scale_o_proj: Flag = False
     """UAQ also on o_proj (against v_proj)."""
-    scale_down_proj: bool = False
+    scale_down_proj: Flag = False
     """UAQ also on down_proj (against up_proj)."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache, whatever `format` is; none: compute precision."""
@@ -299,12 +301,12 @@ class RolloutConfig(_Section):
     """Tokens per page of the KV cache; 0 = 64 on a GPU, 16 on a CPU."""
     kv_tokens: CountOrZero = 0
     """Capacity of the KV cache in tokens; 0 = enough for max_batch full sequences."""
-    kv_memory_frac: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    kv_memory_frac: Annotated[float, Field(gt=0, lt=1, strict=True)] = 0.8
     """Most of the free GPU memory that the KV cache takes. It is measured at the first rollout,
     when gradients and AdamW's moments may not be there yet: lower it if training then runs out."""
-    release_kv: bool = False
+    release_kv: Flag = False
     """Give the KV cache's GPU memory to the trainer between rollouts."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """The same tokens whatever else is in the batch, also on a GPU; slower."""
 
 
@@ -320,7 +322,7 @@ class EvalConfig(_Section):
     """Completions per problem for avg@k and pass@k, besides greedy; 0 = greedy only."""
     temperature: Positive = 1.0
     """Of those samples."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Of those samples."""
     max_tokens: CountOrZero = 0
     """Longest completion; 0 = sampling.max_tokens."""
@@ -344,7 +346,7 @@ class TrackConfig(_Section):
 
     samples: CountOrZero = 4
     """Rollouts written to samples.jsonl per step."""
-    tensorboard: bool = False
+    tensorboard: Flag = False
     """Write TensorBoard events into the run directory."""
     wandb: str = ""
     """Weights & Biases project; empty = off."""
@@ -356,9 +358,9 @@ class Config(_Section):
 
     steps: Count = 100
     """RL steps: rollout, updates, sync."""
-    seed: int = 0
+    seed: Annotated[int, Field(strict=True)] = 0
     """Of everything random."""
-    run_dir: str = "runs/default"
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/default"
     """Where the run lives; a run that is there already is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one."""
@@ -400,13 +402,15 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
             f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with {own!r}, "
             "whose keys would all stay as they are; start from a recipe of recipes/ instead"
         )
+    if path and _is_run(path):
+        recipe["run_dir"] = str(path)  # it may have been moved
     config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
     if flags:
         import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
 
         config = tyro.cli(
             Config,
-            prog="qurl train",
+            prog="qurl COMMAND [RECIPE|RUN]",
             default=config,
             args=[_python_word(flags, i) for i in range(len(flags))],
             config=(tyro.conf.FlagConversionOff,),
@@ -477,12 +481,14 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _flag_value(flags: Sequence[str], name: str) -> str | None:
+    """The last one counts, as for tyro."""
+    found = None
     for i, flag in enumerate(flags):
         if flag == name and i + 1 < len(flags):
-            return flags[i + 1]
-        if flag.startswith(name + "="):
-            return flag.split("=", 1)[1]
-    return None
+            found = flags[i + 1]
+        elif flag.startswith(name + "="):
+            found = flag.split("=", 1)[1]
+    return found
 
 
 def _python_word(flags: Sequence[str], index: int) -> str:
@@ -532,6 +538,10 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"{path} = {value!r} is not one of {context['expected']}"
     if kind == "dataclass_type":
         return f"{path} = {value!r} must be a table, like [{path}]"
+    if kind == "missing":  # the input is what lacks it
+        return f"{'.'.join(parts[:-1])} = {value!r} has too few values"
+    if kind == "tuple_type":
+        return f"{path} = {value!r} must be a list, like [{value!r}]"
     message = error["msg"].replace("Input should be", "must be").replace("Input must", "must")
     return f"{path} = {value!r}: {message}"
 

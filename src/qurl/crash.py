@@ -10,15 +10,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from qurl.assembly import Parts
 from qurl.checkpoint import write_state
-from qurl.errors import EngineError, QurlError, RewardError, TrainingError
+from qurl.config import Config
+from qurl.errors import CheckpointError, EngineError, QurlError, RewardError, TrainingError
 from qurl.learner import Learner
 from qurl.run import Run
 
 
 @contextmanager
-def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
-    """Save the evidence of a failed step under crash/, then let the error go on."""
+def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator[None]:
+    """Save the evidence of a failed step under crash/, then let the error go on.
+
+    Where the weights had not been touched, the run is saved too, as it was before the step.
+    """
+    state = parts.state()
     try:
         yield
     except (TrainingError, RewardError, EngineError) as error:
@@ -26,11 +32,24 @@ def keep_evidence(run: Run, learner: Learner, step: int) -> Iterator[None]:
         message = f"step {step} stopped the run; evidence in {folder}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_evidence(folder, step, learner, error)
+            _write_evidence(folder, step, parts.learner, error)
         except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
+        if config.save.keep and step > parts.first_step and _are_weights_sound(error):
+            try:
+                parts.save(config, run, step, state)
+                message += f". When the cause is mended, the same command goes on with step {step}"
+            except CheckpointError as failure:
+                message += f". {failure}"
         run.event("alarm", message, error=str(error))
         raise
+
+
+def _are_weights_sound(error: QurlError) -> bool:
+    """Whether it came before the first update: the learner adds its batch to errors of its own."""
+    return isinstance(error, RewardError) or (
+        isinstance(error, TrainingError) and error.batch is None
+    )
 
 
 def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError) -> None:

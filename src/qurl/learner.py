@@ -68,6 +68,10 @@ class Learner:
         logp_prox comes from the trainer's own weights, never from the engine. In bypass mode it is
         logp_behav and this forward is saved.
         """
+        with _within_memory(self.config):
+            return self._recompute(batch)
+
+    def _recompute(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         is_bypassed = self.config.correction.mode == "bypass"
         prox, entropy, ref, values = (torch.zeros_like(batch.mask) for _ in range(4))
         for piece in self._pieces(batch):
@@ -96,7 +100,7 @@ class Learner:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer updates of a step: epochs over mini-batches of micro-batches."""
         try:
-            with fixed_sums(self.config.model.deterministic):
+            with fixed_sums(self.config.model.deterministic), _within_memory(self.config):
                 return self._update(batch, step)
         except TrainingError as error:
             error.batch = batch
@@ -238,6 +242,19 @@ def fixed_sums(is_wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         settings.fill_uninitialized_memory = before[1]
+
+
+@contextmanager
+def _within_memory(config: Config) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"the trainer ran out of GPU memory ({str(error).split('.')[0]}); lower "
+            f"batch.microbatch_tokens = {config.batch.microbatch_tokens} or "
+            f"rollout.kv_memory_frac = {config.rollout.kv_memory_frac:g}, or set "
+            "rollout.release_kv or, in another run_dir, model.gradient_checkpointing"
+        ) from error
 
 
 def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] | None:

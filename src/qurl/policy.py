@@ -137,12 +137,17 @@ class Policy:
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
     """A causal LM of transformers, in FP32, with its tokenizer."""
+    return Policy(*load_pretrained(path), config, device)
+
+
+def load_pretrained(path: str | Path, key: str = "model.path") -> tuple[Any, Any]:
+    """Model and tokenizer, complete or not at all; `key` is what errors call `path`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
     if not Path(path).exists() and not _may_be_hub_name(str(path)):
-        raise ModelError(f"model.path = {str(path)!r} does not exist (seen from {Path.cwd()})")
+        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
@@ -154,11 +159,11 @@ def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
-            f"model.path = {str(path)!r} cannot be loaded as a causal LM; give a folder with "
+            f"{key} = {str(path)!r} cannot be loaded as a causal LM; give a folder with "
             "config.json, weights and tokenizer, or a hub name that is reachable from here: "
             f"{error}"
         ) from error
-    return Policy(model, tokenizer, config, device)
+    return model, tokenizer
 
 
 def _may_be_hub_name(path: str) -> bool:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 WEIGHTED = ("decoupled", "tis", "acr")
 """Objectives that multiply with an importance weight."""
 
+NEEDS_EVAL_PATH = "set task.eval_path, for a file has no held-out problems of its own"
+
 _DIVERGENCES = ("k1", "k2", "k3")
 _REJECTIONS = (
     *(f"token_{k}" for k in _DIVERGENCES),
@@ -95,10 +97,23 @@ def _correction_mistakes(config: Config) -> Iterator[str]:
             yield f"correction.reject: {error}"
 
 
+def is_generated(task: str) -> bool:
+    """Whether a task draws its problems, and has no file."""
+    return task in ("arithmetic", "countdown") or task.startswith("gym:")
+
+
 def _task_mistakes(config: Config) -> Iterator[str]:
     task, scratch = config.task, config.model.scratch
     if task.name == "file" and not task.path:
         yield "task.name = 'file' needs task.path"
+    for key in ("path", "eval_path"):
+        if is_generated(task.name) and getattr(task, key):
+            yield (
+                f"task.{key} = {getattr(task, key)!r}, but task.name = {task.name!r} draws its "
+                "problems and reads no file; set task.name = 'file', 'gsm8k' or 'math'"
+            )
+    if config.eval.every and not is_generated(task.name) and not task.eval_path:
+        yield f"eval.every = {config.eval.every}: {NEEDS_EVAL_PATH}"
     if ":" not in task.reward and task.reward not in ("auto", "math", "exact", "countdown"):
         yield (
             f"task.reward = {task.reward!r} is not one of auto, math, exact, countdown, "

@@ -3,9 +3,11 @@
     config.json      the resolved recipe
     metrics.jsonl    {"step": n, name: value, ...}, one line a step
     samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
+    evals.jsonl      {"step": n, "precision": ..., "outcomes": "0110..."}, one digit a problem
     events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
     initial/         the untrained model, where it was made from scratch
     checkpoints/     written by qurl.checkpoint
+    crash/           written by qurl.crash
     report.html      written by qurl.report
 
 Every line is complete JSON for any reader: a number that is not finite is written as the string
@@ -75,6 +77,12 @@ class Run:
         run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
         if changes is not None:
             run.event("resume", _describe_resume(changes), changes=changes)
+            if "steps" in changes and config.optim.schedule != "constant":
+                run._warn(
+                    f"optim.schedule = {config.optim.schedule!r} was laid out for "
+                    f"{changes['steps'][0]} steps: the learning rate jumps to where it would be "
+                    f"with {config.steps}"
+                )
         return run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,15 +113,17 @@ class Run:
             self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Forget what was logged after `step`, so that a resumed run writes it again.
+        """Forget what was logged from `step` on, so that a run resumed there writes it again.
 
-        Returns the rows of metrics.jsonl that are gone.
+        An evaluation of `step` stays where its row was logged: it is of the weights that the run
+        goes on from. Returns the rows of metrics.jsonl that are gone.
         """
         path = self.path / METRICS
-        rows = read_jsonl(path) if path.exists() else []
-        for name in (METRICS, SAMPLES, EVALS):
-            _rewrite(self.path / name, lambda record: record["step"] <= step)
-        return [row for row in rows if row["step"] > step]
+        rows = [row for row in read_jsonl(path) if row["step"] >= step] if path.exists() else []
+        first_eval = step + any(row["step"] == step for row in rows)
+        for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, first_eval)):
+            _rewrite(self.path / name, lambda record, first=first: record["step"] < first)
+        return rows
 
     def close(self) -> None:
         self.progress.close()
@@ -227,20 +237,24 @@ def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Write a file beside `path`, then put it in its place."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TrainingError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _lock(path: Path) -> IO[str]:
     """Keep other processes out of a run directory; the system lets go when this one ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("w")
     except OSError as error:
-        raise ConfigError(f"run_dir = {str(path)!r} cannot be created: {error.strerror}") from error
-    file = (path / LOCK).open("w")
+        raise ConfigError(f"run_dir = {str(path)!r} cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -256,10 +270,11 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
     changes = None
     if (path / CONFIG).exists():
-        old = _read_config(path / CONFIG)
+        old = read_run_config(path)
         _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
+        _check_steps(path, config.steps)
         changes = _changes(old, json.loads(to_json(config)))
-        refused = {key: pair for key, pair in changes.items() if not _may_change(key)}
+        refused = {key: pair for key, pair in changes.items() if not may_change(key)}
         has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
         if refused and not has_begun:
             # It failed before its first step, and the recipe has been mended: this is a new run.
@@ -276,6 +291,17 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     with replacing(path / CONFIG) as file:
         file.write(to_json(config).encode())
     return changes
+
+
+def _check_steps(path: Path, steps: int) -> None:
+    from qurl.checkpoint import checkpoint_step, latest_checkpoint
+
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    if checkpoint and checkpoint_step(checkpoint) > steps:
+        raise ConfigError(
+            f"steps = {steps}, but run_dir = {str(path)!r} has been trained for "
+            f"{checkpoint_step(checkpoint)} already; ask for more steps, or choose another run_dir"
+        )
 
 
 def _kept(config: Mapping[str, Any]) -> int:
@@ -310,11 +336,19 @@ def _mend(path: Path) -> None:
         _rewrite(path, lambda _: True)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The resolved recipe of the run in a folder, and nothing else that is called config.json."""
     try:
-        return json.loads(path.read_text())
+        config = json.loads((path / CONFIG).read_text())
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}; choose another run_dir") from error
+        raise ConfigError(
+            f"{path / CONFIG} is not valid JSON: {error}; choose another run_dir"
+        ) from error
+    if not (isinstance(config, dict) and {"steps", "run_dir", "algo"} <= config.keys()):
+        raise ConfigError(
+            f"{path / CONFIG} is not that of a run, but something else's; choose another run_dir"
+        )
+    return config
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -338,7 +372,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _may_change(key: str) -> bool:
+def may_change(key: str) -> bool:
     return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
 
 

@@ -10,16 +10,16 @@ evaluated where due, sampled from, and then trained.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from qurl.advantages import estimate
 from qurl.assembly import Parts, assemble
 from qurl.batch import pack, sample_records
-from qurl.checkpoint import save_checkpoint
 from qurl.config import Config, check_combinations
 from qurl.correction import correct
 from qurl.crash import keep_evidence
-from qurl.errors import MissingExtra
+from qurl.errors import QurlError
 from qurl.evaluate import eval_precisions, evaluate_recipe
 from qurl.interrupt import Interrupt
 from qurl.losses import OBJECTIVES
@@ -36,9 +36,9 @@ def train(config: Config) -> Path:
     with Run.open(config) as run, assemble(config, run) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
         for step in range(parts.first_step, config.steps):
-            with keep_evidence(run, learner, step):
-                metrics = sync(parts, run, step)
-                if is_due(step, config.eval.every):
+            with keep_evidence(config, parts, run, step):
+                metrics = sync(parts, run, step) | parts.known(step)
+                if is_due(step, config.eval.every) and not parts.known(step):
                     metrics |= evaluate_policy(config, parts, run, step)
 
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
@@ -54,24 +54,24 @@ def train(config: Config) -> Path:
                 batch = estimate(batch, algo)
                 with timer("update"):
                     metrics |= scores | mismatch | learner.update(batch, step)
-                if num_skipped := metrics["actor/skipped_updates"]:
-                    run.event("warning", f"step {step}: {num_skipped:g} updates had no token left")
 
             for record in sample_records(collected.graded, batch, config.track.samples):
                 run.sample(step, record)
             # Logged before it is saved: a kill in between repeats the step and loses no row.
             run.log(step, metrics | timer.lap())
+            warn(run, step, metrics)
             is_stopping = interrupt.is_requested
             is_last = step + 1 == config.steps or is_stopping
             if config.save.keep and (is_due(step + 1, config.save.every) or is_last):
                 with timer("save"):
-                    save(config, parts, run, step + 1)
+                    parts.save(config, run, step + 1)
             if is_stopping:
                 raise KeyboardInterrupt
 
-        metrics = sync(parts, run, config.steps)
-        if config.eval.every:
-            metrics |= evaluate_policy(config, parts, run, config.steps)
+        with keep_evidence(config, parts, run, config.steps):
+            metrics = sync(parts, run, config.steps) | parts.known(config.steps)
+            if config.eval.every and not parts.known(config.steps):
+                metrics |= evaluate_policy(config, parts, run, config.steps)
         run.log(config.steps, metrics | timer.lap())
         report(run)
         return run.path
@@ -109,15 +109,16 @@ def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[s
     return metrics
 
 
-def save(config: Config, parts: Parts, run: Run, step: int) -> None:
-    folder = run.path / "checkpoints"
-    path = save_checkpoint(folder, step, parts.learner, parts.state(), keep=config.save.keep)
-    run.event("checkpoint", f"saved {path.name}", step=step)
+def warn(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+    if killed := metrics["reward/timeouts"]:
+        run.event("warning", f"step {step}: {killed:g} graders were killed at task.grade_timeout")
+    if skipped := metrics["actor/skipped_updates"]:
+        run.event("warning", f"step {step}: {skipped:g} updates had no token left")
 
 
 def report(run: Run) -> None:
     try:
         path = write_report(run.path)
         run.progress.print(f"report: {path}")
-    except MissingExtra as error:
+    except (QurlError, OSError) as error:  # what was trained is saved, whatever comes of this
         run.event("warning", f"no report.html: {error}")

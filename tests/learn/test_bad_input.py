@@ -10,6 +10,7 @@ from models import full_disk, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qurl.learner
+import qurl.policy
 import qurl.train
 from qurl.cli import main
 from qurl.config import build_config
@@ -217,6 +218,53 @@ def test_a_reward_that_raises(train, folder):
     assert len(alarms(folder)) == 1
 
 
+def test_a_reward_that_raises_later_costs_one_step(train, folder):
+    """The weights of the step are saved, and the same command goes on with it."""
+    flags = write_reward(folder, LETTERS)
+    assert train(*flags, "--run_dir", "whole", "--steps", "3") == (0, "")
+    body = 'if __import__("os").path.exists("broken"): raise KeyError("late")'
+    write_reward(folder, f"{body}\n    {LETTERS}")
+    real = qurl.learner.Learner.update
+
+    def update(self, batch, step):
+        (folder / "broken").touch() if step == 1 else None
+        return real(self, batch, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qurl.learner.Learner, "update", update)
+        code, error = train(*flags, "--steps", "3")
+    assert code == 1
+    assert "KeyError: 'late'" in error
+    assert alarms(folder)[0].endswith("the same command goes on with step 2")
+    assert checkpoints(folder) == ["step-000002"]
+    (folder / "broken").unlink()
+    assert train(*flags, "--steps", "3") == (0, "")
+    rewards = [
+        [row.get("reward/mean") for row in read_jsonl(folder / name / "metrics.jsonl")]
+        for name in ("run", "whole")
+    ]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_reward_that_always_hangs(train, folder):
+    flags = write_reward(folder, "import time; time.sleep(60)")
+    code, error = train(*flags, "--task.grade_timeout", "0.1", "--batch.problems", "1")
+    assert code == 1
+    assert error.startswith("RewardTimeout: reward 'mine:reward' was killed on all 2 completions")
+
+
+def test_out_of_memory_says_what_to_lower(train, folder, monkeypatch):
+    def score(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(qurl.policy.Policy, "score", score)
+    code, error = train()
+    assert code == 1
+    assert error.startswith("TrainingError: the trainer ran out of GPU memory (CUDA out of memory)")
+    assert "lower batch.microbatch_tokens = 16384 or rollout.kv_memory_frac = 0.8" in error
+    assert len(alarms(folder)) == 1
+
+
 def test_a_reward_that_is_not_there(train):
     code, error = train("--task.reward", "mine:reward", "--task.grade-workers", "1")
     assert code != 0
@@ -360,3 +408,35 @@ def test_combinations_are_checked_for_callers_from_python(folder):
     with pytest.raises(ConfigError, match="compares completions of one problem"):
         qurl.train.train(config)
     assert not (folder / "never").exists()
+
+
+def evaluated(folder):
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    lines = read_jsonl(folder / "run" / "evals.jsonl")
+    by_row = [row["step"] for row in rows if "eval/full/accuracy" in row]
+    assert by_row == [line["step"] for line in lines if line["precision"] == "full"]
+    return by_row
+
+
+def test_an_evaluation_stays_when_a_run_is_extended(train, folder):
+    flags = ["--eval.every", "2", "--eval.problems", "4"]
+    assert train(*flags, "--steps", "3") == (0, "")
+    assert evaluated(folder) == [0, 2, 3]
+    assert train(*flags, "--steps", "5") == (0, "")
+    assert evaluated(folder) == [0, 2, 3, 4, 5]
+    assert steps(folder) == [0, 1, 2, 3, 4, 5]
+    assert train("--eval.every", "0", "--eval.problems", "4", "--steps", "5") == (0, "")
+    assert evaluated(folder) == [0, 2, 3, 4, 5]
+
+
+def test_a_resume_that_fails_touches_nothing(train, llama, folder):
+    shutil.copy(folder / "data.jsonl", folder / "held_out.jsonl")
+    flags = [*llama, "--task.eval_path", "held_out.jsonl", "--eval.every", "1"]
+    assert train(*flags) == (0, "")
+    before = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]
+    (folder / "held_out.jsonl").unlink()
+    code, error = train(*flags, "--steps", "4")
+    assert code == 2
+    assert "set task.eval_path to a file that is there" in error
+    after = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]
+    assert after == before

@@ -54,7 +54,7 @@ def test_critic_free_algorithms_learn(tmp_path, name):
     assert gain(rows) > 0.15
     if name == "dapo":
         kept = [row["sampling/groups_kept_frac"] for row in rows[:-1]]
-        assert 0.05 < fmean(kept) < 0.95
+        assert 0 < min(kept) < 1
 
 
 @pytest.mark.learn

@@ -184,12 +184,23 @@ def test_validate(recipe, tmp_path, capsys):
 
 def test_validate_reports_each_failure(recipe, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
-    flags = ["--task.name", "file", "--task.path", str(data), "--eval.every", "1"]
-    assert main(["validate", str(recipe), *flags]) == 2
+    flags = ["--task.name", "file", "--task.path", str(data), "--task.eval_path", str(tmp_path)]
+    assert main(["validate", str(recipe), *flags, "--eval.every", "1"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line[:4] for line in lines] == ["ok  ", "ok  ", "FAIL", "FAIL", "FAIL"]
     assert f"data file {data} does not exist" in lines[2]
-    assert "eval.every > 0 needs task.eval_path" in lines[3]
+    assert lines[2].endswith("set task.path to a file that is there")
+    assert f"data file {tmp_path} is a folder" in lines[3]
+    assert lines[3].endswith("set task.eval_path to a file that is there")
+
+
+def test_validate_finds_a_grader_that_hangs(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text("import time\ndef score(*_):\n    time.sleep(60)\n")
+    flags = ["--task.reward", "slow:score", "--task.grade_timeout", "0.2"]
+    assert main(["validate", str(recipe), *flags]) == 2
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
 
 
 @pytest.mark.parametrize("reward", ["exact", "math"])

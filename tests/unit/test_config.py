@@ -78,6 +78,8 @@ def test_presets_by_hand():
     assert load_config(None, ["--algo.name", "dapo"]).algo.clip_high == 0.28
     assert load_config(None, ["--algo.name", "dapo"]).optim.warmup_steps == 10
     assert load_config(None, ["--algo.name=ppo"]).algo.advantage == "gae"
+    twice = load_config(None, ["--algo.name", "grpo", "--algo.name", "dapo"])
+    assert (twice.algo.name, twice.algo.clip_high) == ("dapo", 0.28)
     assert load_config(None, []).algo.kl_coef == 1e-3, "the default algorithm is grpo"
 
 
@@ -180,7 +182,13 @@ def test_all_mistakes_of_the_values_at_once():
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf: must be a finite number"),
         ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than or equal to 1"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p = 0: must be greater than 0"),
-        ({"sampling": {"stop": "x"}}, "sampling.stop = 'x': must be a valid tuple"),
+        ({"sampling": {"stop": "x"}}, "sampling.stop = 'x' must be a list, like ['x']"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9] has too few values"),
+        ({"optim": {"lr": True}}, "optim.lr = True: must be a valid number"),
+        ({"optim": {"grad_clip": "2"}}, "optim.grad_clip = '2': must be a valid number"),
+        ({"steps": True}, "steps = True: must be a valid integer"),
+        ({"model": {"compile": "no"}}, "model.compile = 'no': must be a valid boolean"),
+        ({"run_dir": ""}, "run_dir = '': String should have at least 1 character"),
         ({"correction": {"veto": 1}}, "correction.veto = 1: must be less than 1"),
         ({"algo": {"whiten": "maybe"}}, "algo.whiten = 'maybe': must be a valid boolean"),
         ({"quant": {"update_scale": 0.5}}, "quant.update_scale = 0.5: must be greater than or"),
@@ -231,6 +239,12 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "batch.minibatches = 17 is more than the 16 sequences of a step",
         ),
         ({"task": {"name": "file"}}, "task.name = 'file' needs task.path"),
+        ({"task": {"path": "mine.jsonl"}}, "task.name = 'arithmetic' draws its problems"),
+        ({"task": {"name": "gym:x", "eval_path": "y"}}, "task.eval_path = 'y', but task.name"),
+        (
+            {"task": {"name": "gsm8k", "path": "x"}, "eval": {"every": 3}},
+            "eval.every = 3: set task.eval_path, for a file has no held-out problems of its own",
+        ),
         (
             {"model": {"scratch": {"hidden_size": 36}}},
             "model.scratch.hidden_size = 36 must be a multiple of 2 x model.scratch.heads = 8",
@@ -337,9 +351,10 @@ def test_files_that_are_no_recipe(recipe, tmp_path):
 
 def test_a_run_directory_is_a_recipe(tmp_path):
     flags = ["--algo.name", "dapo", "--algo.dual_clip", "none", "--algo.cap", "none"]
-    flags += ["--sampling.stop", "###", "--optim.betas", "0.8", "0.95", "--task.path", "x"]
+    flags += ["--sampling.stop", "###", "--optim.betas", "0.8", "0.95", "--run_dir", "elsewhere"]
     config = load_config(None, flags)
     (tmp_path / "config.json").write_text(to_json(config))
+    config = dataclasses.replace(config, run_dir=str(tmp_path))  # where it is now
     assert load_config(tmp_path) == config
     assert load_config(str(tmp_path), ["--steps", "3"]) == dataclasses.replace(config, steps=3)
     assert load_config(tmp_path, ["--algo.name", "dapo"]) == config

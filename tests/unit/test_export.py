@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from models import tiny_policy
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qurl.errors import CheckpointError, ConfigError
+from qurl.errors import CheckpointError, ConfigError, ModelError
 from qurl.quant import rescale_
 from qurl.quant.export import export, find_policy
 
@@ -113,4 +114,15 @@ def test_bad_sources_and_dtypes(run, tmp_path):
         (empty / "config.json").write_text("{}")
         with pytest.raises(CheckpointError, match="neither a run with a checkpoint nor a checkpo"):
             find_policy(source)
+    assert not (tmp_path / "out").exists()
+
+
+def test_incomplete_weights_are_not_made_up(tmp_path):
+    folder = tmp_path / "policy"
+    tiny_policy().save(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.0\.self_attn\.q_proj"):
+        export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -132,11 +132,11 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
         run.evaluation(step, "full", [True, False, step > 1])
         run.event("note", "hello", step=step)
     before = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    assert [row["step"] for row in run.rewind(2)] == [3, 4]
+    assert [row["step"] for row in run.rewind(3)] == [3, 4]
     assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
     assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
     evals = [(r["step"], r["outcomes"]) for r in read_jsonl(run.path / "evals.jsonl")]
-    assert evals == [(0, "100"), (1, "100"), (2, "101")]
+    assert evals == [(0, "100"), (1, "100"), (2, "101"), (3, "101")], "3 is where it goes on"
     assert len(read_jsonl(run.path / "events.jsonl")) == 5
     run.log(3, {"x": 1.0})
     assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]
@@ -258,6 +258,35 @@ def test_rows_beyond_the_newest_checkpoint_need_checkpoints(config):
             open_run(again)
 
 
+@pytest.mark.parametrize("content", ['{"architectures": ["X"]}', "[1]"])
+def test_a_folder_that_is_no_run_is_left_alone(config, content):
+    folder = Path(config.run_dir)
+    (folder / "initial").mkdir(parents=True)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json is not that of a run"):
+        open_run(config)
+    assert (folder / "config.json").read_text() == content
+    assert (folder / "initial").is_dir()
+
+
+def test_fewer_steps_are_refused_before_anything_is_written(config):
+    run = open_run(config)
+    (run.path / "checkpoints" / "step-000009").mkdir(parents=True)
+    run.close()
+    with pytest.raises(ConfigError, match=r"steps = 8, but .* has been trained for 9 already"):
+        open_run(dataclasses.replace(config, steps=8))
+    assert json.loads((run.path / "config.json").read_text())["steps"] == config.steps
+
+
+def test_more_steps_bend_a_schedule_aloud(config):
+    config = dataclasses.replace(config, optim=OptimConfig(schedule="linear"))
+    open_run(config).close()
+    run = open_run(dataclasses.replace(config, steps=20))
+    events = read_jsonl(run.path / "events.jsonl")
+    assert [event["kind"] for event in events] == ["resume", "warning"]
+    assert "optim.schedule = 'linear' was laid out for 10 steps" in events[1]["message"]
+
+
 def test_metrics_without_a_config_are_not_overwritten(config):
     run = open_run(config)
     run.log(1, {"x": 1.0})
@@ -270,7 +299,7 @@ def test_metrics_without_a_config_are_not_overwritten(config):
 
 def test_run_dir_that_is_a_file(config):
     Path(config.run_dir).write_text("")
-    with pytest.raises(ConfigError, match="cannot be created"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         open_run(config)
 
 

@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from qurl.checkpoint import find_policy
 from qurl.errors import CheckpointError, ConfigError
+from qurl.policy import load_pretrained
 from qurl.quant.scaling import uaq_scale, unscale_
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -21,15 +21,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the policy of a run (its newest checkpoint) or of one checkpoint to `target`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_free(target)
     policy = find_policy(source)
-    disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    model, _ = load_pretrained(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
         unscale_(model)
     with staged_folder(target) as folder:

@@ -105,7 +105,7 @@ class UpdateTracker:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: weight.cpu() for name, weight in self._snapshot.items()}
+        return dict(self._snapshot)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._snapshot = dict(state)

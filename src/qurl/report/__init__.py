@@ -5,7 +5,6 @@ charts.py says what is drawn, figures.py draws it, plain.html.j2 lays it out.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qurl.errors import DataError, MissingExtra
 from qurl.report.charts import Curve, build_charts, find_precisions, read_curve
-from qurl.run import CONFIG, EVENTS, METRICS, SAMPLES, flatten, iter_jsonl, read_jsonl, replacing
+from qurl.run import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    SAMPLES,
+    flatten,
+    iter_jsonl,
+    read_jsonl,
+    read_run_config,
+    replacing,
+)
 
 T = TypeVar("T")
 
@@ -126,7 +135,7 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
         raise DataError(
             f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a recipe"
         )
-    return json.loads(path.read_text())
+    return read_run_config(run_dir)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -45,14 +45,18 @@ def grade_rollouts(
     """
     from qurl.types import Graded  # here, because it imports torch and the workers must not
 
-    grades = iter(
-        pool.grade(
-            [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
-        )
+    grades = pool.grade(
+        [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
     )
+    if grades and all(grade.timed_out for grade in grades):
+        raise RewardTimeout(
+            f"reward {pool.reward!r} was killed on all {len(grades)} completions after "
+            f"{pool.timeout:g} s each; raise task.grade_timeout, or mend it"
+        )
+    remaining = iter(grades)
     graded = []
     for rollout in rollouts:
-        group = [next(grades) for _ in rollout.completions]
+        group = [next(remaining) for _ in rollout.completions]
         rewards = [
             grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
             for grade, c in zip(group, rollout.completions, strict=True)

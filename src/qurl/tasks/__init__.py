@@ -28,6 +28,7 @@ def load_task(
     *,
     tokenizer: Any = None,
     path: str | Path = "",
+    path_key: str = "task.path",
     split: str = "train",
     seed: int = 0,
     difficulty: int = 4,
@@ -39,6 +40,7 @@ def load_task(
     """A task by name (arithmetic, countdown, gsm8k, math, file, gym:<name>) or by a file's path.
 
     Generated tasks take `split`, `seed` and `difficulty`; a file is one split, all of it.
+    `path_key` is what errors call `path`.
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
@@ -54,7 +56,8 @@ def load_task(
             raise DataError(_no_path(name))
         label = _stem(source) if name == "file" or source is name_or_path else name
         grader = "math" if reward == "auto" else reward
-        return FileTask(source, name=label, reward=grader, instruction=instruction, **prompts)
+        settings: dict[str, Any] = {"path_key": path_key, "instruction": instruction, **prompts}
+        return FileTask(source, name=label, reward=grader, **settings)
     draw, default_instruction, grader = _generator(name, split, seed, difficulty)
     if instruction == "auto":
         # A model without a chat template completes `37+85=`; instructions only lengthen it.

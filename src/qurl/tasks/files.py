@@ -48,6 +48,7 @@ class FileTask:
         *,
         name: str,
         reward: str,
+        path_key: str = "task.path",
         tokenizer: Any = None,
         instruction: str = "auto",
         max_prompt_tokens: int = 1024,
@@ -60,7 +61,7 @@ class FileTask:
         self._max_prompt_tokens = max_prompt_tokens
         # The reward of a user may need no truth.
         needs_answer = not is_users_own(reward)
-        rows = read_rows(Path(path), needs_answer=needs_answer)
+        rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
         kept = [row for row in rows if row.question.answers] if needs_answer else rows
         self._rows = self._without_long(kept) if skip_long_prompts else kept
         self.notes = tuple(_left_out(path, rows, kept, self._rows, max_prompt_tokens))
@@ -125,12 +126,13 @@ def _left_out(
         )
 
 
-def read_rows(path: Path, *, needs_answer: bool = True) -> list[Row]:
+def read_rows(path: Path, *, needs_answer: bool = True, path_key: str = "task.path") -> list[Row]:
     """Every row of a file, checked. An id that repeats gets its row number too."""
     if not path.is_file():
+        what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"
         raise DataError(
-            f"data file {path} does not exist (seen from {Path.cwd()}); nothing is downloaded: set "
-            "task.path to a file that is there"
+            f"data file {path} {what}; nothing is downloaded: set {path_key} to a file that is "
+            "there"
         )
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: list[Row] = []

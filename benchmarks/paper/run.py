@@ -41,6 +41,7 @@ from qurl.errors import ConfigError, QurlError
 
 POLL_S = 0.2
 COLLECT_S = 20.0
+ROOM_OF_OTHERS = 2 * 2**30
 INTERRUPTED = 130
 """Exit status of a run that was asked to stop."""
 
@@ -235,6 +236,8 @@ def plan(args: argparse.Namespace) -> list[Job]:
     experiment = EXPERIMENTS[args.experiment]
     if experiment.is_timed and args.jobs > 1:
         raise ConfigError(f"{experiment.name} measures time: its arms cannot share a machine")
+    if experiment.is_timed:
+        _check_alone(experiment.name)
     arms = [experiment.arm(n) for n in args.arms.split(",")] if args.arms else experiment.arms
     seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else experiment.seeds
     pairs = sorted([(a, s) for s in seeds for a in arms], key=lambda pair: pair[0].tier)
@@ -244,6 +247,20 @@ def plan(args: argparse.Namespace) -> list[Job]:
     for job in jobs:
         check_same_recipe(job.result, job.config)
     return [job for job in jobs if not _is_done(job)]
+
+
+def _check_alone(experiment: str) -> None:
+    """As far as memory tells. A context of our own takes less than a gigabyte."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    if total - free > ROOM_OF_OTHERS:
+        raise ConfigError(
+            f"{experiment} measures time, but others hold {(total - free) / 2**30:.1f} GiB of the "
+            "GPU's memory; wait until they have ended"
+        )
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

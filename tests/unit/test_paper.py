@@ -87,6 +87,15 @@ def test_arms_whose_time_counts_do_not_share_a_machine():
         planned("speed", "--jobs", "2")
 
 
+def test_arms_whose_time_counts_want_the_gpu_for_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (139 * 2**30, 140 * 2**30))
+    assert planned("speed", "--out", str(tmp_path))[0] == "bf16-seed0"
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 * 2**30, 140 * 2**30))
+    with pytest.raises(ConfigError, match=r"others hold 40\.0 GiB of the GPU"):
+        planned("speed", "--out", str(tmp_path))
+
+
 # Running
 
 TRAINER = """

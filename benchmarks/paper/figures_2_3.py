@@ -78,7 +78,7 @@ def _k3_by_format(path: Path) -> dict[str, float]:
 
 def mismatch_cells(result: Result, num_steps: int) -> list[str]:
     """Seed, clip fractions, KL, the largest ratio, and what truncation and ACR touched."""
-    every, fifth = range(num_steps), num_steps // 5
+    every, fifth = range(num_steps), max(1, num_steps // 5)
     ends = (every[:fifth], every[-fifth:])
     ratios = result.curve("rollout_corr/rollout_is_max")
     rescued = mean_of(result, "acr/rescued_frac", every)

@@ -92,7 +92,8 @@ def group_advantages(
         advantages = whiten(centered, torch.ones_like(centered))
     else:
         raise ValueError(f"kind = {kind!r} is not one of grpo, dr_grpo, rloo, reinforce_pp")
-    return advantages.reshape(rewards.shape).to(rewards.dtype)
+    dtype = rewards.dtype if rewards.is_floating_point() else advantages.dtype
+    return advantages.reshape(rewards.shape).to(dtype)
 
 
 def estimate(batch: Batch, algo: AlgoConfig) -> Batch:

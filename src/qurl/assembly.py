@@ -167,12 +167,16 @@ def training_task(config: Config, tokenizer) -> Task:
 
 
 def held_out_problems(config: Config, tokenizer) -> list[Problem]:
-    """The first `eval.problems` of the held-out split or file."""
-    task = held_out_task(config, tokenizer)
+    return first_problems(config, held_out_task(config, tokenizer))
+
+
+def first_problems(config: Config, task: Task) -> list[Problem]:
+    """As many as are evaluated."""
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
 def held_out_task(config: Config, tokenizer) -> Task:
+    """The held-out split or file."""
     if not is_generated(config.task.name) and not config.task.eval_path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     return load_task(

@@ -10,6 +10,7 @@ from typing import Any
 from qurl.assembly import (
     build_actor,
     build_pool,
+    first_problems,
     held_out_problems,
     held_out_task,
     prepare_torch,
@@ -35,16 +36,17 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     elif path == "scratch":  # there is nothing to evaluate but what was trained
         path = find_policy(Path(config.run_dir))
     policy = load_policy(path, config.model, device)
-    problems = held_out_problems(config, policy.tokenizer)
-    reward = held_out_task(config, policy.tokenizer).reward
+    task = held_out_task(config, policy.tokenizer)
+    problems = first_problems(config, task)
     results: list[EvalResult] = []
     try:
-        with build_pool(config, reward) as pool:
+        with build_pool(config, task.reward) as pool:
             for precision in eval_precisions(config):
                 engine = build_actor(config, policy, "none" if precision == "full" else precision)
                 results.append(evaluate_recipe(config, engine, problems, pool, precision))
     finally:  # what one precision took long to answer is not lost when the next one fails
-        print_results(results)
+        if results:
+            print_results(results)
     return results
 
 

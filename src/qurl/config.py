@@ -96,8 +96,8 @@ class ModelConfig(_Section):
     compile: Flag = False
     """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
     deterministic: Flag = False
-    """Gradients are added up in the same order each time, also on a GPU: a run can be repeated, and
-    resumed, to the bit on the same kind of device; slower."""
+    """Gradients are added up in the same order each time, also on a GPU; slower. With
+    rollout.deterministic a run can be repeated, and resumed, to the bit on the same kind of GPU."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 
@@ -126,7 +126,7 @@ class TaskConfig(_Section):
     """Processes that grade."""
     grade_timeout: Positive = 10.0
     """Seconds before a grader is killed; the completion then counts as a timeout."""
-    timeout_score: Annotated[float, Field(strict=True)] = 0.0
+    timeout_score: Annotated[float, Field(lt=1, strict=True)] = 0.0
     """What such a completion is worth: the same as a wrong answer, by your reward."""
 
 
@@ -438,9 +438,14 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no recipe and no run at {path}; see recipes/ for examples")
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of either parser, or no text at all
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+    if kind == "JSON" and not (
+        isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)
+    ):
+        raise ConfigError(f"{path} is not that of a run, but something else's")
+    return tree
 
 
 def _is_run(path: str | Path) -> bool:

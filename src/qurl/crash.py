@@ -13,7 +13,14 @@ from safetensors import SafetensorError
 from qurl.assembly import Parts
 from qurl.checkpoint import write_state
 from qurl.config import Config
-from qurl.errors import CheckpointError, EngineError, QurlError, RewardError, TrainingError
+from qurl.errors import (
+    CheckpointError,
+    EngineError,
+    QurlError,
+    RewardError,
+    SyncError,
+    TrainingError,
+)
 from qurl.learner import Learner
 from qurl.run import Run
 
@@ -46,10 +53,10 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
 
 
 def _are_weights_sound(error: QurlError) -> bool:
-    """Whether it came before the first update: the learner adds its batch to errors of its own."""
-    return isinstance(error, RewardError) or (
-        isinstance(error, TrainingError) and error.batch is None
-    )
+    """Whether it came between a sync and the first update, whose errors carry their batch."""
+    if isinstance(error, TrainingError):
+        return error.batch is None
+    return not isinstance(error, SyncError)
 
 
 def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError) -> None:

@@ -5,6 +5,7 @@
     ├── DataError       (ValueError)    a data file, a row or a prompt is wrong
     ├── ModelError      (ValueError)    a model cannot be trained or sampled from
     ├── EngineError     (RuntimeError)  the rollout engine cannot do what was asked
+    │   └── SyncError                   its copy is not what the trainer has
     ├── RewardError     (RuntimeError)  a grader raised, or returned something that is no reward
     │   └── RewardTimeout (TimeoutError)
     ├── TrainingError   (RuntimeError)  the run went wrong (non-finite loss, no usable group, ...)
@@ -36,6 +37,10 @@ class ModelError(QurlError, ValueError):
 
 class EngineError(QurlError, RuntimeError):
     """The rollout engine cannot do what was asked."""
+
+
+class SyncError(EngineError):
+    """The engine's copy is not what the trainer has, or the trainer's weights are no numbers."""
 
 
 class RewardError(QurlError, RuntimeError):

@@ -234,14 +234,14 @@ def fixed_sums(is_wanted: bool) -> Iterator[None]:
         yield
         return
     settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    mode, is_filling = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # nothing is read that was not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = is_filling
 
 
 @contextmanager

@@ -7,6 +7,8 @@ Shapes: B sequences, T positions, N tokens, M scored tokens, H hidden, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,18 +139,23 @@ class Policy:
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
     """A causal LM of transformers, in FP32, with its tokenizer."""
-    return Policy(*load_pretrained(path), config, device)
+    from transformers import AutoTokenizer
+
+    model = load_model(path)
+    with _loading(path, "model.path"):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    return Policy(model, tokenizer, config, device)
 
 
-def load_pretrained(path: str | Path, key: str = "model.path") -> tuple[Any, Any]:
-    """Model and tokenizer, complete or not at all; `key` is what errors call `path`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_model(path: str | Path, key: str = "model.path") -> Any:
+    """In FP32, complete or not at all; `key` is what errors call `path`."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
     if not Path(path).exists() and not _may_be_hub_name(str(path)):
         raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
-    try:
+    with _loading(path, key):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
         )
@@ -156,14 +163,19 @@ def load_pretrained(path: str | Path, key: str = "model.path") -> tuple[Any, Any
         if missing := sorted(info["missing_keys"]):
             # transformers would go on with random numbers in their place.
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
-        tokenizer = AutoTokenizer.from_pretrained(path)
+    return model
+
+
+@contextmanager
+def _loading(path: str | Path, key: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"{key} = {str(path)!r} cannot be loaded as a causal LM; give a folder with "
             "config.json, weights and tokenizer, or a hub name that is reachable from here: "
             f"{error}"
         ) from error
-    return model, tokenizer
 
 
 def _may_be_hub_name(path: str) -> bool:

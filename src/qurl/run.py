@@ -30,7 +30,7 @@ from typing import IO, Any, Self
 
 from rich.console import Console
 
-from qurl.config import Config, to_json
+from qurl.config import Config, read_recipe, to_dict, to_json
 from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.track import Progress, Tracker, build_trackers
 
@@ -58,6 +58,8 @@ class Run:
         self.progress = progress
         self.timer = Stopwatch()
         self._lock: IO[str] | None = None
+        self._provisional: int | None = None
+        """The step whose row holds an evaluation only, and is replaced when it is logged."""
         self._trackers = list(trackers)
 
     @classmethod
@@ -88,6 +90,9 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
+        if step == self._provisional:
+            _rewrite(self.path / METRICS, lambda record: record["step"] < step)
+            self._provisional = None
         _append(self.path / METRICS, {"step": step} | values)
         if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
             named = ", ".join(f"{name} = {x}" for name, x in broken.items())
@@ -115,14 +120,17 @@ class Run:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Forget what was logged from `step` on, so that a run resumed there writes it again.
 
-        An evaluation of `step` stays where its row was logged: it is of the weights that the run
-        goes on from. Returns the rows of metrics.jsonl that are gone.
+        An evaluation of `step` stays, in evals.jsonl and as a row of its own until `step` is
+        logged: it is of the weights that the run goes on from. Returns the rows that are gone.
         """
         path = self.path / METRICS
         rows = [row for row in read_jsonl(path) if row["step"] >= step] if path.exists() else []
-        first_eval = step + any(row["step"] == step for row in rows)
-        for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, first_eval)):
+        kept = [_evaluation(row) for row in rows if row["step"] == step and _evaluation(row)]
+        for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, step + len(kept))):
             _rewrite(self.path / name, lambda record, first=first: record["step"] < first)
+        for evaluation in kept:
+            _append(path, {"step": step} | evaluation)
+            self._provisional = step
         return rows
 
     def close(self) -> None:
@@ -149,6 +157,10 @@ class Run:
 
     def _warn(self, message: str) -> None:
         self.event("warning", message)
+
+
+def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.startswith("eval/")}
 
 
 class Stopwatch:
@@ -270,7 +282,7 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
     changes = None
     if (path / CONFIG).exists():
-        old = read_run_config(path)
+        old = _read_config(path)
         _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
         _check_steps(path, config.steps)
         changes = _changes(old, json.loads(to_json(config)))
@@ -336,28 +348,24 @@ def _mend(path: Path) -> None:
         _rewrite(path, lambda _: True)
 
 
-def read_run_config(path: Path) -> dict[str, Any]:
-    """The resolved recipe of the run in a folder, and nothing else that is called config.json."""
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / CONFIG).read_text())
-    except ValueError as error:
-        raise ConfigError(
-            f"{path / CONFIG} is not valid JSON: {error}; choose another run_dir"
-        ) from error
-    if not (isinstance(config, dict) and {"steps", "run_dir", "algo"} <= config.keys()):
-        raise ConfigError(
-            f"{path / CONFIG} is not that of a run, but something else's; choose another run_dir"
-        )
-    return config
+        return read_recipe(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another run_dir") from error
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """{"optim.lr": [old, new], ...}; a key that one side lacks is "absent" there."""
-    before, after = flatten(old), flatten(new)
+    """{"optim.lr": [old, new], ...}.
+
+    A run from before a key existed had its default; a key that is no more is "absent" now.
+    """
+    before, after = flatten(to_dict(Config())) | flatten(old), flatten(new)
+    before = json.loads(json.dumps(before))  # tuples are lists there
     return {
-        key: [before.get(key, "absent"), after.get(key, "absent")]
-        for key in before | after
-        if key not in before or key not in after or before[key] != after[key]
+        key: [before[key], after.get(key, "absent")]
+        for key in before
+        if before[key] != after.get(key, "absent")
     }
 
 

@@ -14,7 +14,7 @@ import qurl.policy
 import qurl.train
 from qurl.cli import main
 from qurl.config import build_config
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, EngineError
 from qurl.run import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
 
@@ -299,7 +299,7 @@ def test_weights_that_are_ruined_do_not_sample(train, folder):
     flags = ["--optim.lr", "1e30", "--batch.minibatches", "1"]
     code, error = train(*write_reward(folder, LETTERS), *flags)
     assert code == 1
-    assert error.startswith("EngineError: sync of version 1 failed on the canary prompt: the tra")
+    assert error.startswith("SyncError: sync of version 1 failed on the canary prompt: the train")
 
 
 def test_dither_where_nothing_is_rounded(train):
@@ -427,6 +427,40 @@ def test_an_evaluation_stays_when_a_run_is_extended(train, folder):
     assert steps(folder) == [0, 1, 2, 3, 4, 5]
     assert train("--eval.every", "0", "--eval.problems", "4", "--steps", "5") == (0, "")
     assert evaluated(folder) == [0, 2, 3, 4, 5]
+
+
+def test_an_evaluation_survives_a_step_that_fails(train, folder, monkeypatch):
+    flags = ["--eval.every", "2", "--eval.problems", "4"]
+    assert train(*flags, "--steps", "3") == (0, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qurl.train, "collect", fail)
+        assert train(*flags, "--steps", "5")[0] == 1
+    assert evaluated(folder) == [0, 2, 3]
+    assert train(*flags, "--steps", "5") == (0, "")
+    assert evaluated(folder) == [0, 2, 3, 4, 5]
+
+
+def fail(*_):
+    raise EngineError("no room")
+
+
+def test_an_engine_that_fails_after_its_sync_costs_one_step(train, folder):
+    real = qurl.train.collect
+
+    def collect(sampler, *rest):
+        return fail() if sampler.step == 1 else real(sampler, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qurl.train, "collect", collect)
+        code, error = train()
+    assert (code, error) == (1, "EngineError: no room\n")
+    assert checkpoints(folder) == ["step-000001"]
+
+
+def test_eval_tells_what_failed(train, folder, capsys):
+    assert train("--save.every", "1") == (0, "")
+    assert main(["eval", "run", "--task.reward", "nope:reward"]) == 1
+    assert "No module named 'nope'" in capsys.readouterr().err
 
 
 def test_a_resume_that_fails_touches_nothing(train, llama, folder):

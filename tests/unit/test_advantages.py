@@ -50,6 +50,11 @@ def test_equal_rewards_give_zero():
         assert result.abs().max().item() < 1e-12
 
 
+def test_rewards_may_be_integers():
+    expected = group_advantages([[0.0, 1.0, 1.0, 1.0]], "dr_grpo")
+    torch.testing.assert_close(group_advantages(torch.tensor([[0, 1, 1, 1]]), "dr_grpo"), expected)
+
+
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1.1, 100.1])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
 def test_equal_rewards_in_fp32_give_zero(reward, kind):

@@ -308,17 +308,8 @@ IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
             {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
             "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
         ),
-        (
-            {
-                "algo": {
-                    "advantage": "gae",
-                    "kl_coef": 0.1,
-                    "kl_in_reward": True,
-                    "kl_estimator": "k2",
-                }
-            },
-            "algo.kl_estimator = 'k2' does nothing with algo.kl_in_reward",
-        ),
+        ({"algo": {**IN_REWARD, "kl_estimator": "k2"}}, "algo.kl_estimator = 'k2' does nothing"),
+        ({"algo": {**IN_REWARD, "kl_is_correct": True}}, "algo.kl_is_correct does nothing with"),
     ],
 )
 def test_each_warning(tree, message):
@@ -359,6 +350,9 @@ def test_a_run_directory_is_a_recipe(tmp_path):
     assert load_config(str(tmp_path), ["--steps", "3"]) == dataclasses.replace(config, steps=3)
     assert load_config(tmp_path, ["--algo.name", "dapo"]) == config
     with pytest.raises(ConfigError, match="holds the resolved recipe of a run with 'dapo'"):
+        load_config(tmp_path, ["--algo.name", "ppo"])
+    (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
+    with pytest.raises(ConfigError, match=r"config\.json is not that of a run"):
         load_config(tmp_path, ["--algo.name", "ppo"])
 
 

@@ -117,6 +117,11 @@ def test_bad_sources_and_dtypes(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_without_a_tokenizer_are_exported_too(tmp_path, original):
+    original.model.save_pretrained(tmp_path / "bare")
+    assert not list(export(tmp_path / "bare", tmp_path / "out").glob("tokenizer*"))
+
+
 def test_incomplete_weights_are_not_made_up(tmp_path):
     folder = tmp_path / "policy"
     tiny_policy().save(folder)

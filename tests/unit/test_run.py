@@ -136,11 +136,28 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
     assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
     assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
     evals = [(r["step"], r["outcomes"]) for r in read_jsonl(run.path / "evals.jsonl")]
-    assert evals == [(0, "100"), (1, "100"), (2, "101"), (3, "101")], "3 is where it goes on"
+    assert evals == [(0, "100"), (1, "100"), (2, "101")]
     assert len(read_jsonl(run.path / "events.jsonl")) == 5
     run.log(3, {"x": 1.0})
     assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert not list(run.path.glob("*.tmp"))
+
+
+def test_rewind_keeps_the_evaluation_of_the_weights_that_it_goes_back_to(config):
+    """Until the step is logged again, however often the run is resumed before that."""
+    run = open_run(config)
+    for step in range(3):
+        run.evaluation(step, "full", [True])
+        run.log(step, {"x": 1.0, "eval/full/accuracy": step / 4})
+    for _ in range(2):
+        [*_, row] = run.rewind(1)[:1]
+        assert (row["step"], row["eval/full/accuracy"]) == (1, 0.25)
+        assert read_jsonl(run.path / "metrics.jsonl")[1:] == [
+            {"step": 1, "eval/full/accuracy": 0.25}
+        ]
+        assert [line["step"] for line in read_jsonl(run.path / "evals.jsonl")] == [0, 1]
+    run.log(1, {"x": 3.0})
+    assert read_jsonl(run.path / "metrics.jsonl")[1:] == [{"step": 1, "x": 3.0}]
 
 
 def test_rewind_of_an_empty_run_is_nothing(config):
@@ -236,9 +253,15 @@ def test_resume_names_keys_that_one_side_lacks(config):
     run.close()
     path = run.path / "config.json"
     saved = json.loads(path.read_text())
-    del saved["quant"]["scale_o_proj"]
+    del saved["quant"]["scale_o_proj"]  # as in a run from before it existed
     path.write_text(json.dumps(saved))
-    with pytest.raises(ConfigError, match=r"quant\.scale_o_proj: 'absent' there, False here"):
+    open_run(config).close()
+    changed = dataclasses.replace(config.quant, scale_o_proj=True)
+    with pytest.raises(ConfigError, match=r"quant\.scale_o_proj: False there, True here"):
+        open_run(dataclasses.replace(config, quant=changed))
+    saved["quant"]["old_key"] = 3
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"quant\.old_key: 3 there, 'absent' here"):
         open_run(config)
 
 

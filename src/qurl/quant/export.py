@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from qurl.checkpoint import find_policy
 from qurl.errors import CheckpointError, ConfigError
-from qurl.policy import load_pretrained
+from qurl.policy import load_model
 from qurl.quant.scaling import uaq_scale, unscale_
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,7 +25,7 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_free(target)
     policy = find_policy(source)
-    model, _ = load_pretrained(policy, "RUN|CHECKPOINT")
+    model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
         unscale_(model)
     with staged_folder(target) as folder:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from qurl.config import read_recipe
 from qurl.errors import DataError, MissingExtra
 from qurl.report.charts import Curve, build_charts, find_precisions, read_curve
 from qurl.run import (
@@ -25,7 +26,6 @@ from qurl.run import (
     flatten,
     iter_jsonl,
     read_jsonl,
-    read_run_config,
     replacing,
 )
 
@@ -135,7 +135,7 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
         raise DataError(
             f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a recipe"
         )
-    return read_run_config(run_dir)
+    return read_recipe(run_dir)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.errors import EngineError
+from qurl.errors import SyncError
 from qurl.quant import get_format
 
 _LENGTH = 32
@@ -55,7 +55,7 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: s
         if not math.isfinite(gap)
         else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
     )
-    raise EngineError(
+    raise SyncError(
         f"sync of version {version} failed on the canary prompt{by and f' {by}'}: {cause}; the "
         "engine's copy does not compute what the trainer's model does, and sampling from it would "
         "train on garbage"

@@ -37,7 +37,8 @@ def load_task(
     skip_long_prompts: bool = False,
     reward: str = "auto",
 ) -> Task:
-    """A task by name (arithmetic, countdown, gsm8k, math, file, gym:<name>) or by a file's path.
+    """A task by name (arithmetic, countdown, gsm8k, math, file, gym:<name>) or by a file's path,
+    for which `path` is another one.
 
     Generated tasks take `split`, `seed` and `difficulty`; a file is one split, all of it.
     `path_key` is what errors call `path`.
@@ -51,10 +52,11 @@ def load_task(
         "skip_long_prompts": skip_long_prompts,
     }
     if name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
-        source = path if name in _EXPECTED_COLUMNS else name_or_path
+        is_path = name not in _EXPECTED_COLUMNS
+        source = path or (name_or_path if is_path else "")
         if not str(source):
             raise DataError(_no_path(name))
-        label = _stem(source) if name == "file" or source is name_or_path else name
+        label = _stem(source) if name == "file" or is_path else name
         grader = "math" if reward == "auto" else reward
         settings: dict[str, Any] = {"path_key": path_key, "instruction": instruction, **prompts}
         return FileTask(source, name=label, reward=grader, **settings)

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurl.errors import EngineError, ModelError
+from qurl.errors import ModelError, SyncError
 from qurl.quant import Format, Quantized, get_format, quantize
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
@@ -368,7 +368,7 @@ class Weights:
         if failed := [
             layer for layer, is_bad in zip(layers, differs.tolist(), strict=True) if is_bad
         ]:
-            raise EngineError(
+            raise SyncError(
                 f"sync of version {version} failed: a projection of layer {min(failed)} in the "
                 "engine is not the quantized copy of the trainer's"
             )

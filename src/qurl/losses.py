@@ -97,17 +97,10 @@ def policy_loss(
     log_ratio = torch.where(keep, logp - base.detach(), 0.0)
     ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).exp()  # [B, T]
 
-    lower = 1.0 - clip_low
-    upper = torch.full_like(ratio, 1.0 + clip_high)
+    lower, upper = 1.0 - clip_low, torch.full_like(ratio, 1.0 + clip_high)
     if spec.is_widened:
-        upper = upper / shrink
-        if acr_max_bound is not None:
-            upper = upper.clamp(max=max(acr_max_bound, 1.0 + clip_high))
-    clipped = torch.minimum(ratio.clamp(min=lower), upper)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    if dual_clip is not None:
-        floor = dual_clip * advantages
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
+        upper = _widen(upper, shrink, acr_max_bound)
+    surrogate = _clipped_surrogate(ratio, advantages, lower, upper, dual_clip)
     if spec.is_weighted:
         surrogate = weight * surrogate
 
@@ -117,6 +110,24 @@ def policy_loss(
     stats["actor/pg_clipfrac_lower"] = _mean(is_floored, keep)
     stats["actor/ppo_kl"] = _mean(logp_prox - logp, keep)
     return loss, stats
+
+
+def _widen(upper: Tensor, shrink: Tensor, max_bound: float | None) -> Tensor:
+    """(1 + eh) / r of Eq. (9): wider where the weight was truncated, up to `max_bound`."""
+    widened = upper / shrink
+    return widened if max_bound is None else torch.maximum(upper, widened.clamp(max=max_bound))
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, lower: float, upper: Tensor, dual_clip: float | None
+) -> Tensor:
+    """min(R A, clip(R, lower, upper) A), and not below dual_clip A where A < 0."""
+    clipped = torch.minimum(ratio.clamp(min=lower), upper)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return surrogate
+    floor = dual_clip * advantages
+    return torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
 
 
 @torch.no_grad()

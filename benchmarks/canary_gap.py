@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
+from qurl.policy import load_model
 from qurl.quant import FORMATS, quantized_copy
 from qurl.rollout.canary import canary_ids
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @torch.no_grad()
 def main(folder: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder).eval()
     prompts = {"canary prompt": torch.tensor(canary_ids(model)), "greedy": greedy_tokens(model)}
     copies = {name: quantized_copy(model, name) for name in FORMATS}
     copies["int8, one down_proj's scales shifted by a row"] = shifted_copy(model)

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from qurl.bench.record import describe_machine
 from qurl.dither import dither_
+from qurl.policy import load_model
 from qurl.quant import rescale_
 from qurl.quant.tracking import GROUPS, UpdateTracker
 
@@ -40,7 +40,7 @@ ROWS = 64
 def main(folder: str) -> None:
     rows = []
     for start in STARTS:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = load_model(folder)
         zeros = share_of_zeros(model)  # the same each time
         prepare_(model, start)
         masters = {name: weight.clone() for name, weight in model.named_parameters()}

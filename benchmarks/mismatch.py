@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl.assembly import pick_device
 from qurl.batch import pack
 from qurl.bench.record import describe_machine
 from qurl.config import ModelConfig
+from qurl.device import pick_device
 from qurl.losses import kl_penalty
 from qurl.packing import Layout
 from qurl.policy import Policy, load_policy

@@ -22,6 +22,7 @@ from benchmarks.paper.results import BASELINE
 from qurl.assembly import held_out_problems
 from qurl.bench.record import describe_machine
 from qurl.config import load_config
+from qurl.device import default_dtype, pick_device
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.stop import eos_ids
 from qurl.types import Problem
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     paths = ["--model.path", args.model, "--task.path", args.test, "--task.eval_path", args.test]
     config = load_config(args.recipe, paths)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = pick_device("auto")
+    dtype = default_dtype(device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model = model.to(device).eval()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.measured import FORMATS, table
-from benchmarks.paper.arms import ROOT, TABLE_1
+from benchmarks.paper.arms import ROOT, TABLE_1, Experiment
 from benchmarks.paper.page import (
     MISSING,
     Section,
@@ -21,7 +21,7 @@ from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
 
 HEAD = (
-    *("arm", "seed", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
+    *("arm", "seed", "updates", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
     *("KL, last fifth", "largest ratio", "truncated, all", "rescued by ACR, all"),
 )
 """Fifths of the steps that all runs have, and all of these."""
@@ -33,22 +33,25 @@ CORRECTED = ("tis", "acr")
 
 
 def render(results: Results) -> str:
-    runs = results.get("table1", ())
-    num_steps, rows = common_steps(runs), []
-    for arm in TABLE_1.arms:
-        found = of_arm(runs, arm.name)
-        rows += [[arm.label, *mismatch_cells(result, num_steps)] for result in found]
-        if not found:
-            rows.append([arm.label, MISSING, *[""] * 7])
     return "\n\n".join(
         [
-            f"Over the first {num_steps} steps, which all runs have:",
-            table(HEAD, rows),
+            mismatch_table(TABLE_1, results),
             plot(results).link(),
             "KL(behav || prox), estimate k3, of the same model in each format:",
             growth_table(results),
         ]
     )
+
+
+def mismatch_table(experiment: Experiment, results: Results) -> str:
+    runs = results.get(experiment.name, ())
+    num_steps, rows = common_steps(runs), []
+    for arm in experiment.arms:
+        found = of_arm(runs, arm.name)
+        rows += [[arm.label, *mismatch_cells(result, num_steps)] for result in found]
+        if not found:
+            rows.append([arm.label, MISSING, *[""] * (len(HEAD) - 2)])
+    return f"Over the first {num_steps} steps, which all runs have:\n\n{table(HEAD, rows)}"
 
 
 def growth_table(results: Results) -> str:
@@ -77,13 +80,14 @@ def _k3_by_format(path: Path) -> dict[str, float]:
 
 
 def mismatch_cells(result: Result, num_steps: int) -> list[str]:
-    """Seed, clip fractions, KL, the largest ratio, and what truncation and ACR touched."""
+    """Seed, updates, clip fractions, KL, the largest ratio, what truncation and ACR touched."""
     every, fifth = range(num_steps), max(1, num_steps // 5)
     ends = (every[:fifth], every[-fifth:])
     ratios = result.curve("rollout_corr/rollout_is_max")
     rescued = mean_of(result, "acr/rescued_frac", every)
     return [
         str(result.seed),
+        str(result.updates),
         *(number(mean_of(result, "actor/pg_clipfrac", end), ".3%") for end in ends),
         *(number(mean_of(result, "rollout_corr/kl", end), ".1e") for end in ends),
         number(max((ratio for step, ratio in ratios if step in every), default=None), ".3g"),

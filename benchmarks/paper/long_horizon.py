@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.measured import table
 from benchmarks.paper.arms import LONG_HORIZON
-from benchmarks.paper.figures_2_3 import HEAD, mismatch_cells
+from benchmarks.paper.figures_2_3 import mismatch_table
 from benchmarks.paper.page import (
-    MISSING,
     Claim,
     Section,
     accuracy_curves,
     accuracy_table,
     claims_table,
-    common_steps,
     curves,
-    of_arm,
     write,
 )
 from benchmarks.paper.plots import Panel, Plot
@@ -29,19 +25,11 @@ CLAIMS = (
 
 
 def render(results: Results) -> str:
-    runs = results.get("long_horizon", ())
-    num_steps, rows = common_steps(runs), []
-    for arm in LONG_HORIZON.arms:
-        found = of_arm(runs, arm.name)
-        rows += [[arm.label, str(r.updates), *mismatch_cells(r, num_steps)] for r in found]
-        if not found:
-            rows.append([arm.label, MISSING, *[""] * 8])
     return "\n\n".join(
         [
             accuracy_table(LONG_HORIZON, results, "paper"),
-            f"Over the first {num_steps} steps, which all runs have:",
-            table((HEAD[0], "updates", *HEAD[1:]), rows),
-            claims_table(runs, CLAIMS),
+            mismatch_table(LONG_HORIZON, results),
+            claims_table(results.get(LONG_HORIZON.name, ()), CLAIMS),
             plot(results).link(),
         ]
     )

@@ -18,6 +18,7 @@ from qurl.checkpoint import (
     save_checkpoint,
 )
 from qurl.config import Config
+from qurl.device import default_dtype, pick_device
 from qurl.dither import dither_
 from qurl.errors import ConfigError
 from qurl.learner import Learner
@@ -29,7 +30,7 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
 from qurl.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
-from qurl.run import INITIAL, Run
+from qurl.run import INITIAL, Run, evaluation_of
 from qurl.sampling import ProblemStream
 from qurl.scratch import make_scratch_model
 from qurl.tasks import load_task
@@ -125,7 +126,7 @@ def _rewind(run: Run, step: int) -> dict[str, float]:
             f"{step} on; save.every says how often one is saved",
         )
     row = next((row for row in rows if row["step"] == step), {})
-    return {name: float(value) for name, value in row.items() if name.startswith("eval/")}
+    return {name: float(value) for name, value in evaluation_of(row).items()}
 
 
 def prepare_torch(config: Config) -> torch.device:
@@ -137,14 +138,6 @@ def prepare_torch(config: Config) -> torch.device:
         # Read by cuBLAS at its first product; torch's deterministic mode asks for it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return pick_device(config.device)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def initial_model(config: Config, run_path: Path, device: torch.device) -> str | Path:
@@ -233,8 +226,7 @@ def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool 
 
 
 def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
-    is_wanted = config.eval.every and config.eval.precision in ("both", "full")
-    if not is_wanted or config.quant.format == "none":
+    if not config.has_full_engine:
         return None
     # Between evaluations its cache is the trainer's: two that stay would leave little for moments.
     return build_actor(config, policy, "none", release_kv=True)
@@ -257,8 +249,6 @@ def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
         return policy.compute_dtype
     if config.rollout.engine == "hf":
         return None  # the masters themselves
-    from qurl.rollout.local.engine import default_dtype
-
     return default_dtype(policy.device)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from qurl.assembly import pick_device
 from qurl.config import Config
+from qurl.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS
 
@@ -68,7 +68,7 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     others = wide * (parameters - size.num_quantized) if is_cuda else 0  # a CPU shares the policy's
     rows["engine weights"] = float(narrow * size.num_quantized + others)
-    if is_cuda and config.eval.every and is_coded and config.eval.precision != "quantized":
+    if is_cuda and config.has_full_engine:
         rows["engine of evaluations"] = float(wide * parameters)
     tokens = config.rollout.kv_tokens or longest * min(
         config.rollout.max_batch, config.batch.problems * config.sampling.group_size

@@ -97,7 +97,7 @@ class ModelConfig(_Section):
     """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
     deterministic: Flag = False
     """Gradients are added up in the same order each time, also on a GPU; slower. With
-    rollout.deterministic a run can be repeated, and resumed, to the bit on the same kind of GPU."""
+    rollout.deterministic, runs on a GPU are meant to repeat to the bit (not tried there yet)."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 
@@ -383,6 +383,12 @@ class Config(_Section):
     @property
     def updates_per_step(self) -> int:
         return self.batch.minibatches * self.batch.epochs
+
+    @property
+    def has_full_engine(self) -> bool:
+        """Whether evaluations need another engine than the actor's."""
+        is_full = self.eval.precision in ("both", "full")
+        return self.eval.every > 0 and is_full and self.quant.format != "none"
 
     @property
     def eval_max_tokens(self) -> int:

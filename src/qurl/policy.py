@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qurl.config import ModelConfig
+from qurl.device import default_dtype
 from qurl.errors import ModelError
 from qurl.head import plain_head, token_scores
 from qurl.layers import decoder_layers, fuse_layers_
@@ -284,7 +285,7 @@ def disable_dropout_(model: nn.Module) -> None:
 
 def _compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     if config.compute_dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return default_dtype(device)
     return getattr(torch, config.compute_dtype)
 
 

@@ -125,7 +125,7 @@ class Run:
         """
         path = self.path / METRICS
         rows = [row for row in read_jsonl(path) if row["step"] >= step] if path.exists() else []
-        kept = [_evaluation(row) for row in rows if row["step"] == step and _evaluation(row)]
+        kept = [evaluation_of(row) for row in rows if row["step"] == step and evaluation_of(row)]
         for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, step + len(kept))):
             _rewrite(self.path / name, lambda record, first=first: record["step"] < first)
         for evaluation in kept:
@@ -159,7 +159,7 @@ class Run:
         self.event("warning", message)
 
 
-def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name.startswith("eval/")}
 
 
@@ -305,14 +305,19 @@ def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     return changes
 
 
-def _check_steps(path: Path, steps: int) -> None:
+def _saved_step(path: Path) -> int:
+    """That of the newest checkpoint; -1 where there is none."""
     from qurl.checkpoint import checkpoint_step, latest_checkpoint
 
     checkpoint = latest_checkpoint(path / "checkpoints")
-    if checkpoint and checkpoint_step(checkpoint) > steps:
+    return checkpoint_step(checkpoint) if checkpoint else -1
+
+
+def _check_steps(path: Path, steps: int) -> None:
+    if (trained := _saved_step(path)) > steps:
         raise ConfigError(
-            f"steps = {steps}, but run_dir = {str(path)!r} has been trained for "
-            f"{checkpoint_step(checkpoint)} already; ask for more steps, or choose another run_dir"
+            f"steps = {steps}, but run_dir = {str(path)!r} has been trained for {trained} already; "
+            "ask for more steps, or choose another run_dir"
         )
 
 
@@ -326,11 +331,8 @@ def _check_nothing_is_lost(path: Path, keep: int) -> None:
     checkpoints are kept, that would cost it all."""
     if keep > 0 or not (path / METRICS).exists():
         return
-    from qurl.checkpoint import checkpoint_step, latest_checkpoint
-
-    checkpoint = latest_checkpoint(path / "checkpoints")
-    first_lost = checkpoint_step(checkpoint) + 1 if checkpoint else 0
-    if any(row["step"] >= first_lost for row in read_jsonl(path / METRICS)):
+    saved = _saved_step(path)
+    if any(row["step"] > saved for row in read_jsonl(path / METRICS)):
         raise ConfigError(
             f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "
             "covers: it cannot go on, and starting again would lose them; choose another run_dir"

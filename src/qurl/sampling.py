@@ -128,7 +128,8 @@ def collect(
     """
     if not algo.dynamic_sampling:
         graded = list(sample(0, num_groups))
-        return Collected(graded, 1, len(graded), len(graded))
+        num = len(graded)
+        return Collected(graded, rounds=1, num_groups_sampled=num, num_groups_with_signal=num)
     kept: list[Graded] = []
     num_sampled = 0
     for round in range(algo.max_gen_rounds):

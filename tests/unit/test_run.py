@@ -150,7 +150,7 @@ def test_rewind_keeps_the_evaluation_of_the_weights_that_it_goes_back_to(config)
         run.evaluation(step, "full", [True])
         run.log(step, {"x": 1.0, "eval/full/accuracy": step / 4})
     for _ in range(2):
-        [*_, row] = run.rewind(1)[:1]
+        row = run.rewind(1)[0]
         assert (row["step"], row["eval/full/accuracy"]) == (1, 0.25)
         assert read_jsonl(run.path / "metrics.jsonl")[1:] == [
             {"step": 1, "eval/full/accuracy": 0.25}

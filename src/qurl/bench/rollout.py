@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from qurl.assembly import pick_device
 from qurl.bench.contenders import Contender, Setup, build_contender, check_setup
 from qurl.bench.judge import Judge, check_completions
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
@@ -25,6 +24,7 @@ from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
 from qurl.bench.timing import Timing, paused_gc, time_call
 from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
+from qurl.device import pick_device
 from qurl.errors import ConfigError
 from qurl.quant.formats import FORMATS
 

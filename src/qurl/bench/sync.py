@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
-from qurl.assembly import pick_device
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
 from qurl.bench.record import Record
 from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
 from qurl.bench.timing import Timing, paused_gc
+from qurl.device import pick_device
 from qurl.errors import ConfigError
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine

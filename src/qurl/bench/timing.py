@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from qurl.device import default_dtype
+
 COPY_BYTES_CUDA = 2**30
 """Far larger than any L2."""
 COPY_BYTES_CPU = 2**26
@@ -130,10 +132,8 @@ def measure_bandwidth(device: torch.device) -> float:
 
 def measure_flops(device: torch.device) -> float:
     """FLOP per second of a square matrix product, in BF16 on a GPU and FP32 on a CPU."""
-    is_cuda = device.type == "cuda"
-    size = MATRIX_CUDA if is_cuda else MATRIX_CPU
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    matrix = torch.randn(size, size, dtype=dtype, device=device)
+    size = MATRIX_CUDA if device.type == "cuda" else MATRIX_CPU
+    matrix = torch.randn(size, size, dtype=default_dtype(device), device=device)
     out = torch.empty_like(matrix)
     timing = measure_graph(lambda: torch.mm(matrix, matrix, out=out), device)
     return 2 * size**3 / timing.median

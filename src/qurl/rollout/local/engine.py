@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qurl.device import default_dtype
 from qurl.errors import ConfigError, EngineError
 from qurl.quant.kernels.target import Target
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
@@ -245,11 +246,6 @@ class LocalEngine:
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """In which the engine computes, and holds what is not quantized."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _check_options(kv: str, max_batch: int, depth: int | None, cache: CacheOptions) -> None:

@@ -17,6 +17,10 @@ ROLLOUTS = ROOT / "benchmarks" / "results" / "rollout.json"
 WORKLOADS = {"A": "256 sequences, 512 + 1024 tokens", "B": "64 sequences, 512 + 1024 tokens"}
 PARTS = ("sync", "rollout", "grade", "prox", "update")
 WARM_UP_STEPS = 2
+STEP_HEAD = (
+    *("arm", "timed steps", "tokens per completion", "thousand tokens/s", *PARTS),
+    *("sum of these", "over BF16, per token"),
+)
 
 Speeds = Mapping[Key, float]
 """Tokens per second."""
@@ -60,33 +64,39 @@ def _speed_cell(speed: float | None, base: float | None) -> str:
 
 
 def step_table(results: Results) -> str:
-    rows, base = [], 0.0
+    """Runs whose completions have different lengths compare by seconds per token only."""
+    rows, base = [], None
     for arm in SPEED.arms:
         found = of_arm(results.get(SPEED.name, ()), arm.name)
-        seconds = step_seconds(found[0]) if found else {}
-        total = sum(seconds.values())
         if arm.overrides["quant.format"] == "none":  # the others of its algorithm follow
-            base = total
-        if not found:
-            rows.append([arm.label, "", *[MISSING] * (len(PARTS) + 2), ""])
-            continue
-        cells = [f"{tokens_per_s(found[0]) / 1e3:.0f}", *(f"{seconds[p]:.2f}" for p in PARTS)]
-        speed_up = f"{base / total:.2f}x" if base else ""
-        timed = str(found[0].steps - WARM_UP_STEPS)
-        rows.append([arm.label, timed, *cells, f"{total:.2f}", speed_up])
-    head = ["arm", "timed steps", "thousand tokens/s", *PARTS, "sum of these", "over BF16"]
-    return table(head, rows)
+            base = found[0] if found else None
+        rows.append([arm.label, *_step_cells(found[0], base)] if found else _not_run(arm.label))
+    return table(STEP_HEAD, rows)
+
+
+def _not_run(label: str) -> list[str]:
+    return [label, MISSING, *[""] * (len(STEP_HEAD) - 2)]
+
+
+def _step_cells(result: Result, base: Result | None) -> list[str]:
+    seconds = step_seconds(result)
+    tokens = _median(result, "response_length/mean")
+    speed = _median(result, "perf/rollout_tokens_per_s")
+    cells = [str(result.steps - WARM_UP_STEPS), f"{tokens:.0f}", f"{speed / 1e3:.0f}"]
+    cells += [f"{seconds[part]:.2f}" for part in PARTS]
+    speed_up = f"{seconds_per_token(base) / seconds_per_token(result):.2f}x" if base else ""
+    return [*cells, f"{sum(seconds.values()):.2f}", speed_up]
+
+
+def seconds_per_token(result: Result) -> float:
+    """Of a whole step, and of each token of one completion."""
+    return sum(step_seconds(result).values()) / _median(result, "response_length/mean")
 
 
 def step_seconds(result: Result) -> dict[str, float]:
     """The median of each part over the steps after the warm-up."""
     assert all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
     return {part: _median(result, f"timing_s/{part}") for part in PARTS}
-
-
-def tokens_per_s(result: Result) -> float:
-    """Of the rollouts, whose lengths differ from run to run."""
-    return _median(result, "perf/rollout_tokens_per_s")
 
 
 def _median(result: Result, metric: str) -> float:

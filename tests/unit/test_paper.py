@@ -402,24 +402,27 @@ def test_fifths_of_a_run_that_has_hardly_begun():
 def test_step_times_are_medians_after_the_warm_up():
     curves = {"step": [0, 1, 2, 3, 4]}
     curves |= {f"timing_s/{part}": [90.0, 80.0, 1.0, 2.0, 6.0] for part in figure_8.PARTS}
-    curves["perf/rollout_tokens_per_s"] = [1.0, 1.0, 70.0, 90.0, 80.0]
+    curves["response_length/mean"] = [1.0, 1.0, 70.0, 90.0, 80.0]
     timed = arm_result("bf16", 0, (5, 1), curves=curves, attempts=[{"jobs": 1}])
     assert figure_8.step_seconds(timed) == dict.fromkeys(figure_8.PARTS, 2.0)
-    assert figure_8.tokens_per_s(timed) == 80.0
+    assert figure_8.seconds_per_token(timed) == 2.0 * len(figure_8.PARTS) / 80.0
 
 
-def test_steps_are_held_against_bf16_of_the_same_algorithm():
-    def timed(arm, seconds):
-        names = [*(f"timing_s/{p}" for p in figure_8.PARTS), "perf/rollout_tokens_per_s"]
-        curves = {name: [seconds] * 3 for name in names}
-        attempts = [{"jobs": 1}]
-        return arm_result(arm, 0, (3, 1), curves={"step": [0, 1, 2]} | curves, attempts=attempts)
+def test_steps_are_held_against_bf16_of_the_same_algorithm_token_by_token():
+    def timed(arm, seconds, tokens):
+        curves = {"step": [0, 1, 2], "response_length/mean": [tokens] * 3}
+        curves |= {f"timing_s/{part}": [seconds] * 3 for part in figure_8.PARTS}
+        curves["perf/rollout_tokens_per_s"] = [9e4] * 3
+        return arm_result(arm, 0, (3, 1), curves=curves, attempts=[{"jobs": 1}])
 
-    found = [timed(*pair) for pair in (("bf16", 3.0), ("int8", 2.0), ("grpo-int8", 1.0))]
+    arms = (("bf16", 3.0, 200.0), ("int8", 2.0, 200.0), ("fp8", 2.0, 100.0), ("grpo-int8", 1, 100))
+    found = [timed(*arm) for arm in arms]
     lines = figure_8.step_table({"speed": found}).splitlines()[2:]
     speed_ups = {line.split(" | ")[0][2:]: line.split(" | ")[-1] for line in lines}
     assert speed_ups["PPO, INT8"] == "1.50x |"
-    assert speed_ups["GRPO, INT8"] == " |"  # GRPO with BF16 has not run
+    assert speed_ups["PPO, FP8"] == "0.75x |"  # as fast as INT8, over half as many tokens
+    assert speed_ups["GRPO, BF16"] == " |"  # not run
+    assert speed_ups["GRPO, INT8"] == " |"  # has nothing to be held against
 
 
 # The page

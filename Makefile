@@ -48,7 +48,7 @@ docs: install  ## write docs/recipe.md from the recipe's own docstrings
 	$(BIN)/python docs/write_recipe_reference.py
 
 bench: install  ## compare the objectives on the toy task: table and plot
-	$(BIN)/python benchmarks/toy_objectives.py
+	$(BIN)/python -m benchmarks.toy_objectives
 
 tables: install  ## write what was measured into README.md, docs/engine.md and docs/results.md
 	$(BIN)/python -m benchmarks.tables

@@ -1,8 +1,8 @@
 """Naive and corrected objectives side by side on the toy task, at INT8 and at a coarse format.
 
-    python benchmarks/toy_objectives.py                    # all arms, three seeds
-    python benchmarks/toy_objectives.py --steps 50 --seeds 1 --jobs 2
-    python benchmarks/toy_objectives.py --draw-only        # table and plot from the saved JSON
+    python -m benchmarks.toy_objectives                    # all arms, three seeds
+    python -m benchmarks.toy_objectives --steps 50 --seeds 1 --jobs 2
+    python -m benchmarks.toy_objectives --draw-only        # table and plot from the saved JSON
 
 Every arm is the demo recipe plus a few flags, run in its own process on one thread; all 33 take a
 few core-hours. Runs resume, so that a benchmark that was stopped goes on where it was. Writes
@@ -22,13 +22,13 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.measured import student_interval
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 
 FORMATS = ("int8", "int4")
-STUDENT = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-"""97.5 % of Student's t, by degrees of freedom; for more of them the last is a little wide."""
 OBJECTIVES = ("ppo_prox", "ppo_behav", "decoupled", "tis", "acr")
 ARMS = {
     "full precision": ("none", "ppo_prox"),
@@ -187,12 +187,11 @@ def compare_acr(result: dict, format: str) -> str:
     differences = [acr - tis for acr, tis in pairs if tis is not None]
     if len(differences) < 3:
         return ""
-    mean, n = statistics.fmean(differences), len(differences)
-    half = STUDENT[min(n - 1, max(STUDENT))] * statistics.stdev(differences) / n**0.5
+    mean, (low, high) = statistics.fmean(differences), student_interval(differences)
     listed = ", ".join(f"{100 * d:+.1f}" for d in differences)
     return (
         f"{format}, acr less tis in points, full precision: mean {100 * mean:+.1f} (95 % "
-        f"{100 * (mean - half):+.1f} to {100 * (mean + half):+.1f}), by seed {listed}."
+        f"{100 * low:+.1f} to {100 * high:+.1f}), by seed {listed}."
     )
 
 

@@ -13,9 +13,14 @@ from benchmarks.paper import (
 )
 from benchmarks.paper.page import write
 
-SECTIONS = tuple(
-    module.SECTION
-    for module in (checks, table1, dapo, figures_2_3, figures_4_9, long_horizon, figure_8)
+SECTIONS = (
+    checks.SECTION,
+    table1.SECTION,
+    dapo.SECTION,
+    figures_2_3.SECTION,
+    figures_4_9.SECTION,
+    long_horizon.SECTION,
+    figure_8.SECTION,
 )
 
 if __name__ == "__main__":

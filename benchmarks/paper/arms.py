@@ -66,9 +66,9 @@ def _dapo(
     return Arm(name, label, DAPO, overrides, paper, tier)
 
 
-def _fast(format: str, objective: str, label: str, tier: int = 0) -> Arm:
+def _fast(format: str, objective: str, label: str) -> Arm:
     """At the learning rate that the paper states, with which INT8 arms collapse here."""
-    arm = _ppo(format, objective, f"{label}, rate 1e-5", None, tier)
+    arm = _ppo(format, objective, f"{label}, rate 1e-5", None)
     return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
 
 

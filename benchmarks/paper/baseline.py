@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model = model.to(device).eval()
-    problems = held_out_problems(config, tokenizer)
+    problems = held_out_problems(config, tokenizer, model.config)
     start = time.perf_counter()
     texts = answer_greedily(
         model, tokenizer, problems, max_tokens=config.eval_max_tokens, batch=args.batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.measured import table
-from benchmarks.paper.arms import DAPO_UAQ, LAYER_GROUPS, TABLE_1, Experiment
+from benchmarks.paper.arms import DAPO_UAQ, LAYER_GROUPS, TABLE_1, VISIBILITY, Experiment
 from benchmarks.paper.page import (
     MISSING,
     Section,
@@ -46,11 +46,7 @@ def visibility_cells(result: Result, steps: range) -> list[list[str]]:
     rows = []
     for group in LAYER_GROUPS:
         update, error, flips, cosine, projection = (
-            mean_of(result, f"uaq/{metric}/{group}", steps)
-            for metric in (
-                *("update_norm", "quant_error", "code_flip_frac", "update_cosine"),
-                "update_proj",
-            )
+            mean_of(result, f"uaq/{metric}/{group}", steps) for metric in VISIBILITY
         )
         ratio = update / error if update is not None and error else None
         numbers = [number(update, ".1e"), number(error, ".1e"), number(ratio, ".1e")]

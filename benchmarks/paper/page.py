@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.measured import table
+from benchmarks.measured import student_interval, table
 from benchmarks.paper.arms import ROOT, Experiment
 from benchmarks.paper.plots import FIGURES, Line, Panel, Plot, draw, thin
 from benchmarks.paper.results import Eval, Result, Results, read_results
@@ -114,12 +114,21 @@ def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
         found = compare_arms(of_arm(results, claim.arm), of_arm(results, claim.other))
-        texts = [c.text for c in found]
-        if len(found) > 1:
-            texts.append(f"mean {100 * fmean(c.difference for c in found):+.1f}")
+        texts = [c.text for c in found] + mean_of_seeds([c.difference for c in found])
         cells = ["; ".join(texts) or MISSING, conclude(claim, found)]
         rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
     return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
+
+
+def mean_of_seeds(differences: Sequence[float]) -> list[str]:
+    """In points; from three seeds on with an interval over them, as if they were all there are."""
+    if len(differences) < 2:
+        return []
+    text = f"mean {100 * fmean(differences):+.1f}"
+    if len(differences) > 2:
+        low, high = student_interval(differences)
+        text += f" (95 % over seeds: {100 * low:+.1f} to {100 * high:+.1f})"
+    return [text]
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,11 @@ def accuracy_curves(experiment: Experiment, results: Results) -> list[Line]:
 
 
 def accuracy_section(
-    experiment: Experiment, claims: Sequence[Claim], paper: str, last_panel: tuple[str, str]
+    experiment: Experiment,
+    claims: Sequence[Claim],
+    paper: str,
+    last_panel: tuple[str, str],
+    more_tables: Sequence[Callable[[Experiment, Results], str]] = (),
 ) -> Section:
     """Accuracies, claims and curves of an experiment; `last_panel` is a title and its metric."""
 
@@ -248,6 +261,7 @@ def accuracy_section(
     def render(results: Results) -> str:
         tables = [
             accuracy_table(experiment, results, paper),
+            *(table_of(experiment, results) for table_of in more_tables),
             claims_table(results.get(experiment.name, ()), claims),
         ]
         return "\n\n".join([*tables, plot(results).link()])

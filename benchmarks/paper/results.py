@@ -1,7 +1,7 @@
 """Results of arms: one JSON file for each arm and seed, made from a run directory and merged.
 
     {"experiment": ..., "arm": ..., "seed": ..., "status": "finished | stopped | failed: ...",
-     "steps": trained steps, "overrides": {...}, "config": {...}, "machine": {...},
+     "steps": trained steps, "recipe": ..., "overrides": {...}, "config": {...}, "machine": {...},
      "attempts": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
      "evals": [{"step": ..., "precision": ..., "outcomes": "0110..."}],
      "curves": {"step": [...], metric: [...]}}
@@ -80,8 +80,9 @@ class Result:
         config = self.record["config"]
         return self.steps * config["batch.minibatches"] * config["batch.epochs"]
 
-    def evals(self, precision: str = "full") -> list[Eval]:
-        rows = [e for e in self.record["evals"] if e["precision"] == precision]
+    def evals(self) -> list[Eval]:
+        """In full precision."""
+        rows = [e for e in self.record["evals"] if e["precision"] == "full"]
         return [Eval(e["step"], e["outcomes"]) for e in rows]
 
     def curve(self, metric: str) -> list[tuple[int, float]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,11 +25,12 @@ from qurl.errors import ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
 from qurl.quant import rescale_, unscale_
-from qurl.quant.linear import PROJECTIONS
+from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine, build_engine
+from qurl.rollout.checks import context_length
 from qurl.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
 from qurl.run import INITIAL, Run, evaluation_of
 from qurl.sampling import ProblemStream
@@ -88,7 +90,9 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     if config.algo.kl_coef > 0:
         reference = load_policy(initial, config.model, device).freeze_()
     learner = Learner(policy, config, reference=reference)
-    task = training_task(config, policy.tokenizer)
+    prompts = (config, policy.tokenizer, policy.model.config)
+    task = training_task(*prompts)
+    held_out = held_out_problems(*prompts) if config.eval.every else []
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed)
@@ -107,7 +111,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
             engine=build_actor(config, policy, config.quant.format),
             full_engine=_build_full_engine(config, policy),
             stream=stream,
-            held_out=held_out_problems(config, policy.tokenizer) if config.eval.every else [],
+            held_out=held_out,
             pool=pool,
             tracker=tracker,
             first_step=state["step"],
@@ -153,14 +157,20 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     return folder
 
 
-def training_task(config: Config, tokenizer) -> Task:
+def training_task(config: Config, tokenizer: Any = None, model_config: Any = None) -> Task:
+    """Prompts and completions fit the context of the model, where its config is given."""
     return load_task(
-        config.task.name, path=config.task.path, split="train", **_task_options(config, tokenizer)
+        config.task.name,
+        path=config.task.path,
+        split="train",
+        tokenizer=tokenizer,
+        **_prompt_limit(config, "sampling.max_tokens", config.sampling.max_tokens, model_config),
+        **_task_options(config),
     )
 
 
-def held_out_problems(config: Config, tokenizer) -> list[Problem]:
-    return first_problems(config, held_out_task(config, tokenizer))
+def held_out_problems(config: Config, tokenizer: Any, model_config: Any) -> list[Problem]:
+    return first_problems(config, held_out_task(config, tokenizer, model_config))
 
 
 def first_problems(config: Config, task: Task) -> list[Problem]:
@@ -168,7 +178,7 @@ def first_problems(config: Config, task: Task) -> list[Problem]:
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
-def held_out_task(config: Config, tokenizer) -> Task:
+def held_out_task(config: Config, tokenizer: Any, model_config: Any) -> Task:
     """The held-out split or file."""
     if not is_generated(config.task.name) and not config.task.eval_path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
@@ -177,18 +187,39 @@ def held_out_task(config: Config, tokenizer) -> Task:
         path=config.task.eval_path,
         path_key="task.eval_path",
         split="eval",
-        **_task_options(config, tokenizer),
+        tokenizer=tokenizer,
+        **_prompt_limit(
+            config,
+            "eval.max_tokens" if config.eval.max_tokens else "sampling.max_tokens",
+            config.eval_max_tokens,
+            model_config,
+        ),
+        **_task_options(config),
     )
 
 
-def _task_options(config: Config, tokenizer) -> dict:
+def _prompt_limit(config: Config, key: str, max_tokens: int, model_config: Any) -> dict[str, Any]:
+    """What leaves room for completions of `max_tokens`, which `key` sets: a longer prompt is found
+    before training, and not when its turn comes."""
+    context = context_length(model_config) if model_config is not None else None
+    stated = config.task.max_prompt_tokens
+    if context is None or context - max_tokens >= stated:
+        return {"max_prompt_tokens": stated}
+    if max_tokens >= context:
+        raise ConfigError(
+            f"{key} = {max_tokens} leaves no room for a prompt: the model's "
+            f"max_position_embeddings is {context}; lower {key}"
+        )
+    limited_by = f"max_position_embeddings - {key} = {context} - {max_tokens}"
+    return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
+
+
+def _task_options(config: Config) -> dict[str, Any]:
     task = config.task
     return {
-        "tokenizer": tokenizer,
         "seed": config.seed,
         "difficulty": task.difficulty,
         "instruction": task.instruction,
-        "max_prompt_tokens": task.max_prompt_tokens,
         "skip_long_prompts": task.skip_long_prompts,
         "reward": task.reward,
     }
@@ -235,8 +266,7 @@ def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
 def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
     if config.quant.track_rows == 0:
         return None
-    names = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
-    if names.isdisjoint(PROJECTIONS):
+    if not any(projections(policy.model)):
         kind = type(policy.model).__name__
         run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None

@@ -19,7 +19,7 @@ from qurl.assembly import (
 from qurl.checkpoint import find_policy
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, ModelError, QurlError
-from qurl.evaluate import EvalResult, eval_precisions, evaluate_recipe, print_results
+from qurl.evaluate import EvalResult, evaluate_recipe, print_results
 from qurl.policy import load_policy
 from qurl.rewards.reward import is_users_own
 from qurl.rules import find_warnings
@@ -36,12 +36,12 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     elif path == "scratch":  # there is nothing to evaluate but what was trained
         path = find_policy(Path(config.run_dir))
     policy = load_policy(path, config.model, device)
-    task = held_out_task(config, policy.tokenizer)
+    task = held_out_task(config, policy.tokenizer, policy.model.config)
     problems = first_problems(config, task)
     results: list[EvalResult] = []
     try:
         with build_pool(config, task.reward) as pool:
-            for precision in eval_precisions(config):
+            for precision in config.eval_precisions:
                 engine = build_actor(config, policy, "none" if precision == "full" else precision)
                 results.append(evaluate_recipe(config, engine, problems, pool, precision))
     finally:  # what one precision took long to answer is not lost when the next one fails
@@ -57,10 +57,17 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
     for warning in find_warnings(config):
         print(f"note  {warning}")
     load_tokenizer = functools.cache(lambda: _load_tokenizer(config))
+    load_model_config = functools.cache(lambda: _load_model_config(config))
     checks: list[tuple[str, Callable[[], str]]] = [
         ("tokenizer", lambda: _check_tokenizer(load_tokenizer())),
-        ("training problems", lambda: _check_training_task(config, load_tokenizer())),
-        ("held-out problems", lambda: _check_held_out(config, load_tokenizer())),
+        (
+            "training problems",
+            lambda: _check_training_task(config, load_tokenizer(), load_model_config()),
+        ),
+        (
+            "held-out problems",
+            lambda: _check_held_out(config, load_tokenizer(), load_model_config()),
+        ),
         ("grader", lambda: _check_grader(config)),
     ]
     is_sound = True
@@ -86,21 +93,34 @@ def _load_tokenizer(config: Config) -> Any:
         ) from error
 
 
+def _load_model_config(config: Config) -> Any:
+    from transformers import AutoConfig
+
+    if config.model.path == "scratch":
+        return None  # generated problems are short
+    try:
+        return AutoConfig.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path = {config.model.path!r} has no config that can be read: {error}"
+        ) from error
+
+
 def _check_tokenizer(tokenizer: Any) -> str:
     return f"{len(tokenizer)} tokens, end of sequence {tokenizer.eos_token!r}"
 
 
-def _check_training_task(config: Config, tokenizer: Any) -> str:
-    task = training_task(config, tokenizer)
+def _check_training_task(config: Config, tokenizer: Any, model_config: Any) -> str:
+    task = training_task(config, tokenizer, model_config)
     problem = task[0]
     first = f"the first has {len(problem.prompt_ids)} tokens"
     return "; ".join([f"{len(task)} of {task.name}", first, *task.notes])
 
 
-def _check_held_out(config: Config, tokenizer: Any) -> str:
+def _check_held_out(config: Config, tokenizer: Any, model_config: Any) -> str:
     if not config.eval.every:
         return "not used (eval.every = 0)"
-    return f"{len(held_out_problems(config, tokenizer))}"
+    return f"{len(held_out_problems(config, tokenizer, model_config))}"
 
 
 def _check_grader(config: Config) -> str:
@@ -108,7 +128,7 @@ def _check_grader(config: Config) -> str:
 
     The format that a reward of the user's own wants is not known here: it only has to run.
     """
-    task = training_task(config, None)
+    task = training_task(config)
     problem = task[0]
     worked = getattr(task, "worked_answer", None)
     boxed = f"The answer is \\boxed{{{problem.answer}}}."

@@ -26,6 +26,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 CountOrZero = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Temperature = Annotated[float, Field(ge=1e-6, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"]
@@ -152,7 +153,7 @@ class SamplingConfig(_Section):
     """Longest completion."""
     group_size: Count = 8
     """Completions per problem, G."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """The trainer divides its logits by the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Must stay 1 in training: otherwise the mismatch measures the filter, not quantization."""
@@ -307,7 +308,8 @@ class RolloutConfig(_Section):
     release_kv: Flag = False
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
-    """The same tokens whatever else is in the batch, also on a GPU; slower."""
+    """The same tokens whatever else is in the batch, also on a GPU; slower. On a CPU it needs
+    threads = 1."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ class EvalConfig(_Section):
     """Held-out problems."""
     samples: CountOrZero = 0
     """Completions per problem for avg@k and pass@k, besides greedy; 0 = greedy only."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of those samples."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Of those samples."""
@@ -385,10 +387,18 @@ class Config(_Section):
         return self.batch.minibatches * self.batch.epochs
 
     @property
+    def eval_precisions(self) -> Sequence[str]:
+        """What held-out problems are answered in: "full", the actor's format, or both."""
+        if self.quant.format == "none" or self.eval.precision == "full":
+            return ("full",)
+        both = ("full", self.quant.format)
+        return both if self.eval.precision == "both" else both[1:]
+
+    @property
     def has_full_engine(self) -> bool:
         """Whether evaluations need another engine than the actor's."""
-        is_full = self.eval.precision in ("both", "full")
-        return self.eval.every > 0 and is_full and self.quant.format != "none"
+        is_quantized = self.quant.format != "none"
+        return self.eval.every > 0 and is_quantized and "full" in self.eval_precisions
 
     @property
     def eval_max_tokens(self) -> int:

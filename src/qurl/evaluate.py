@@ -117,14 +117,6 @@ def evaluate(
     return _with_samples(result, counts, samples, timeouts)
 
 
-def eval_precisions(config: Config) -> list[str]:
-    """The precisions that a recipe evaluates in: "full", the actor's format, or both."""
-    format = config.quant.format
-    if format == "none" or config.eval.precision == "full":
-        return ["full"]
-    return ["full", format] if config.eval.precision == "both" else [format]
-
-
 def evaluate_recipe(
     config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
 ) -> EvalResult:

@@ -43,12 +43,14 @@ def plain_head(model: nn.Module) -> PlainHead | None:
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
         return None
-    logit_scale = 1.0
-    if divisor := getattr(config, "logits_scaling", None):  # Granite
-        logit_scale /= divisor
-    if factor := getattr(config, "logit_scale", None):  # Cohere
-        logit_scale *= factor
-    return PlainHead(head.weight, head.bias, logit_scale)
+    return PlainHead(head.weight, head.bias, logit_scale(config))
+
+
+def logit_scale(config: Any) -> float:
+    """What a model of transformers multiplies its logits with."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return factor / divisor
 
 
 def token_scores(

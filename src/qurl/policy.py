@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from qurl.config import ModelConfig
 from qurl.device import default_dtype
 from qurl.errors import ModelError
-from qurl.head import plain_head, token_scores
+from qurl.head import logit_scale, plain_head, token_scores
 from qurl.layers import decoder_layers, fuse_layers_
 from qurl.packing import Layout, Packed, use_packed_attention_
 from qurl.types import Batch
@@ -204,11 +204,7 @@ def hidden_states(
 def apply_head(model: nn.Module, states: Tensor) -> Tensor:
     """[N, V]: what the model's own forward makes of hidden states."""
     config: Any = model.config
-    logits = model.get_output_embeddings()(states)  # type: ignore[operator]
-    if getattr(config, "logits_scaling", None):  # Granite
-        logits = logits / config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        logits = logits * config.logit_scale
+    logits = model.get_output_embeddings()(states) * logit_scale(config)  # type: ignore[operator]
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
         logits = cap * torch.tanh(logits / cap)
     return logits

@@ -53,14 +53,14 @@ _LOUD = {"warning": "yellow", "alarm": "bold red"}
 class Run:
     """One open run directory, with its trackers and its progress line."""
 
-    def __init__(self, path: Path, progress: Progress, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, path: Path, progress: Progress) -> None:
         self.path = path
         self.progress = progress
         self.timer = Stopwatch()
         self._lock: IO[str] | None = None
         self._provisional: int | None = None
         """The step whose row holds an evaluation only, and is replaced when it is logged."""
-        self._trackers = list(trackers)
+        self._trackers: list[Tracker] = []
 
     @classmethod
     def open(

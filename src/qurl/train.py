@@ -20,7 +20,7 @@ from qurl.config import Config, check_combinations
 from qurl.correction import correct
 from qurl.crash import keep_evidence
 from qurl.errors import QurlError
-from qurl.evaluate import eval_precisions, evaluate_recipe
+from qurl.evaluate import evaluate_recipe
 from qurl.interrupt import Interrupt
 from qurl.losses import OBJECTIVES
 from qurl.report import write_report
@@ -98,7 +98,7 @@ def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[s
     """Held-out accuracy in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
-        for precision in eval_precisions(config):
+        for precision in config.eval_precisions:
             engine = parts.engine
             if precision == "full" and parts.full_engine is not None:
                 engine = parts.full_engine

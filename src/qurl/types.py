@@ -8,12 +8,16 @@ Shapes: B sequences, T positions, G completions of one problem.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+COLDEST = 1e-6
+"""The lowest temperature that is not greedy: FP32 takes far smaller ones for 0."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,16 @@ class SamplingParams:
             raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
         if self.group_size < 1:
             raise ValueError(f"group_size = {self.group_size} must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or positive")
+        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature = {self.temperature} must be 0 (greedy), or from {COLDEST:g} on"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p} must lie in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k = {self.top_k} must be 0 (all) or positive")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop = {self.stop!r} must be a sequence, such as [{self.stop!r}]")
 
 
 @dataclass(frozen=True)

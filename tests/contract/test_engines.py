@@ -30,7 +30,7 @@ from transformers import (
 
 from qurl.assembly import build_actor
 from qurl.config import build_config
-from qurl.errors import ConfigError, DataError, EngineError, ModelError
+from qurl.errors import ConfigError, DataError, EngineError, ModelError, SyncError
 from qurl.quant import get_format, quantize, quantized_copy
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
@@ -682,6 +682,56 @@ def test_spot_check_finds_damage_that_noise_would_hide(quant, name, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_a_copy_that_was_refused_is_not_sampled_from(kind):
+    model, broken, params = own_model(), own_model(), SamplingParams(max_tokens=3)
+    torch.nn.init.constant_(broken.model.norm.weight, math.nan)
+    engine = build(kind, model, "int8")
+    expected = tokens_of(engine.generate(make_problems(1), params))
+    with pytest.raises(SyncError, match="version 3 failed"):
+        engine.sync(broken, version=3)
+    assert engine.version == 0
+    if kind == "local":  # in place: the old copy is gone
+        with pytest.raises(EngineError, match=r"version 0 were overwritten .* sync again"):
+            engine.generate(make_problems(1), params)
+        engine.sync(model, version=0)
+    assert tokens_of(engine.generate(make_problems(1), params)) == expected
+
+
+def test_a_trainer_in_bf16_is_synced_into_an_fp32_engine():
+    for seed in range(5):
+        model = own_model()
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        assert build("local", model.to(torch.bfloat16)).version == 0
+
+
+def test_deterministic_mode_refuses_what_it_cannot_keep():
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(EngineError, match=r"rollout.deterministic.*threads = 1.*torch has 2"):
+            build("local", shared_model("llama"), deterministic=True)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": math.nan}, "temperature = nan must be 0"),
+        ({"temperature": math.inf}, "temperature = inf must be 0"),
+        ({"temperature": 1e-46}, "temperature = 1e-46 must be 0"),
+        ({"temperature": -1.0}, "temperature = -1.0 must be 0"),
+        ({"stop": "END"}, r"stop = 'END' must be a sequence, such as \['END'\]"),
+    ],
+)
+def test_sampling_that_cannot_be_meant(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_modes_of_the_trainers_modules_are_left_alone(kind):
     model = own_model().train()
     model.model.norm.eval()
@@ -696,9 +746,10 @@ def test_bounds_of_the_canary():
 
     assert canary_bound("none", torch.float32) == 0.01
     assert canary_bound("none", torch.bfloat16) == 1.0
+    assert canary_bound("none", torch.float32, torch.bfloat16) == 1.0
     assert canary_bound("int4", torch.float32) == get_format("int4").canary_bound
-    assert canary_bound("none", torch.float32, "fp8") == get_format("fp8").canary_bound
-    assert canary_bound("int4", torch.float32, "fp8") == get_format("int4").canary_bound
+    assert canary_bound("none", torch.float32, kv="fp8") == get_format("fp8").canary_bound
+    assert canary_bound("int4", torch.float32, kv="fp8") == get_format("int4").canary_bound
 
 
 # --- progress and refusals --------------------------------------------------------------------
@@ -767,9 +818,9 @@ def test_an_unknown_cache_format_is_refused():
         ("max_batch", 0, "must be at least 1"),
         ("page_size", -1, "must be at least 0"),
         ("kv_tokens", -1, "must be at least 0"),
-        ("kv_memory_frac", 0.0, r"must be in \(0, 1\]"),
-        ("kv_memory_frac", 1.5, r"must be in \(0, 1\]"),
-        ("kv_memory_frac", math.nan, r"must be in \(0, 1\]"),
+        ("kv_memory_frac", 0.0, r"must be in \(0, 1\)"),
+        ("kv_memory_frac", 1.5, r"must be in \(0, 1\)"),
+        ("kv_memory_frac", math.nan, r"must be in \(0, 1\)"),
         ("depth", -1, "must be at least 0, or None"),
     ],
 )

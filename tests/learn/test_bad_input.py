@@ -156,10 +156,20 @@ def test_a_prompt_longer_than_allowed_or_than_the_context(train, llama, folder):
     assert code == 2
     assert "data.jsonl line 1: the prompt has 64 tokens, more than task.max_prompt_tokens" in error
     code, error = train(*llama, "--run-dir", "other")
-    assert code == 1
+    assert code == 2
+    assert error.endswith(
+        "data.jsonl line 1: the prompt has 64 tokens, more than max_position_embeddings - "
+        "sampling.max_tokens = 64 - 4 = 60; change that, or set task.skip_long_prompts\n"
+    )
+    assert main(["validate", "recipe.toml", *llama]) == 2
+
+
+def test_completions_that_leave_no_room_for_a_prompt(train, llama):
+    code, error = train(*llama, "--sampling.max-tokens", "64")
+    assert code == 2
     assert error == (
-        "EngineError: problem 'data-1': a prompt of 64 tokens and max_tokens = 4 make 68, beyond "
-        "the model's max_position_embeddings = 64; lower sampling.max_tokens\n"
+        "ConfigError: sampling.max_tokens = 64 leaves no room for a prompt: the model's "
+        "max_position_embeddings is 64; lower sampling.max_tokens\n"
     )
 
 

@@ -180,6 +180,7 @@ def test_all_mistakes_of_the_values_at_once():
         ({"optim": {"lr": 0}}, "optim.lr = 0: must be greater than 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr = nan: must be"),
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf: must be a finite number"),
+        ({"sampling": {"temperature": 1e-9}}, "sampling.temperature = 1e-09: must be greater than"),
         ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than or equal to 1"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p = 0: must be greater than 0"),
         ({"sampling": {"stop": "x"}}, "sampling.stop = 'x' must be a list, like ['x']"),

@@ -13,6 +13,7 @@ the same numbers: of integers to the bit.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -122,8 +123,11 @@ class QuantLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-def _is_projection(name: str, module: nn.Module) -> bool:
-    return name.rpartition(".")[2] in PROJECTIONS and isinstance(module, nn.Linear)
+def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers that are quantized, by their names in the model."""
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in PROJECTIONS and isinstance(layer, nn.Linear):
+            yield name, layer
 
 
 def _other_linears(model: nn.Module) -> list[str]:
@@ -154,7 +158,7 @@ def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = No
             f"{type(model).__name__} keeps its experts in one tensor ({fused[0]}), which has no "
             "quantized copy; use quant.format = 'none'"
         )
-    if not any(_is_projection(name, module) for name, module in model.named_modules()):
+    if not any(projections(model)):
         raise ModelError(
             f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize; "
             "use quant.format = 'none'"
@@ -165,9 +169,6 @@ def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = No
             f"not among {', '.join(PROJECTIONS)}; use quant.format = 'none'"
         )
     clone = copy.deepcopy(model).requires_grad_(False).eval()
-    for parent in list(clone.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_projection(name, child):
-                assert isinstance(child, nn.Linear)
-                setattr(parent, name, QuantLinear(child, get_format(format), dtype))
+    for name, layer in list(projections(clone)):
+        clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
     return clone

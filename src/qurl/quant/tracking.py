@@ -14,7 +14,7 @@ projection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qurl.errors import ModelError
 from qurl.quant.formats import Format, dequantize, get_format, quantize
-from qurl.quant.linear import PROJECTIONS
+from qurl.quant.linear import PROJECTIONS, projections
 
 GROUPS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_in"),
@@ -126,7 +126,7 @@ class UpdateTracker:
     def _sample(self, model: nn.Module) -> dict[str, Tensor]:
         indices: dict[tuple[int, torch.device], Tensor] = {}
         sample = {}
-        for name, layer in _projections(model):
+        for name, layer in projections(model):
             weight = layer.weight.detach()
             key = (weight.shape[0], weight.device)
             if key not in indices:
@@ -190,12 +190,6 @@ def _seen_by_actor(
 
 def _projection(name: str) -> str:
     return name.rsplit(".", 1)[-1]
-
-
-def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, layer in model.named_modules():
-        if _projection(name) in PROJECTIONS and isinstance(layer, nn.Linear):
-            yield name, layer
 
 
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

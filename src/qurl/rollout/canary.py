@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qurl.errors import SyncError
 from qurl.quant import get_format
+from qurl.rollout.checks import context_length
 
 _LENGTH = 32
 
@@ -19,16 +20,19 @@ _LENGTH = 32
 def canary_ids(model: Any) -> list[int]:
     """A fixed prompt, spread over the vocabulary."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LENGTH
+    longest = context_length(model.config) or _LENGTH
     return [(i * 2654435761 + 1) % vocabulary for i in range(min(_LENGTH, longest))]
 
 
-def canary_bound(quant: str, dtype: torch.dtype, kv: str = "none") -> float:
-    """Largest mean |log-prob gap| that rounding explains, of the weights and of the cache."""
+def canary_bound(quant: str, *dtypes: torch.dtype, kv: str = "none") -> float:
+    """Largest mean |log-prob gap| that rounding explains, of the weights and of the cache.
+
+    `dtypes`: of the engine and of the trainer's model.
+    """
     if bounds := [get_format(name).canary_bound for name in (quant, kv) if name != "none"]:
         return max(bounds)
     # In BF16 a logit of 16 has a last bit of 0.125, and RL makes logits larger.
-    return 0.01 if dtype == torch.float32 else 1.0
+    return 0.01 if set(dtypes) == {torch.float32} else 1.0
 
 
 @torch.no_grad()

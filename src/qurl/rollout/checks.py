@@ -10,10 +10,15 @@ from qurl.errors import DataError, EngineError
 from qurl.types import Problem, SamplingParams
 
 
+def context_length(config: Any) -> int | None:
+    """The positions that a model was made for; None where its config does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: Any) -> None:
     """Raise unless every prompt is in the vocabulary and leaves room for `max_tokens`."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = context_length(model.config)
     for problem in problems:
         _check_ids(problem, vocabulary)
         total = len(problem.prompt_ids) + params.max_tokens

@@ -49,14 +49,14 @@ class HFEngine:
         if self.quant != "none":
             actor = quantized_copy(model, self.quant, self.compute_dtype)
         flip_frac = _code_flip_frac(self._actor, actor)
-        self._actor, self.version = actor, version
         ids = canary_ids(model)
         gap = verify(
             score_with(model, ids),
-            self.score(ids),
+            score_with(actor, ids),
             bound=canary_bound(self.quant, next(model.parameters()).dtype),
             version=version,
         )
+        self._actor, self.version = actor, version
         seconds = time.perf_counter() - start
         return SyncReport(version, seconds, _num_bytes(actor), flip_frac, True, gap)
 

@@ -34,6 +34,7 @@ def load_task(
     difficulty: int = 4,
     instruction: str = "auto",
     max_prompt_tokens: int = 1024,
+    limited_by: str = "task.max_prompt_tokens",
     skip_long_prompts: bool = False,
     reward: str = "auto",
 ) -> Task:
@@ -41,7 +42,7 @@ def load_task(
     for which `path` is another one.
 
     Generated tasks take `split`, `seed` and `difficulty`; a file is one split, all of it.
-    `path_key` is what errors call `path`.
+    `path_key` and `limited_by` are what errors call `path` and the limit of prompts.
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
@@ -49,6 +50,7 @@ def load_task(
     prompts: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": max_prompt_tokens,
+        "limited_by": limited_by,
         "skip_long_prompts": skip_long_prompts,
     }
     if name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):

@@ -52,19 +52,22 @@ class FileTask:
         tokenizer: Any = None,
         instruction: str = "auto",
         max_prompt_tokens: int = 1024,
+        limited_by: str = "task.max_prompt_tokens",
         skip_long_prompts: bool = False,
     ) -> None:
+        """`path_key` and `limited_by` are what errors call the file and the limit."""
         self.name = name
         self.reward = reward
         self._tokenizer = tokenizer
         self._instruction = instruction
         self._max_prompt_tokens = max_prompt_tokens
+        self._limit = f"{limited_by} = {max_prompt_tokens}"
         # The reward of a user may need no truth.
         needs_answer = not is_users_own(reward)
         rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
         kept = [row for row in rows if row.question.answers] if needs_answer else rows
         self._rows = self._without_long(kept) if skip_long_prompts else kept
-        self.notes = tuple(_left_out(path, rows, kept, self._rows, max_prompt_tokens))
+        self.notes = tuple(_left_out(path, rows, kept, self._rows, self._limit))
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
         for row in filter(self._may_be_long, self._rows):
@@ -80,8 +83,8 @@ class FileTask:
         text, ids = encode_prompt(self._content(row), self._tokenizer)
         if len(ids) > self._max_prompt_tokens:
             raise DataError(
-                f"{row.where}: the prompt has {len(ids)} tokens, more than task.max_prompt_tokens "
-                f"= {self._max_prompt_tokens}; raise it, or set task.skip_long_prompts"
+                f"{row.where}: the prompt has {len(ids)} tokens, more than {self._limit}; change "
+                "that, or set task.skip_long_prompts"
             )
         answer, *others = row.question.answers or ("",)
         extra = {**row.columns, "prompt": text}
@@ -110,7 +113,7 @@ class FileTask:
 
 
 def _left_out(
-    path: str | Path, rows: list[Row], answerable: list[Row], kept: list[Row], limit: int
+    path: str | Path, rows: list[Row], answerable: list[Row], kept: list[Row], limit: str
 ) -> Iterator[str]:
     """Say which rows no completion could be right for, and which are too long."""
     if num_blank := len(rows) - len(answerable):
@@ -122,7 +125,7 @@ def _left_out(
     if num_long := len(answerable) - len(kept):
         yield (
             f"{num_long} of {len(rows)} rows of {path} are left out because their prompt has more "
-            f"than task.max_prompt_tokens = {limit} tokens"
+            f"tokens than {limit}"
         )
 
 

@@ -45,6 +45,8 @@ class GeneratedTask:
     tokenizer: Any = None
     instruction: str = ""
     max_prompt_tokens: int = 1024
+    limited_by: str = "task.max_prompt_tokens"
+    """The setting that says so, for errors."""
     skip_long_prompts: bool = False
     """Draw another problem in place of one that is too long."""
     notes: tuple[str, ...] = ()
@@ -64,13 +66,13 @@ class GeneratedTask:
             if not self.skip_long_prompts:
                 raise DataError(
                     f"problem {problem.id} has a prompt of {len(problem.prompt_ids)} tokens, more "
-                    f"than task.max_prompt_tokens = {self.max_prompt_tokens}; raise it, lower "
+                    f"than {self.limited_by} = {self.max_prompt_tokens}; change that, lower "
                     "task.difficulty, or set task.skip_long_prompts"
                 )
         raise DataError(
             f"task {self.name} gave no fitting {self.split} problem in {_MAX_ATTEMPTS} attempts: "
             "it has too few different problems, or its prompts are longer than "
-            f"task.max_prompt_tokens = {self.max_prompt_tokens}"
+            f"{self.limited_by} = {self.max_prompt_tokens}"
         )
 
     def worked_answer(self, problem: Problem) -> str:

@@ -98,6 +98,7 @@ class LocalEngine:
         self._rotations = Rotations.up_to(1, self.weights)
         self._active: Generation | None = None
         self._model: Any = model
+        self._is_sound = False
         self.sync(model, version=0)
 
     @property
@@ -120,11 +121,12 @@ class LocalEngine:
         resumed.
         """
         self._release_active()
+        self._is_sound = False
         start = self._clock()
         flip_frac = self.weights.load_(model)
         loaded = self._clock()
-        self._model, self.version = model, version
         gap = self._verify(model, version)
+        self._model, self.version, self._is_sound = model, version, True
         return SyncReport(
             version,
             loaded - start,
@@ -158,6 +160,11 @@ class LocalEngine:
 
     def lend(self, generation: Generation) -> PagePool:
         """A cache and rows for a generation, until it gives them back."""
+        if not self._is_sound:
+            raise EngineError(
+                f"the weights of version {self.version} were overwritten by a sync that failed; "
+                "sync again before sampling"
+            )
         self._release_active()
         problem, params = generation.longest_problem, generation.params
         # The last token is never cached.
@@ -188,14 +195,16 @@ class LocalEngine:
         num_tokens = num_prompt + params.max_tokens - 1
         if num_pages * options.page_size >= num_tokens:
             return
-        gib = self.memory.available_bytes() / 2**30
+        room, remedy = f"{self.memory.available_bytes() / 2**30:.2f} GiB free", "rollout.kv_tokens"
+        if self.weights.device.type == "cuda":
+            room = f"kv_memory_frac = {options.memory_frac:g} of {room}"
+            remedy += " or rollout.kv_memory_frac"
         raise EngineError(
             f"problem {problem.id!r} needs {num_tokens} tokens of KV cache (prompt {num_prompt} "
             f"and max_tokens {params.max_tokens}), but the cache holds "
             f"{num_pages * options.page_size} (kv_tokens = {options.kv_tokens}, page_size = "
             f"{options.page_size}; with kv_tokens = 0 what max_batch = {self.max_batch} sequences "
-            f"need, within kv_memory_frac = {options.memory_frac:g} of {gib:.2f} GiB free); raise "
-            "rollout.kv_tokens or rollout.kv_memory_frac, or lower sampling.max_tokens"
+            f"need, within {room}); raise {remedy}, or lower sampling.max_tokens"
         )
 
     @torch.no_grad()
@@ -206,14 +215,14 @@ class LocalEngine:
 
     def _verify(self, model: nn.Module, version: int) -> float:
         """The canary's mean |log-prob gap|; raises where the copy is not sound."""
-        ids, dtype = canary_ids(model), self.weights.dtype
+        ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
         expected = score_with(model, ids)
-        bound = canary_bound(self.quant, dtype)
+        bound = canary_bound(self.quant, *dtypes)
         gap = verify(expected, self._score_canary(ids), bound=bound, version=version)
         verify(
             expected,
             self._decode_canary(ids),
-            bound=canary_bound(self.quant, dtype, self.kv),
+            bound=canary_bound(self.quant, *dtypes, kv=self.kv),
             version=version,
             by="decoded with the KV cache",
         )
@@ -256,7 +265,7 @@ def _check_options(kv: str, max_batch: int, depth: int | None, cache: CacheOptio
         f"max_batch = {max_batch} must be at least 1": max_batch >= 1,
         f"page_size = {page_size} must be at least 0 (0 = by device)": page_size >= 0,
         f"kv_tokens = {kv_tokens} must be at least 0 (0 = as needed)": kv_tokens >= 0,
-        f"kv_memory_frac = {kv_memory_frac} must be in (0, 1]": 0 < kv_memory_frac <= 1,
+        f"kv_memory_frac = {kv_memory_frac} must be in (0, 1)": 0 < kv_memory_frac < 1,
         f"depth = {depth} must be at least 0, or None": depth is None or depth >= 0,
     }
     if mistakes := [mistake for mistake, is_kept in rules.items() if not is_kept]:

@@ -1,9 +1,10 @@
 """The operations that the decoder is made of; there is one set for torch and one in Triton.
 
 An `Operand` is what a projection takes (numbers, or codes with a scale per token), a `Product` what
-it gives (finished, or parts that the next operation sums up). On a CPU and in deterministic mode a
-row's result does not depend on the other rows. Else the number of rows may decide how a GPU cuts a
-sum, ours by plan and cuBLAS's by its own choice, which shows in the last bits.
+it gives (finished, or parts that the next operation sums up). On one thread of a CPU and in
+deterministic mode a row's result does not depend on the other rows. Else the number of rows may
+decide how a GPU cuts a sum, ours by plan and cuBLAS's by its own choice, which shows in the last
+bits.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -152,6 +153,11 @@ def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
             )
         else:
             return FusedOps(weights, deterministic=deterministic)
+    elif deterministic and torch.get_num_threads() > 1:
+        raise EngineError(
+            "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
+            f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
+        )
     from qurl.rollout.local.reference import ReferenceOps
 
     return ReferenceOps(weights)

@@ -35,6 +35,7 @@ from qurl.errors import ModelError, SyncError
 from qurl.quant import Format, Quantized, get_format, quantize
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
+from qurl.rollout.checks import context_length
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -315,7 +316,7 @@ class Weights:
         ]
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
-        self.max_positions = int(getattr(body.config, "max_position_embeddings", None) or 32768)
+        self.max_positions = context_length(body.config) or 32768
         self._copies: dict[str, Tensor] = {}
         self._plan: SyncPlan | None = None
         self.embedding: Tensor

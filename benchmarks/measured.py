@@ -11,6 +11,9 @@ from typing import Any
 Key = tuple[str, str, str, str]
 """Model, workload, quant, kv."""
 
+GPU = "NVIDIA H200"
+"""What the pages' figures were measured on. Files may hold those of other machines too."""
+
 FORMATS = {
     ("none", "none"): "BF16",
     ("int8", "none"): "INT8",
@@ -33,8 +36,10 @@ def student_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def newest(path: Path) -> list[Mapping[str, Any]]:
-    """Of each key of a file that `qurl bench` appends to, the last entry."""
-    return [entries[-1] for entries in json.loads(path.read_text())["results"].values()]
+    """Of each key of a file that `qurl bench` appends to, the last entry of the pages' GPU."""
+    results = json.loads(path.read_text())["results"].values()
+    ours = ([e for e in entries if e["machine"]["device"] == GPU] for entries in results)
+    return [entries[-1] for entries in ours if entries]
 
 
 def local_rollouts(path: Path) -> dict[Key, Mapping[str, Any]]:

@@ -24,15 +24,16 @@ HEAD = """\
      src/qurl/config.py instead. -->
 
 A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
-`qurl train RECIPE.toml --quant.format fp8 --optim.lr 2e-6`. `qurl train --help` prints what stands
-here.
+`qurl train RECIPE.toml --quant.format fp8 --optim.dither True`. `qurl train --help` prints what
+stands here.
 
 - **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over
   the defaults below.
 - **Unknown keys are refused**, and all mistakes are reported at once.
 - **none.** TOML has no null. Write `"none"` where a key below allows none.
-- **Check first.** `qurl validate RECIPE.toml` reads the keys, the data, the tokenizer and the
-  grader. `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
+- **Check first.** `qurl validate RECIPE.toml` looks at the keys, the device, the run directory, the
+  model's config and tokenizer, the data and the grader; it reads no weights.
+  `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
 - **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run is resumed
   only with the same recipe; `qurl.run.CHANGEABLE` lists the keys that may differ.
 """

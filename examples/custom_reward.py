@@ -16,7 +16,8 @@ def brief(text: str, answer: str, extra: Mapping[str, Any]) -> Mapping[str, floa
     """1 for the right number, less 0.05 for each character that was not needed.
 
     `score` is what is trained on. `accuracy` is what dynamic sampling looks at, and what
-    `reward/accuracy` and the held-out accuracy show; without it the score stands for both.
+    `reward/accuracy` shows; an answer counts as right in the held-out accuracy where it reaches 1.
+    Without it the score stands for both.
     """
     is_right = text.strip() == answer
     waste = max(0, len(text) - len(answer))

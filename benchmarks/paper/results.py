@@ -168,7 +168,10 @@ def check_same_recipe(path: Path, config: Config) -> None:
     changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
     if changed:
         pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)
-        raise DataError(f"{path} holds results of another recipe ({pairs}); move it away")
+        raise DataError(
+            f"{path} holds results of another recipe ({pairs}); move it away, or write to another "
+            "folder with --out"
+        )
 
 
 def keep_longer(path: Path, record: Mapping[str, Any]) -> bool:

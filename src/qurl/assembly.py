@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from qurl.checkpoint import (
     latest_checkpoint,
@@ -21,7 +22,7 @@ from qurl.checkpoint import (
 from qurl.config import Config
 from qurl.device import default_dtype, pick_device
 from qurl.dither import dither_
-from qurl.errors import ConfigError
+from qurl.errors import CheckpointError, ConfigError
 from qurl.learner import Learner
 from qurl.policy import Policy, load_policy
 from qurl.quant import rescale_, unscale_
@@ -29,6 +30,7 @@ from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
+from qurl.rewards.reward import check_reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.checks import context_length
 from qurl.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
@@ -64,7 +66,8 @@ class Parts:
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
-        return {"position": self.stream.position, "tracker": tracker}
+        stream = self.stream
+        return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; with another state where that has gone on already."""
@@ -78,6 +81,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint where there is one."""
     for warning in find_warnings(config):
         run.event("warning", warning)
+    check_reward(config.task.reward)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
@@ -101,6 +105,12 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     if checkpoint:
         state = load_checkpoint(checkpoint, learner)
         stream.position = state["position"]
+        if (num_problems := state.get("problems", len(task))) != len(task):
+            run.event(
+                "warning",
+                f"the task had {num_problems} problems when the run was saved, and has {len(task)} "
+                "now: their order is another one, so that some come twice in this epoch",
+            )
         if tracker is not None:
             tracker.load_state_dict(state["tracker"])
     else:
@@ -152,8 +162,15 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     if not folder.exists():
         staging = run_path / ".initial.partial"
         shutil.rmtree(staging, ignore_errors=True)
-        make_scratch_model(config, staging, device)
-        os.replace(staging, folder)
+        try:
+            make_scratch_model(config, staging, device)
+            os.replace(staging, folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(
+                f"the model made from scratch could not be written to {folder}: {error}. Make room "
+                "on the disk, then run the same command again"
+            ) from error
     return folder
 
 

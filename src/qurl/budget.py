@@ -38,7 +38,7 @@ def describe_budget(config: Config) -> str:
         f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
         f"  updates per step        {config.updates_per_step}",
         f"  updates in the run      {config.steps * config.updates_per_step:,}",
-        "memory (GiB)",
+        f"memory (GiB) on {pick_device(config.device)}",
     ]
     try:
         size = measure_model(config)
@@ -49,7 +49,7 @@ def describe_budget(config: Config) -> str:
         )
     rows = memory_rows(config, size, longest)
     lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
-    lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}")
+    lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")
     return "\n".join(lines)
 
 

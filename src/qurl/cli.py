@@ -84,7 +84,7 @@ def eval_command(args: list[str]) -> int:
 
 
 def validate_command(args: list[str]) -> int:
-    from qurl.commands import validate
+    from qurl.validate import validate
 
     recipe, flags = _recipe_and_flags(args)
     return 0 if validate(recipe, flags) else 2

@@ -98,7 +98,7 @@ class ModelConfig(_Section):
     """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
     deterministic: Flag = False
     """Gradients are added up in the same order each time, also on a GPU; slower. With
-    rollout.deterministic, runs on a GPU are meant to repeat to the bit (not tried there yet)."""
+    rollout.deterministic, runs on a GPU are meant to repeat to the bit (tried for single updates)."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 
@@ -116,7 +116,8 @@ class TaskConfig(_Section):
     reward: str = "auto"
     """auto (the task's own), math, exact, countdown, gym:<name>, or module:function of your own."""
     instruction: str = "auto"
-    """Text after each question of a file task; auto asks for a \\boxed answer."""
+    """Text after each question of a file; auto asks for a \\boxed answer, "" for nothing. In a
+    column `prompt` the question is taken to be complete, and auto adds nothing."""
     max_prompt_tokens: Count = 1024
     """A longer prompt is an error unless skip_long_prompts."""
     skip_long_prompts: Flag = False

@@ -154,8 +154,7 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
-    if not Path(path).exists() and not _may_be_hub_name(str(path)):
-        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
+    check_is_there(path, key)
     with _loading(path, key):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
@@ -179,9 +178,11 @@ def _loading(path: str | Path, key: str) -> Iterator[None]:
         ) from error
 
 
-def _may_be_hub_name(path: str) -> bool:
-    """Names of the hub are `name` or `owner/name`."""
-    return path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+def check_is_there(path: str | Path, key: str) -> None:
+    """Raise unless a model's folder exists, or `path` may be a name on the hub: `owner/name`."""
+    may_be_hub_name = str(path).count("/") <= 1 and not str(path).startswith((".", "/", "~"))
+    if not Path(path).exists() and not may_be_hub_name:
+        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
 
 
 def make_savable_(model: Any) -> None:

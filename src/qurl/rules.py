@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 WEIGHTED = ("decoupled", "tis", "acr")
 """Objectives that multiply with an importance weight."""
 
+TASKS = ("arithmetic", "countdown", "gsm8k", "math", "file")
+
 NEEDS_EVAL_PATH = "set task.eval_path, for a file has no held-out problems of its own"
 
 _DIVERGENCES = ("k1", "k2", "k3")
@@ -104,7 +106,10 @@ def is_generated(task: str) -> bool:
 
 def _task_mistakes(config: Config) -> Iterator[str]:
     task, scratch = config.task, config.model.scratch
-    if task.name == "file" and not task.path:
+    if not (task.name in TASKS or task.name.startswith("gym:") or "." in task.name):
+        yield f"task.name = {task.name!r} is not one of {', '.join(TASKS)}, gym:<name>, nor a file"
+        return
+    if task.name == "file" and not (task.path or task.eval_path):
         yield "task.name = 'file' needs task.path"
     for key in ("path", "eval_path"):
         if is_generated(task.name) and getattr(task, key):
@@ -201,6 +206,19 @@ def _ignored_settings(config: Config) -> Iterator[str]:
     quant = config.quant
     if quant.update_scale == 1 and (quant.scale_o_proj or quant.scale_down_proj):
         yield "quant.scale_o_proj and scale_down_proj do nothing while quant.update_scale = 1"
+    if "cap" in _changed(algo) and algo.objective not in ("tis", "acr"):
+        yield f"algo.cap does nothing with algo.objective = {algo.objective!r}"
+    if not algo.dynamic_sampling:
+        for name in _changed(algo):
+            if name in ("gen_multiple", "max_gen_rounds"):
+                yield f"algo.{name} does nothing without algo.dynamic_sampling"
+    if algo.kl_coef == 0 and algo.kl_estimator != "k3":
+        yield "algo.kl_estimator does nothing while algo.kl_coef = 0"
+    if config.optim.warmup_steps > config.steps:
+        yield (
+            f"optim.warmup_steps = {config.optim.warmup_steps} is more than steps = "
+            f"{config.steps}: the learning rate never reaches optim.lr"
+        )
     if algo.acr_max_bound is not None and algo.objective != "acr":
         yield f"algo.acr_max_bound does nothing with algo.objective = {algo.objective!r}"
     is_shaped = correction.level != "token" or correction.batch_normalize

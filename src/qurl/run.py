@@ -278,26 +278,34 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
+def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
+    """What changed since the run at `path` last ran: None where it would be a new one.
+
+    Raises where `config` cannot go on there. Nothing is written.
+    """
+    if not (path / CONFIG).exists():
+        if (path / METRICS).exists():
+            raise ConfigError(
+                f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be "
+                "resumed; choose another run_dir or move the old run away"
+            )
+        return None
+    old = _read_config(path)
+    _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
+    _check_steps(path, config.steps)
+    changes = _changes(old, json.loads(to_json(config)))
+    refused = {key: pair for key, pair in changes.items() if not may_change(key)}
+    has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
+    if refused and not has_begun:
+        return None  # it failed before its first step, and the recipe has been mended
+    _refuse(path, refused)
+    return changes
+
+
 def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
     """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
-    changes = None
-    if (path / CONFIG).exists():
-        old = _read_config(path)
-        _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
-        _check_steps(path, config.steps)
-        changes = _changes(old, json.loads(to_json(config)))
-        refused = {key: pair for key, pair in changes.items() if not may_change(key)}
-        has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
-        if refused and not has_begun:
-            # It failed before its first step, and the recipe has been mended: this is a new run.
-            shutil.rmtree(path / INITIAL, ignore_errors=True)
-            changes, refused = None, {}
-        _refuse(path, refused)
-    elif (path / METRICS).exists():
-        raise ConfigError(
-            f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be resumed; "
-            "choose another run_dir or move the old run away"
-        )
+    if (changes := find_changes(path, config)) is None:
+        shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that failed before it began
     for name in (METRICS, SAMPLES, EVALS, EVENTS):
         _mend(path / name)
     with replacing(path / CONFIG) as file:

@@ -201,7 +201,7 @@ def progress_line(
     if accuracies := _accuracies(metrics):
         shown = " ".join(f"{precision} {x:.1%}" for precision, x in accuracies.items())
         parts.append(f"held-out {shown}")
-    if (kl := metrics.get("rollout_corr/kl")) is not None:
+    if (kl := metrics.get("rollout_corr/k3_kl")) is not None:
         parts.append(f"KL {kl:.1e}")
     if (speed := metrics.get("perf/rollout_tokens_per_s")) is not None:
         parts.append(f"{_thousands(speed)} tok/s")

@@ -10,7 +10,7 @@ evaluated where due, sampled from, and then trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qurl.advantages import estimate
@@ -26,14 +26,19 @@ from qurl.losses import OBJECTIVES
 from qurl.report import write_report
 from qurl.run import Run
 from qurl.sampling import Sampler, collect
+from qurl.track import Tracker
 
 
-def train(config: Config) -> Path:
-    """Train to `config.steps`, resuming where the run directory allows; returns that directory."""
+def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
+    """Train to `config.steps`, resuming where the run directory allows; returns that directory.
+
+    `trackers` are called besides those that the recipe asks for.
+    """
     check_combinations(config)
     algo, objective = config.algo, OBJECTIVES[config.algo.objective]
     cap = algo.cap if objective.is_truncated else None
-    with Run.open(config) as run, assemble(config, run) as parts, Interrupt() as interrupt:
+    opened = Run.open(config, trackers=trackers)
+    with opened as run, assemble(config, run) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):

@@ -13,7 +13,7 @@ import qurl.learner
 import qurl.policy
 import qurl.train
 from qurl.cli import main
-from qurl.config import build_config
+from qurl.config import build_config, load_config
 from qurl.errors import ConfigError, EngineError
 from qurl.run import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
@@ -173,6 +173,15 @@ def test_completions_that_leave_no_room_for_a_prompt(train, llama):
     )
 
 
+def test_a_data_file_that_changes_under_a_run_is_told(train, llama, folder):
+    assert train(*llama, "--steps", "1")[0] == 0
+    with (folder / "data.jsonl").open("a") as file:
+        file.write('{"prompt": "2+2=", "answer": "4"}\n')
+    assert train(*llama, "--steps", "2")[0] == 0
+    messages = [event["message"] for event in read_jsonl(folder / "run" / "events.jsonl")]
+    assert any("had 4 problems when the run was saved, and has 5 now" in m for m in messages)
+
+
 def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
     """Each message names the key that leads on, until the run works."""
     torch.manual_seed(0)
@@ -278,7 +287,7 @@ def test_out_of_memory_says_what_to_lower(train, folder, monkeypatch):
 def test_a_reward_that_is_not_there(train):
     code, error = train("--task.reward", "mine:reward", "--task.grade-workers", "1")
     assert code != 0
-    assert "No module named 'mine'" in error
+    assert "there is no module 'mine' in " in error
     code, error = train("--task.reward", "f1")
     assert code == 2
     assert "task.reward = 'f1' is not one of auto, math, exact, countdown, gym:<name>" in error
@@ -341,6 +350,32 @@ def test_a_full_disk_while_saving(train, folder):
     assert train(*flags) == (0, "")
     assert steps(folder) == [0, 1, 2]
     assert checkpoints(folder) == ["step-000001", "step-000002"]
+
+
+def test_a_full_disk_while_the_scratch_model_is_written(train, folder):
+    with full_disk(20_000):
+        code, error = train()
+    assert code == 1
+    assert error.startswith("CheckpointError: the model made from scratch could not be written to")
+    assert not (folder / "run" / "initial").exists()
+    assert train() == (0, "")
+
+
+class CountingTracker:
+    def __init__(self):
+        self.steps = []
+
+    def log(self, step, metrics):
+        self.steps.append(step)
+
+    def close(self):
+        self.steps.append("closed")
+
+
+def test_a_tracker_of_ones_own_hears_of_every_step(folder):
+    tracker = CountingTracker()
+    qurl.train.train(load_config("recipe.toml"), trackers=[tracker])
+    assert tracker.steps == [0, 1, 2, "closed"]
 
 
 def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, monkeypatch):

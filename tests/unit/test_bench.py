@@ -269,6 +269,11 @@ def test_a_record_never_loses_a_result(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["rollout.json"]
 
 
+def test_a_record_that_cannot_be_written_costs_no_measurement():
+    with pytest.raises(ConfigError, match=r"--out /proc/sync.json cannot be written"):
+        Record("sync", Path("/proc/sync.json"))
+
+
 def test_two_commands_may_add_to_one_record(tmp_path):
     first, second = (Record("sync", tmp_path / "sync.json") for _ in range(2))
     first.add("a", CPU, x=1)

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, LlamaConfig
 
 from qurl.cli import COMMANDS, HELP, main
+from qurl.tasks.tokenizer import build_tokenizer
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -160,7 +162,8 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     assert resolved["algo"]["kl_coef"] == 1e-3, "presets are resolved"
     budget = " ".join(printed[end:].split())
     assert "sampled per step at most 1,024" in budget
-    assert "memory (GiB) policy, FP32" in budget
+    assert "memory (GiB) on cpu policy, FP32" in budget
+    assert budget.endswith("and activations")
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -175,10 +178,12 @@ def test_validate(recipe, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    keys and values"
     assert lines[1].startswith("note  ACR cannot act")
-    assert lines[2] == "ok    tokenizer: 100 tokens, end of sequence '<eos>'"
-    assert lines[3].startswith("ok    training problems: 10000 of arithmetic; the first has ")
-    assert lines[4] == "ok    held-out problems: not used (eval.every = 0)"
-    assert lines[5] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[2] == "ok    device: cpu"
+    assert lines[3] == f"ok    run directory: {tmp_path / 'run'}, a new run"
+    assert lines[4] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
+    assert lines[5].startswith("ok    training problems: 10000 of arithmetic; the first has ")
+    assert lines[6] == "ok    held-out problems: not used (eval.every = 0)"
+    assert lines[7] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -187,11 +192,64 @@ def test_validate_reports_each_failure(recipe, tmp_path, capsys):
     flags = ["--task.name", "file", "--task.path", str(data), "--task.eval_path", str(tmp_path)]
     assert main(["validate", str(recipe), *flags, "--eval.every", "1"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:4] for line in lines] == ["ok  ", "ok  ", "FAIL", "FAIL", "FAIL"]
-    assert f"data file {data} does not exist" in lines[2]
-    assert lines[2].endswith("set task.path to a file that is there")
-    assert f"data file {tmp_path} is a folder" in lines[3]
-    assert lines[3].endswith("set task.eval_path to a file that is there")
+    assert [line[:4] for line in lines] == [*["ok  "] * 4, *["FAIL"] * 3]
+    assert f"data file {data} does not exist" in lines[4]
+    assert lines[4].endswith("set task.path to a file that is there")
+    assert f"data file {tmp_path} is a folder" in lines[5]
+    assert lines[5].endswith("set task.eval_path to a file that is there")
+
+
+def validate(recipe, capsys, *flags):
+    """The lines that failed, or the last one."""
+    is_sound = main(["validate", str(recipe), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return lines[-1:] if is_sound else [line for line in lines if line.startswith("FAIL")]
+
+
+def test_validate_looks_at_the_run_directory(recipe, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
+    [failure] = validate(recipe, capsys)
+    assert failure.startswith("FAIL  run directory: run_dir = ")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
+    [failure] = validate(recipe, capsys, "--model.path", "/no/such/folder")
+    assert failure.startswith("FAIL  model: model.path = '/no/such/folder' does not exist")
+    build_tokenizer().save_pretrained(tmp_path / "gpt2")
+    GPT2Config(vocab_size=100).save_pretrained(tmp_path / "gpt2")
+    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "gpt2"))
+    assert "the local engine cannot run model_type = 'gpt2'" in failure
+    build_tokenizer().save_pretrained(tmp_path / "small")
+    LlamaConfig(vocab_size=90).save_pretrained(tmp_path / "small")
+    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "small"))
+    assert failure.endswith("its tokenizer has 100 tokens, and the model only 90")
+
+
+def test_validate_asks_about_a_reward_that_knows_no_difference(
+    recipe, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "same.py").write_text("def score(text, answer, extra):\n    return 0.5\n")
+    [last] = validate(recipe, capsys, "--task.reward", "same:score")
+    assert last.endswith("gives the truth 0.5 and a non-answer 0.5, alike or worse: is that meant?")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("./own.py:score", "'./own.py' is not the name of a module; for a file my_reward.py"),
+        ("own.py:score", "'own.py' is not the name of a module"),
+        ("nowhere:score", "there is no module 'nowhere' in "),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_a_reward_that_is_not_there(recipe, tmp_path, capsys, command, reward, message):
+    assert main([command, str(recipe), "--task.reward", reward]) == 2
+    printed = capsys.readouterr()
+    assert f"task.reward = {reward!r}: {message}" in printed.out + printed.err
+    assert not (tmp_path / "run" / "initial").exists(), "before any work is done"
 
 
 def test_validate_finds_a_grader_that_hangs(recipe, tmp_path, capsys, monkeypatch):

@@ -206,6 +206,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
     ("tree", "message"),
     [
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9, sampling.top_k = 0: training"),
+        ({"task": {"name": "nosuch"}}, "task.name = 'nosuch' is not one of arithmetic, countdown,"),
         ({"sampling": {"top_k": 5}}, "sampling.top_k = 5: training rollouts must be drawn from"),
         ({"sampling": {"group_size": 1}}, "algo.advantage = 'grpo' compares completions"),
         (
@@ -311,6 +312,10 @@ IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
         ),
         ({"algo": {**IN_REWARD, "kl_estimator": "k2"}}, "algo.kl_estimator = 'k2' does nothing"),
         ({"algo": {**IN_REWARD, "kl_is_correct": True}}, "algo.kl_is_correct does nothing with"),
+        ({"algo": {"objective": "decoupled", "cap": 5.0}}, "algo.cap does nothing with"),
+        ({"algo": {"gen_multiple": 2}}, "algo.gen_multiple does nothing without"),
+        ({"algo": {"kl_coef": 0, "kl_estimator": "k1"}}, "algo.kl_estimator does nothing while"),
+        ({"steps": 9, "optim": {"warmup_steps": 10}}, "the learning rate never reaches optim.lr"),
     ],
 )
 def test_each_warning(tree, message):

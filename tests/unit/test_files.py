@@ -149,8 +149,10 @@ def test_blank_answers_are_left_out_loudly(tmp_path):
 
 def test_a_reward_of_the_user_needs_no_answer(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"prompt": "write a poem"}])
-    [problem] = load_task(path, reward="poems:judge")
-    assert problem.answer == ""
+    task = load_task(path, reward="poems:judge")
+    assert task[0].answer == ""
+    [note] = task.notes
+    assert note.endswith("x.jsonl has an answer (columns: prompt): the reward gets '' as the truth")
     with pytest.raises(DataError, match="no answer"):
         load_task(path)
 

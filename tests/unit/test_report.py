@@ -34,7 +34,8 @@ def run(tmp_path):
             step,
             {
                 "reward/mean": 0.125 * step,
-                "rollout_corr/kl": 1.5e-3,
+                "rollout_corr/kl": 1.4e-3,
+                "rollout_corr/k3_kl": 1.5e-3,
                 "rollout_corr/rollout_is_max": 10.0**step,
                 "actor/entropy": float("nan"),
                 "uaq/quant_error": 0.0,

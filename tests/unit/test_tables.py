@@ -72,6 +72,13 @@ def test_the_newest_entry_counts(read):
     assert measured.rollouts["7B", "A", "none", "none"].tokens_per_s == 20_000
 
 
+def test_other_machines_are_left_out(read):
+    other = rollout(1)
+    other["machine"] = {**other["machine"], "device": "CPU (x86_64, 2 cores)"}
+    measured = read([rollout(20_000), other])
+    assert measured.rollouts["7B", "A", "none", "none"].tokens_per_s == 20_000
+
+
 def test_other_engines_and_workloads_are_left_out(read):
     others = [{"engine": "vllm"}, {"workload": "4x2:16+8"}, {"model": "0.5B"}]
     measured = read(*([rollout(1, settings=settings)] for settings in others))

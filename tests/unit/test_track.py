@@ -15,7 +15,7 @@ METRICS = {
     "eval/full/accuracy": 0.4375,
     "eval/full/accuracy_low": 0.3,
     "eval/int8/accuracy": 0.42,
-    "rollout_corr/kl": 1.234e-3,
+    "rollout_corr/k3_kl": 1.234e-3,
     "perf/rollout_tokens_per_s": 5230.0,
 }
 

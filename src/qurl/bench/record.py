@@ -42,6 +42,8 @@ class Record:
         self._read()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(self.path):
+                pass
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error}") from error
 

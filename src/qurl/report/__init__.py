@@ -89,7 +89,7 @@ def build_headlines(
     if speed := read_curve(metrics, "perf/rollout_tokens_per_s", "throughput"):
         median = statistics.median(speed.values)
         headlines.append(Headline("rollout tokens / s", f"{median:,.0f}", "median over steps"))
-    if kl := read_curve(metrics, "rollout_corr/kl", "kl"):
+    if kl := read_curve(metrics, "rollout_corr/k3_kl", "kl"):
         headlines.append(Headline("mismatch KL", f"{kl.values[-1]:.2e}", "last step"))
     kinds = Counter(event["kind"] for event in events)
     if loud := {kind: kinds[kind] for kind in ("alarm", "warning") if kinds[kind]}:

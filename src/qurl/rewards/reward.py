@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol
 
 from qurl.errors import ConfigError, RewardError
@@ -68,10 +72,43 @@ def load_reward(spec: str) -> Reward:
     return _load_function(module, function)
 
 
+def check_reward(spec: str) -> None:
+    """Raise where a user's module is not there; it is not run, which a grader may do for long."""
+    if not is_users_own(spec):
+        return
+    module, _, _ = spec.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
+        raise ConfigError(
+            f"task.reward = {spec!r}: {module!r} is not the name of a module; for a file "
+            "my_reward.py in the working directory write my_reward:function"
+        )
+    if not _is_importable(module):
+        raise ConfigError(
+            f"task.reward = {spec!r}: there is no module {module!r} in {Path.cwd()} nor on "
+            "Python's path (PYTHONPATH)"
+        )
+
+
+def _is_importable(module: str) -> bool:
+    """From where the graders run, whose path begins with the working directory."""
+    places = [str(Path.cwd()), *sys.path]
+    for part in module.split("."):
+        found = PathFinder.find_spec(part, places)
+        if found is None:
+            return False
+        places = list(found.submodule_search_locations or [])
+    return True
+
+
 def _load_function(module: str, function: str) -> Reward:
-    reward = getattr(importlib.import_module(module), function, None)
+    found = importlib.import_module(module)
+    reward = getattr(found, function, None)
     if not callable(reward):
-        raise ConfigError(f"task.reward = '{module}:{function}': {module} has no such function")
+        names = [name for name, value in vars(found).items() if inspect.isfunction(value)]
+        raise ConfigError(
+            f"task.reward = '{module}:{function}': {module} has no function {function!r}; it has "
+            f"{', '.join(names) or 'none'}"
+        )
     return reward  # type: ignore[return-value]
 
 

@@ -67,7 +67,10 @@ class FileTask:
         rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
         kept = [row for row in rows if row.question.answers] if needs_answer else rows
         self._rows = self._without_long(kept) if skip_long_prompts else kept
-        self.notes = tuple(_left_out(path, rows, kept, self._rows, self._limit))
+        self.notes = (
+            *_left_out(path, rows, kept, self._rows, self._limit),
+            *([_no_answers(path, rows)] if not any(row.question.answers for row in rows) else []),
+        )
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
         for row in filter(self._may_be_long, self._rows):
@@ -127,6 +130,13 @@ def _left_out(
             f"{num_long} of {len(rows)} rows of {path} are left out because their prompt has more "
             f"tokens than {limit}"
         )
+
+
+def _no_answers(path: str | Path, rows: list[Row]) -> str:
+    return (
+        f"no row of {path} has an answer (columns: {', '.join(rows[0].columns)}): the reward gets "
+        "'' as the truth"
+    )
 
 
 def read_rows(path: Path, *, needs_answer: bool = True, path_key: str = "task.path") -> list[Row]:

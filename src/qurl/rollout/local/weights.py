@@ -516,15 +516,15 @@ def read_architecture(model: Any) -> Architecture:
     """The shape of the model, or a ModelError that names what the local engine cannot compute."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
-        raise ModelError(_refusal(f"model_type = {config.model_type!r}", MODEL_TYPES))
+        raise ModelError(refusal(f"model_type = {config.model_type!r}", MODEL_TYPES))
     if config.hidden_act != "silu":
-        raise ModelError(_refusal(f"hidden_act = {config.hidden_act!r}", ("silu",)))
+        raise ModelError(refusal(f"hidden_act = {config.hidden_act!r}", ("silu",)))
     rotary = model.model.rotary_emb
     if rotary.rope_type not in ROPE_TYPES:
-        raise ModelError(_refusal(f"rope_type = {rotary.rope_type!r}", ROPE_TYPES))
+        raise ModelError(refusal(f"rope_type = {rotary.rope_type!r}", ROPE_TYPES))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if rotary.inv_freq.shape[-1] * 2 != head_dim:
-        raise ModelError(_refusal("partial rotary embedding", ("rotation of the whole head",)))
+        raise ModelError(refusal("partial rotary embedding", ("rotation of the whole head",)))
     _check_layers(model)
     return Architecture(
         num_layers=config.num_hidden_layers,
@@ -542,13 +542,13 @@ def _check_layers(model: Any) -> None:
         kind = name.rpartition(".")[2]
         if kind in PROJECTIONS and type(module) is not nn.Linear:
             raise ModelError(
-                _refusal(f"model.layers.{name} of type {type(module).__name__}", ("nn.Linear",))
+                refusal(f"model.layers.{name} of type {type(module).__name__}", ("nn.Linear",))
             )
         has_weights = next(module.parameters(recurse=False), None) is not None
         if has_weights and kind not in PROJECTIONS + _NORMS:
-            raise ModelError(_refusal(f"weights in model.layers.{name}", PROJECTIONS + _NORMS))
+            raise ModelError(refusal(f"weights in model.layers.{name}", PROJECTIONS + _NORMS))
     if getattr(model.lm_head, "bias", None) is not None:
-        raise ModelError(_refusal("lm_head with a bias", ("lm_head without bias",)))
+        raise ModelError(refusal("lm_head with a bias", ("lm_head without bias",)))
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -559,11 +559,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
         return (config.sliding_window,) * config.num_hidden_layers
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     if unknown := set(config.layer_types) - set(known):
-        raise ModelError(_refusal(f"layer_types with {sorted(unknown)}", tuple(known)))
+        raise ModelError(refusal(f"layer_types with {sorted(unknown)}", tuple(known)))
     return tuple(known[kind] for kind in config.layer_types)
 
 
-def _refusal(what: str, supported: Sequence[str]) -> str:
+def refusal(what: str, supported: Sequence[str]) -> str:
     return (
         f"the local engine cannot run {what}; it supports {', '.join(supported)}. "
         'Set rollout.engine = "hf" to sample with transformers instead'

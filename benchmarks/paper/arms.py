@@ -127,6 +127,12 @@ SPEED = Experiment(
         _timed("fp8", "PPO, FP8", "fp8"),
         _timed("grpo-bf16", "GRPO, BF16", "none", GROUPED),
         _timed("grpo-int8", "GRPO, INT8", "int8", GROUPED),
+        _timed(
+            "grpo-int8-compile",
+            "GRPO, INT8, compiled",
+            "int8",
+            {**GROUPED, "model.compile": True},
+        ),
     ),
     seeds=(0,),
     is_timed=True,

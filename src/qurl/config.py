@@ -95,10 +95,11 @@ class ModelConfig(_Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; masters stay FP32. auto: bfloat16 on GPU only."""
     compile: Flag = False
-    """Compile the decoder layers (torch.compile): faster steps, after a minute of compiling."""
+    """Compile the decoder layers (torch.compile) instead of using our fused ones; on a GPU it has
+    not been timed against them yet."""
     deterministic: Flag = False
     """Gradients are added up in the same order each time, also on a GPU; slower. With
-    rollout.deterministic, runs on a GPU are meant to repeat to the bit (tried for single updates)."""
+    rollout.deterministic, runs on a GPU are meant to repeat to the bit (tried: single updates)."""
     logits_chunk: Count = 1024
     """Positions whose logits are held at once; [B, T, V] never is."""
 

@@ -21,8 +21,9 @@ from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
 from qurl.losses import OBJECTIVES
 from qurl.quant.tracking import GROUPS, Sums
-from qurl.run import flatten
+from qurl.run import flatten, read_jsonl
 from qurl.tasks import load_task
+from qurl.train import train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
@@ -139,6 +140,39 @@ def test_all_mismatch_metrics_are_explained():
     logp, mask = torch.zeros(2, 3), torch.ones(2, 3)
     logged = mismatch_metrics(logp, logp, mask, cap=2.0) | weight_metrics(mask, mask, mask)
     assert logged.keys() <= set(code_spans(ROOT / "docs" / "algorithm.md"))
+
+
+TINY = {
+    **{"steps": 2, "device": "cpu", "threads": 1, "task.difficulty": 2},
+    **{"model.scratch.hidden_size": 32, "model.scratch.warm_start_steps": 30},
+    **{"batch.problems": 4, "batch.minibatches": 2},
+    **{"sampling.max_tokens": 4, "sampling.group_size": 4},
+}
+RUNS = {
+    "ppo": {"algo.kl_coef": 0.01, "quant.update_scale": 1.5},
+    "dapo": {"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_metrics_of_a_run_are_explained(name, tmp_path):
+    keys = {**TINY, "algo.name": name, **RUNS[name], "run_dir": tmp_path}
+    run = train(load_config(None, [word for k, v in keys.items() for word in (f"--{k}", str(v))]))
+    logged = {key for row in read_jsonl(run / "metrics.jsonl") for key in row} - {"step"}
+    pages = [ROOT / "docs" / page for page in ("metrics.md", "algorithm.md")]
+    explained = {span for page in pages for span in code_spans(page)}
+    assert {general_name(key) for key in logged} <= explained
+
+
+def general_name(metric):
+    """As the pages have it: eval/int8/pass@2_low -> eval/full/pass@K."""
+    kind, *parts = metric.split("/")
+    if kind == "uaq":
+        return f"uaq/{parts[0]}"
+    if kind == "eval":
+        name = re.sub(r"@\d+(_low|_high)?", "@K", parts[1])
+        return f"eval/full/{name}"
+    return metric
 
 
 def test_equation_table():

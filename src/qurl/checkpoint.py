@@ -102,8 +102,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {folder} cannot be read: {error}. Remove that folder to resume from the one "
-        "before it"
+        f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}. Remove that "
+        "folder to resume from the one before it"
     )
 
 

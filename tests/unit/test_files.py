@@ -124,6 +124,7 @@ def test_instructions(tmp_path):
         ('{"text": "q", "answer": "3"}', r"line 3: no question; one of prompt, question, problem"),
         ('{"question": " ", "answer": "3"}', r"line 3: 'question' is empty"),
         ('{"prompt": [], "answer": "3"}', r"line 3: 'prompt' is empty"),
+        ('{"question": ["a"], "answer": "3"}', r"line 3: 'question' holds the message 'a'"),
         ('{"prompt": [{"role": "user"}, {"content": "x"}], "answer": "3"}', r"the message"),
         ('{"question": 5, "answer": "3"}', r"line 3: 'question' is a int"),
         ('{"question": "q", "answer": {"a": 1}}', r"line 3: 'answer' holds a dict"),

@@ -59,7 +59,7 @@ def _read_content(value: Any, column: str, where: str) -> Content:
             f"{where}: {column!r} is a {type(value).__name__}; it must be text or a list of chat "
             "messages"
         )
-    if not any(isinstance(m, Mapping) and str(m.get("content") or "").strip() for m in value):
+    if not value or all(isinstance(m, Mapping) and _is_blank(m.get("content")) for m in value):
         raise DataError(f"{where}: {column!r} is empty; give it a message or remove the row")
     for message in value:
         fields = [message.get(k) if isinstance(message, Mapping) else None for k in _MESSAGE_KEYS]
@@ -72,6 +72,10 @@ def _read_content(value: Any, column: str, where: str) -> Content:
 
 
 _MESSAGE_KEYS = ("role", "content")
+
+
+def _is_blank(text: Any) -> bool:
+    return not str(text or "").strip()
 
 
 def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -484,7 +484,7 @@ def test_every_section_draws_results(tmp_path):
     assert len(links) == 7
     assert all((tmp_path / link).exists() for link in links)
     tables = text[text.index("## Table 1") : text.index("## Figure 8")]
-    assert "not run" not in tables
+    assert "| not run" not in tables
 
 
 def test_a_section_has_one_place():

@@ -24,7 +24,7 @@ HEAD = """\
      src/qurl/config.py instead. -->
 
 A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
-`qurl train RECIPE.toml --quant.format fp8 --optim.dither True`. `qurl train --help` prints what
+`qurl train RECIPE.toml --quant.format fp8 --optim.dither`. `qurl train --help` prints what
 stands here.
 
 - **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over

@@ -423,7 +423,7 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     if path and _is_run(path):
         recipe["run_dir"] = str(path)  # it may have been moved
     config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
-    if flags:
+    if flags := _with_values(flags):
         import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
 
         config = tyro.cli(
@@ -514,21 +514,39 @@ def _flag_value(flags: Sequence[str], name: str) -> str | None:
     return found
 
 
+def _with_values(flags: Sequence[str]) -> list[str]:
+    """A switch that is only named is on."""
+    words: list[str] = []
+    for i, flag in enumerate(flags):
+        words.append(flag)
+        if _is_switch(flag) and all(word.startswith("--") for word in flags[i + 1 : i + 2]):
+            words.append("true")
+    return words
+
+
 def _python_word(flags: Sequence[str], index: int) -> str:
     """Flags say none, true and false as recipes do; tyro wants them capitalised."""
     name, equals, value = flags[index].partition("=")
     if not equals:
         name, value = flags[max(index - 1, 0)], flags[index]
-    keys = name.removeprefix("--").replace("-", "_").split(".")
-    default: Any = Config()
-    for key in keys:
-        default = getattr(default, key, None)
-    is_word = (value == "none" and keys[-1] in _optional_keys()) or (
-        value in ("true", "false") and isinstance(default, bool)
+    is_word = (value == "none" and _keys_of(name)[-1] in _optional_keys()) or (
+        value in ("true", "false") and _is_switch(name)
     )
     if not is_word:
         return flags[index]
     return f"{name}={value.capitalize()}" if equals else value.capitalize()
+
+
+def _is_switch(flag: str) -> bool:
+    """Does `--optim.dither`, say, name a key that is true or false?"""
+    default: Any = Config()
+    for key in _keys_of(flag):
+        default = getattr(default, key, None)
+    return isinstance(default, bool)
+
+
+def _keys_of(flag: str) -> list[str]:
+    return flag.removeprefix("--").replace("-", "_").split(".")
 
 
 @functools.cache

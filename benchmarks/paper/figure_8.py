@@ -67,14 +67,14 @@ def step_table(results: Results) -> str:
     """Runs whose completions have different lengths compare by seconds per token only."""
     rows, base = [], None
     for arm in SPEED.arms:
-        found = [r for r in of_arm(results.get(SPEED.name, ()), arm.name) if is_timed(r)]
+        found = [r for r in of_arm(results.get(SPEED.name, ()), arm.name) if has_timed_steps(r)]
         if arm.overrides["quant.format"] == "none":  # the others of its algorithm follow
             base = found[0] if found else None
         rows.append([arm.label, *_step_cells(found[0], base)] if found else _not_run(arm.label))
     return table(STEP_HEAD, rows)
 
 
-def is_timed(result: Result) -> bool:
+def has_timed_steps(result: Result) -> bool:
     """Not where it was stopped while it was warming up."""
     return result.steps > WARM_UP_STEPS
 

@@ -121,7 +121,7 @@ def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
 
 
 def mean_of_seeds(differences: Sequence[float]) -> list[str]:
-    """In points; from three seeds on with an interval over them, as if they were all there are."""
+    """In points; from three seeds on with Student's interval over them."""
     if len(differences) < 2:
         return []
     text = f"mean {100 * fmean(differences):+.1f}"

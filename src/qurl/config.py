@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 CountOrZero = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
-Temperature = Annotated[float, Field(ge=1e-6, strict=True)]
+Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"]

@@ -140,12 +140,22 @@ class Policy:
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
     """A causal LM of transformers, in FP32, with its tokenizer."""
+    model = load_model(path)
+    return Policy(model, load_tokenizer(path), config, device)
+
+
+def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    model = load_model(path)
     with _loading(path, "model.path"):
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    return Policy(model, tokenizer, config, device)
+        return AutoTokenizer.from_pretrained(path)
+
+
+def load_model_config(path: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    with _loading(path, "model.path"):
+        return AutoConfig.from_pretrained(path)
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
@@ -154,7 +164,6 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
-    check_is_there(path, key)
     with _loading(path, key):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
@@ -168,6 +177,10 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
 
 @contextmanager
 def _loading(path: str | Path, key: str) -> Iterator[None]:
+    # A folder, or a name on the hub: `owner/name`.
+    may_be_hub_name = str(path).count("/") <= 1 and not str(path).startswith((".", "/", "~"))
+    if not Path(path).exists() and not may_be_hub_name:
+        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -176,13 +189,6 @@ def _loading(path: str | Path, key: str) -> Iterator[None]:
             "config.json, weights and tokenizer, or a hub name that is reachable from here: "
             f"{error}"
         ) from error
-
-
-def check_is_there(path: str | Path, key: str) -> None:
-    """Raise unless a model's folder exists, or `path` may be a name on the hub: `owner/name`."""
-    may_be_hub_name = str(path).count("/") <= 1 and not str(path).startswith((".", "/", "~"))
-    if not Path(path).exists() and not may_be_hub_name:
-        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
 
 
 def make_savable_(model: Any) -> None:

@@ -11,11 +11,12 @@ from qurl.assembly import build_pool, held_out_problems, training_task
 from qurl.config import Config, load_config
 from qurl.device import pick_device
 from qurl.errors import ConfigError, ModelError, QurlError
-from qurl.policy import check_is_there
+from qurl.policy import load_model_config, load_tokenizer
 from qurl.rewards.reward import check_reward, is_users_own
 from qurl.rollout.local.weights import MODEL_TYPES, refusal
 from qurl.rules import find_warnings
 from qurl.run import find_changes
+from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 
 
@@ -26,6 +27,7 @@ class Found:
     tokenizer: Any = None
     model_config: Any = None
     """None also for a model that is made from scratch."""
+    task: Task | None = None
 
 
 def validate(source: str | None, flags: Sequence[str]) -> bool:
@@ -65,11 +67,12 @@ def _check_run_dir(config: Config, found: Found) -> str:
 
 
 def _check_model(config: Config, found: Found) -> str:
-    found.tokenizer = _load_tokenizer(config)
+    is_scratch = config.model.path == "scratch"
+    found.tokenizer = build_tokenizer() if is_scratch else load_tokenizer(config.model.path)
     tokens = f"{len(found.tokenizer)} tokens, end of sequence {found.tokenizer.eos_token!r}"
-    if config.model.path == "scratch":
+    if is_scratch:
         return f"made from scratch, {tokens}"
-    found.model_config = _load_model_config(config)
+    found.model_config = load_model_config(config.model.path)
     kind = found.model_config.model_type
     if config.rollout.engine == "local" and kind not in MODEL_TYPES:
         raise ModelError(refusal(f"model_type = {kind!r}", MODEL_TYPES))
@@ -82,33 +85,8 @@ def _check_model(config: Config, found: Found) -> str:
     return f"{kind}, {tokens}"
 
 
-def _load_tokenizer(config: Config) -> Any:
-    from transformers import AutoTokenizer
-
-    if config.model.path == "scratch":
-        return build_tokenizer()
-    check_is_there(config.model.path, "model.path")
-    try:
-        return AutoTokenizer.from_pretrained(config.model.path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path = {config.model.path!r} has no tokenizer that can be read: {error}"
-        ) from error
-
-
-def _load_model_config(config: Config) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(config.model.path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path = {config.model.path!r} has no config that can be read: {error}"
-        ) from error
-
-
 def _check_training_task(config: Config, found: Found) -> str:
-    task = training_task(config, found.tokenizer, found.model_config)
+    found.task = task = training_task(config, found.tokenizer, found.model_config)
     first = f"the first has {len(task[0].prompt_ids)} tokens" if found.tokenizer else ""
     return "; ".join(filter(None, [f"{len(task)} of {task.name}", first, *task.notes]))
 
@@ -125,7 +103,7 @@ def _check_grader(config: Config, found: Found) -> str:
     The format that a reward of the user's own wants is not known here: it only has to run.
     """
     check_reward(config.task.reward)
-    task = training_task(config)
+    task = found.task or training_task(config)
     problem = task[0]
     worked = getattr(task, "worked_answer", None)
     boxed = f"The answer is \\boxed{{{problem.answer}}}."

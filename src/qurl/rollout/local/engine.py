@@ -98,7 +98,6 @@ class LocalEngine:
         self._rotations = Rotations.up_to(1, self.weights)
         self._active: Generation | None = None
         self._model: Any = model
-        self._is_sound = False
         self.sync(model, version=0)
 
     @property

@@ -48,8 +48,30 @@ def local_rollouts(path: Path) -> dict[Key, Mapping[str, Any]]:
     return {_key_of(entry["settings"]): entry for entry in entries}
 
 
+OTHER_BUILD = "†"
+
+
+def build_mark(entry: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """Of a factor between two entries: what else than the format may be in it."""
+    is_same = entry["machine"]["commit"] == base["machine"]["commit"]
+    return "" if is_same else OTHER_BUILD
+
+
+def with_note(text: str) -> str:
+    """Tells what the mark means where there is one."""
+    note = f"{OTHER_BUILD} over BF16 that was measured with another commit."
+    return f"{text}\n\n{note}" if OTHER_BUILD in text else text
+
+
 def _key_of(settings: Mapping[str, Any]) -> Key:
     return settings["model"], settings["workload"], settings["quant"], settings["kv"]
+
+
+def replace_between(page: str, begin: str, end: str, body: str) -> str:
+    """The page with `body` between its two markers."""
+    assert page.count(begin) == page.count(end) == 1, f"a page has {begin} and {end} once"
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n\n{body}\n\n{end}{rest.split(end)[1]}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

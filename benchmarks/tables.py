@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.measured import FORMATS, Key, local_rollouts, newest, table
+from benchmarks.measured import (
+    FORMATS,
+    Key,
+    build_mark,
+    local_rollouts,
+    newest,
+    replace_between,
+    table,
+    with_note,
+)
 from qurl.bench.limits import SPEEDS, Storage, rollout_limit
 from qurl.bench.shapes import get_shape
 from qurl.bench.workload import get_workload
@@ -111,6 +120,8 @@ class Measured:
     """All that the tables show."""
 
     rollouts: Mapping[Key, Figures]
+    marks: Mapping[Key, str]
+    """Of the factors over our BF16."""
     syncs: Mapping[tuple[str, str], Mapping[str, Any]]
     """Figures of INT8 syncs, by model and master."""
     attention: Mapping[str, Any]
@@ -128,6 +139,11 @@ class Measured:
         syncs = [e for e in newest(folder / "sync.json") if e["settings"]["quant"] == "int8"]
         return Measured(
             {key: figures_of(entry) for key, entry in shown.items()},
+            {
+                key: build_mark(entry, base)
+                for key, entry in shown.items()
+                if (base := shown.get((*key[:2], *BF16)))
+            },
             {(e["settings"]["model"], e["settings"]["master"]): e["figures"] for e in syncs},
             json.loads((folder / "attention.json").read_text()),
             json.loads((folder / "mismatch.json").read_text()),
@@ -139,6 +155,11 @@ class Measured:
         """Over our own BF16."""
         base = self.rollouts.get((*key[:2], *BF16))
         return ratio(self.rollouts.get(key), base)
+
+    def factor_text(self, key: Key) -> str:
+        """Empty where one of the two was not measured."""
+        factor = self.factor(key)
+        return "" if factor is None else f"{factor:.2f}{self.marks[key]}"
 
 
 def figures_of(entry: Mapping[str, Any]) -> Figures:
@@ -202,7 +223,7 @@ def rollout_row(measured: Measured, key: Key) -> list[str]:
         FORMATS[format[0], format[1]],
         thousands(ours),
         show(ours and ours.limit_share, "%", ""),
-        show(measured.factor(key), ".2f", ""),
+        measured.factor_text(key),
         show(ours and ours.busy_ms, ".2f", ""),
         show(ours and ours.logprob_gap, ".3f", ""),
         thousands(vllm),
@@ -370,7 +391,7 @@ def render_results(measured: Measured) -> str:
     return "\n\n".join(
         [
             f"**Rollouts.** {origins}. Medians of {runs} runs.",
-            rollout_table(measured),
+            with_note(rollout_table(measured)),
             "**Goals.** Bold figures miss theirs.",
             goal_table(measured),
             f"**Sync**, INT8. {origins}.",
@@ -399,7 +420,7 @@ def render_speed(measured: Measured) -> str:
         [
             f"{'; '.join(measured.origins)}:",
             table(["model, workload (sequences x prompt + new)", *FORMATS.values()], rows),
-            f"Over our own BF16: {factor_list(measured, places)}.",
+            with_note(f"Over our own BF16: {factor_list(measured, places)}."),
         ]
     )
 
@@ -408,8 +429,8 @@ def factor_list(measured: Measured, places: Sequence[tuple[str, str]]) -> str:
     """The gain of each format, workload by workload."""
     gains = []
     for format, name in FORMATS.items():
-        factors = {place: measured.factor((*place, *format)) for place in places}
-        shown = [f"{f:.2f} ({m} {name_of(w)})" for (m, w), f in factors.items() if f is not None]
+        factors = {place: measured.factor_text((*place, *format)) for place in places}
+        shown = [f"{f} ({m} {name_of(w)})" for (m, w), f in factors.items() if f]
         if shown and format != BF16:
             gains.append(f"{name} {', '.join(shown)}")
     return "; ".join(gains)
@@ -418,13 +439,6 @@ def factor_list(measured: Measured, places: Sequence[tuple[str, str]]) -> str:
 def speed_cell(measured: Measured, key: Key) -> str:
     ours, vllm = measured.rollouts.get(key), VLLM.get(key)
     return f"{thousands(ours)} ({thousands(vllm, '-')})"
-
-
-def replace_section(page: str, body: str) -> str:
-    """The page with `body` between its markers."""
-    assert page.count(BEGIN) == page.count(END) == 1, "a page has one section, between markers"
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
 
 
 PAGES: Mapping[str, Callable[[Measured], str]] = {
@@ -438,7 +452,8 @@ def main() -> None:
     for name, render in PAGES.items():
         path = ROOT / name
         page = path.read_text(encoding="utf-8")
-        path.write_text(replace_section(page, render(measured)), encoding="utf-8")
+        text = replace_between(page, BEGIN, END, render(measured))
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

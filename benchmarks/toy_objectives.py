@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import platform
 import statistics
@@ -22,7 +23,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from benchmarks.measured import student_interval
+from benchmarks.paper.plots import Line, Panel, Plot, draw, thin
+from qurl.bench.record import describe_machine
+from qurl.run import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
@@ -46,6 +52,11 @@ KEPT = (
     "acr/rescued_frac",
     "actor/grad_norm",
 )
+PANELS = {
+    "eval/full/accuracy": "held-out accuracy, full precision",
+    "rollout_corr/kl": "KL(behav, prox)",
+    "rollout_corr/rollout_is_max": "largest pi_prox / pi_behav",
+}
 
 
 def main() -> None:
@@ -66,7 +77,7 @@ def main() -> None:
     result = json.loads(path.read_text())
     table = make_table(result)
     path.with_suffix(".md").write_text(table)
-    draw(result, path.with_suffix(".svg"))
+    draw(plot(args.name, result), RESULTS)
     print(table)
 
 
@@ -77,7 +88,7 @@ def run_all(args: argparse.Namespace) -> dict:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per run",
-        "versions": versions(),
+        "versions": describe_machine(torch.device("cpu"))["versions"],
         "recipe": RECIPE.name,
         "steps": args.steps,
         "lr": args.lr,
@@ -113,14 +124,13 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     print(f"{arm}, seed {seed}: exit {done.returncode}", file=sys.stderr, flush=True)
     rows = read_rows(run / "metrics.jsonl", format)
-    failure = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    words = done.stderr.strip().splitlines()
+    failure = "" if done.returncode == 0 else "".join(words[-1:]) or f"exit {done.returncode}"
     return {"failure": failure, "curves": {name: pick(rows, name) for name in KEPT}}
 
 
 def read_rows(path: Path, format: str) -> list[dict]:
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_jsonl(path) if path.exists() else []
     for row in rows:
         actor = row.get(f"eval/{format}/accuracy", row.get("eval/full/accuracy"))
         if actor is not None:
@@ -131,17 +141,6 @@ def read_rows(path: Path, format: str) -> list[dict]:
 def pick(rows: list[dict], name: str) -> list[list[float]]:
     """[[step, value], ...] of one metric."""
     return [[row["step"], round(float(row[name]), 6)] for row in rows if name in row]
-
-
-def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def make_table(result: dict) -> str:
@@ -165,7 +164,7 @@ def make_table(result: dict) -> str:
             spread(runs, "eval/full/accuracy", last=3),
             spread(runs, "eval/quantized/accuracy", last=3),
             f"{late_mean(runs, 'rollout_corr/kl', result):.1e}",
-            f"{max(v for r in runs for _, v in r['curves']['rollout_corr/rollout_is_max']):.3g}",
+            f"{max(values(runs, 'rollout_corr/rollout_is_max'), default=math.nan):.3g}",
             f"{late_mean(runs, 'rollout_corr/truncated_frac', result):.2%}",
             f"{late_mean(runs, 'actor/pg_clipfrac', result):.2%}",
             f"{late_mean(runs, 'acr/rescued_frac', result):.3%}",
@@ -184,7 +183,7 @@ def compare_acr(result: dict, format: str) -> str:
     finals = {(r["arm"], r["seed"]): final(r, "eval/full/accuracy", 3) for r in result["runs"]}
     seeds = sorted(seed for arm, seed in finals if arm == f"{format} acr")
     pairs = [(finals[f"{format} acr", s], finals.get((f"{format} tis", s))) for s in seeds]
-    differences = [acr - tis for acr, tis in pairs if tis is not None]
+    differences = [acr - tis for acr, tis in pairs if acr is not None and tis is not None]
     if len(differences) < 3:
         return ""
     mean, (low, high) = statistics.fmean(differences), student_interval(differences)
@@ -195,65 +194,50 @@ def compare_acr(result: dict, format: str) -> str:
     )
 
 
-def final(run: dict, name: str, last: int) -> float:
-    return statistics.fmean(v for _, v in run["curves"][name][-last:])
+def final(run: dict, name: str, last: int) -> float | None:
+    """The mean of the last values; None of a run that failed before it had any."""
+    found = [v for _, v in run["curves"][name][-last:]]
+    return statistics.fmean(found) if found else None
 
 
 def spread(runs: list[dict], name: str, last: int) -> str:
-    finals = [final(run, name, last) for run in runs]
+    finals = [f for run in runs if (f := final(run, name, last)) is not None]
+    if not finals:
+        return ""
     return f"{statistics.fmean(finals):.3f} [{min(finals):.3f}, {max(finals):.3f}]"
 
 
+def values(runs: list[dict], name: str, since: float = 0) -> list[float]:
+    return [v for run in runs for step, v in run["curves"][name] if step >= since]
+
+
 def late_mean(runs: list[dict], name: str, result: dict) -> float:
-    late = [
-        value
-        for run in runs
-        for step, value in run["curves"][name]
-        if step >= 0.8 * result["steps"]
-    ]
-    return statistics.fmean(late) if late else float("nan")
+    late = values(runs, name, since=0.8 * result["steps"])
+    return statistics.fmean(late) if late else math.nan
 
 
-def draw(result: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = [
-        ("eval/full/accuracy", "held-out accuracy, full precision"),
-        ("rollout_corr/kl", "KL(behav, prox)"),
-        ("rollout_corr/rollout_is_max", "largest pi_prox / pi_behav"),
-    ]
-    figure, axes = plt.subplots(len(FORMATS), len(panels), figsize=(13, 7), squeeze=False)
-    for row, format in enumerate(FORMATS):
-        arms = ["full precision", *(arm for arm in ARMS if arm.startswith(format))]
-        for column, (name, title) in enumerate(panels):
-            axis = axes[row][column]
-            for arm in arms:
-                steps, means = mean_curve([r for r in result["runs"] if r["arm"] == arm], name)
-                style = {"color": "black", "linestyle": "--"} if arm == "full precision" else {}
-                axis.plot(steps, means, label=arm, linewidth=1.4, **style)
-            axis.set_title(f"{format}: {title}", fontsize=9)
-            axis.grid(alpha=0.3)
-            if name == "rollout_corr/rollout_is_max":
-                axis.set_yscale("log")
-        axes[row][0].legend(fontsize=7)
-        axes[row][0].set_ylim(0, 1)
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path)
+def plot(name: str, result: dict) -> Plot:
+    """A row of panels for each format; lines are means over seeds."""
+    panels = []
+    for format in FORMATS:
+        arms = {"full precision": "full precision", **{o: f"{format} {o}" for o in OBJECTIVES}}
+        for metric, title in PANELS.items():
+            lines = [
+                Line(label, thin(mean_curve(result["runs"], arm, metric)))
+                for label, arm in arms.items()
+            ]
+            is_log = metric == "rollout_corr/rollout_is_max"
+            panels.append(Panel(f"{format}: {title}", lines, is_log))
+    return Plot(name, panels, columns=len(PANELS))
 
 
-def mean_curve(runs: list[dict], name: str) -> tuple[list[float], list[float]]:
+def mean_curve(runs: list[dict], arm: str, name: str) -> list[tuple[float, float]]:
     """The mean over the seeds that reached each step."""
-    values: dict[float, list[float]] = {}
-    for run in runs:
+    by_step: dict[float, list[float]] = {}
+    for run in (run for run in runs if run["arm"] == arm):
         for step, value in run["curves"][name]:
-            values.setdefault(step, []).append(value)
-    steps = sorted(values)
-    return steps, [statistics.fmean(values[step]) for step in steps]
+            by_step.setdefault(step, []).append(value)
+    return [(step, statistics.fmean(by_step[step])) for step in sorted(by_step)]
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import table
-from benchmarks.paper.page import MISSING, Section, accuracy, write
+from benchmarks.paper.page import MISSING, Section, accuracy, difference, points
 from benchmarks.paper.results import BASELINE, GRADERS, Eval, Results
 
+LISTED = 3
+"""Runs with the same outcomes that are named; more are counted."""
 SHOWN = 10
 """Differences between the graders that the page lists; the file has all."""
 
@@ -25,20 +27,24 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def baseline_table(plain: dict[str, Any] | None, results: Results) -> str:
     """Our evaluations before training, and whether they lie in the interval of the plain one."""
-    head = ["untrained checkpoint", "accuracy, % (95 %)", "within the interval of transformers"]
+    head = ["untrained checkpoint", "accuracy, % (95 %)", "less transformers, points (95 %)"]
+    head.append("within the interval of transformers")
     if plain is None:
-        return table(head, [["transformers alone", MISSING, ""]])
+        return table(head, [["transformers alone", MISSING, "", ""]])
     reference = Eval(0, plain["outcomes"])
     low, high = reference.interval
-    rows = [[f"transformers alone, {plain['dtype']}", accuracy(reference), ""]]
-    seen = {}
+    rows = [[f"transformers alone, {plain['dtype']}", accuracy(reference), "", ""]]
+    seen: dict[Eval, list[str]] = {}
     for experiment in ("table1", "dapo", "long_horizon"):
         for result in results.get(experiment, ()):
             for first in (e for e in result.evals() if e.step == 0):
                 seen.setdefault(first, []).append(f"{experiment} {result.arm} {result.seed}")
-    for found, arms in seen.items():
+    for found, runs in seen.items():
+        listed = ", ".join(runs) if len(runs) <= LISTED else f"{len(runs)} runs"
+        less, interval = difference([(found, reference)])
         verdict = "yes" if low <= found.accuracy <= high else "**no**"
-        rows.append([f"QuRL, step 0 of {', '.join(arms)}", accuracy(found), verdict])
+        cells = [accuracy(found), points(less, interval), verdict]
+        rows.append([f"QuRL, step 0 of {listed}", *cells])
     return table(head, rows)
 
 
@@ -68,6 +74,3 @@ def _cell(text: str) -> str:
 
 
 SECTION = Section("checks", render)
-
-if __name__ == "__main__":
-    write([SECTION])

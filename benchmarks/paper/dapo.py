@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.arms import DAPO_UAQ
-from benchmarks.paper.page import Claim, accuracy_section, write
+from benchmarks.paper.page import Claim, accuracy_section
 
 CLAIMS = (
     Claim("UAQ s = 1.5 above none", "int8-uaq1.5", "int8", 0.62),
@@ -21,6 +21,3 @@ CLAIMS = (
 SECTION = accuracy_section(
     DAPO_UAQ, CLAIMS, "paper, AIME24 avg@32", ("groups kept", "sampling/groups_kept_frac")
 )
-
-if __name__ == "__main__":
-    write([SECTION])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.measured import FORMATS, Key, local_rollouts, table
+from benchmarks.measured import (
+    FORMATS,
+    Key,
+    build_mark,
+    local_rollouts,
+    table,
+    with_note,
+)
 from benchmarks.paper.arms import ROOT, SPEED
-from benchmarks.paper.page import MISSING, Section, of_arm, write
+from benchmarks.paper.page import MISSING, Section, of_arm
 from benchmarks.paper.plots import Line, Panel, Plot
 from benchmarks.paper.results import Result, Results
 from qurl.bench.shapes import SHAPES
@@ -22,22 +29,18 @@ STEP_HEAD = (
     *("sum of these", "over BF16, per token"),
 )
 
-Speeds = Mapping[Key, float]
-"""Tokens per second."""
-
-
-def read_speeds(path: Path = ROLLOUTS) -> Speeds:
-    entries = local_rollouts(path)
-    return {key: entry["figures"]["tokens_per_s"] for key, entry in entries.items()}
+Rollouts = Mapping[Key, Mapping[str, Any]]
+"""Entries of `qurl bench rollout`."""
 
 
 def render(results: Results) -> str:
+    rollouts = local_rollouts(ROLLOUTS)
     return "\n\n".join(
         [
             "Thousand tokens per second, and over our BF16 (random weights of Qwen2.5's shapes, "
             "`benchmarks/results/rollout.json`):",
-            rollout_table(read_speeds()),
-            plot(read_speeds()).link(),
+            with_note(rollout_table(rollouts)),
+            plot(rollouts).link(),
             "One step on GSM8K with 0.5B and 256 completions, one arm on the card, seconds, "
             f"medians over the steps after the first {WARM_UP_STEPS}:",
             step_table(results),
@@ -45,22 +48,28 @@ def render(results: Results) -> str:
     )
 
 
-def rollout_table(speeds: Speeds) -> str:
+def rollout_table(rollouts: Rollouts) -> str:
     rows = []
     for workload, sizes in WORKLOADS.items():
         for model in (name for name in SHAPES if name != "tiny"):
-            base = speeds.get((model, workload, "none", "none"))
-            cells = [
-                _speed_cell(speeds.get((model, workload, *format)), base) for format in FORMATS
-            ]
+            base = rollouts.get((model, workload, "none", "none"))
+            found = [rollouts.get((model, workload, *format)) for format in FORMATS]
+            cells = [_speed_cell(entry, base) for entry in found]
             rows.append([model, f"{workload}: {sizes}", *cells])
     return table(["model", "workload", *FORMATS.values()], rows)
 
 
-def _speed_cell(speed: float | None, base: float | None) -> str:
-    if speed is None:
+def _speed_cell(entry: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> str:
+    if entry is None:
         return MISSING
-    return f"{speed / 1e3:.1f}" + (f" ({speed / base:.2f}x)" if base else "")
+    text = f"{_speed(entry) / 1e3:.1f}"
+    if base is None:
+        return text
+    return f"{text} ({_speed(entry) / _speed(base):.2f}x{build_mark(entry, base)})"
+
+
+def _speed(entry: Mapping[str, Any]) -> float:
+    return entry["figures"]["tokens_per_s"]
 
 
 def step_table(results: Results) -> str:
@@ -100,7 +109,8 @@ def seconds_per_token(result: Result) -> float:
 
 def step_seconds(result: Result) -> dict[str, float]:
     """The median of each part over the steps after the warm-up."""
-    assert all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
+    is_alone = all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
+    assert is_alone, f"{result.arm} shared the machine: its times say nothing"
     return {part: _median(result, f"timing_s/{part}") for part in PARTS}
 
 
@@ -109,23 +119,20 @@ def _median(result: Result, metric: str) -> float:
     return median(value for step, value in result.curve(metric) if step in steps)
 
 
-def plot(speeds: Speeds) -> Plot:
+def plot(rollouts: Rollouts) -> Plot:
     panels = []
     for workload, sizes in WORKLOADS.items():
         lines = []
         for format, label in FORMATS.items():
             points = [
-                (shape.num_parameters / 1e9, speed / base)
+                (shape.num_parameters / 1e9, _speed(entry) / _speed(base))
                 for name, shape in SHAPES.items()
-                if (speed := speeds.get((name, workload, *format)))
-                and (base := speeds.get((name, workload, "none", "none")))
+                if (entry := rollouts.get((name, workload, *format)))
+                and (base := rollouts.get((name, workload, "none", "none")))
             ]
             lines.append(Line(label, points))
         panels.append(Panel(f"over BF16: {sizes}", lines, x_label="billion parameters"))
     return Plot("figure_8", panels)
 
 
-SECTION = Section("figure_8", render, lambda _: [plot(read_speeds())])
-
-if __name__ == "__main__":
-    write([SECTION])
+SECTION = Section("figure_8", render, lambda _: [plot(local_rollouts(ROLLOUTS))])

@@ -15,13 +15,12 @@ from benchmarks.paper.page import (
     mean_of,
     number,
     of_arm,
-    write,
 )
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
 
 HEAD = (
-    *("arm", "seed", "updates", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
+    *("arm", "seed", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
     *("KL, last fifth", "largest ratio", "truncated, all", "rescued by ACR, all"),
 )
 """Fifths of the steps that all runs have, and all of these."""
@@ -80,14 +79,13 @@ def _k3_by_format(path: Path) -> dict[str, float]:
 
 
 def mismatch_cells(result: Result, num_steps: int) -> list[str]:
-    """Seed, updates, clip fractions, KL, the largest ratio, what truncation and ACR touched."""
+    """Seed, clip fractions, KL, the largest ratio, what truncation and ACR touched."""
     every, fifth = range(num_steps), max(1, num_steps // 5)
     ends = (every[:fifth], every[-fifth:])
     ratios = result.curve("rollout_corr/rollout_is_max")
     rescued = mean_of(result, "acr/rescued_frac", every)
     return [
         str(result.seed),
-        str(result.updates),
         *(number(mean_of(result, "actor/pg_clipfrac", end), ".3%") for end in ends),
         *(number(mean_of(result, "rollout_corr/kl", end), ".1e") for end in ends),
         number(max((ratio for step, ratio in ratios if step in every), default=None), ".3g"),
@@ -111,6 +109,3 @@ def plot(results: Results) -> Plot:
 
 
 SECTION = Section("figures_2_3", render, lambda results: [plot(results)])
-
-if __name__ == "__main__":
-    write([SECTION])

@@ -12,7 +12,6 @@ from benchmarks.paper.page import (
     mean_of,
     number,
     of_arm,
-    write,
 )
 from benchmarks.paper.plots import Panel, Plot
 from benchmarks.paper.results import Result, Results
@@ -73,6 +72,3 @@ def plot(experiment: Experiment, results: Results) -> Plot:
 SECTION = Section(
     "figures_4_9", render, lambda results: [plot(e, results) for e in (TABLE_1, DAPO_UAQ)]
 )
-
-if __name__ == "__main__":
-    write([SECTION])

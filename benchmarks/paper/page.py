@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.measured import student_interval, table
+from benchmarks.measured import replace_between, student_interval, table
 from benchmarks.paper.arms import ROOT, Experiment
 from benchmarks.paper.plots import FIGURES, Line, Panel, Plot, draw, thin
 from benchmarks.paper.results import Eval, Result, Results, read_results
@@ -29,9 +29,7 @@ class Section:
     def place(self, page: str, results: Results) -> str:
         """The page with this section as the results have it."""
         begin, end = f"<!-- {self.name}: begin (make tables) -->", f"<!-- {self.name}: end -->"
-        assert page.count(begin) == page.count(end) == 1, f"{self.name} has one place, in markers"
-        head, rest = page.split(begin)
-        return f"{head}{begin}\n\n{self.render(results)}\n\n{end}{rest.split(end)[1]}"
+        return replace_between(page, begin, end, self.render(results))
 
 
 def write(sections: Iterable[Section], page: Path = PAGE, figures: Path = FIGURES) -> None:
@@ -50,6 +48,11 @@ def write(sections: Iterable[Section], page: Path = PAGE, figures: Path = FIGURE
 def accuracy(found: Eval) -> str:
     low, high = found.interval
     return f"{100 * found.accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def points(difference: float, interval: Interval) -> str:
+    low, high = interval
+    return f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def number(value: float | None, form: str = ".2g") -> str:
@@ -113,9 +116,11 @@ class Claim:
 def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
-        found = compare_arms(of_arm(results, claim.arm), of_arm(results, claim.other))
+        pair = of_arm(results, claim.arm), of_arm(results, claim.other)
+        found = compare_arms(*pair)
         texts = [c.text for c in found] + mean_of_seeds([c.difference for c in found])
-        cells = ["; ".join(texts) or MISSING, conclude(claim, found)]
+        nothing = "no evaluation at the same step" if all(pair) else MISSING
+        cells = ["; ".join(texts) or nothing, conclude(claim, found)]
         rows.append([claim.text, number(claim.paper, "+.2f"), *cells])
     return table(["claim", "paper, points", "ours, points (95 %)", "conclusion"], rows)
 
@@ -142,14 +147,9 @@ class Comparison:
     interval: Interval
 
     @property
-    def sign(self) -> int:
-        return int(self.interval[0] > 0) - int(self.interval[1] < 0)
-
-    @property
     def text(self) -> str:
-        d, low, high = (100 * x for x in (self.difference, *self.interval))
         steps = "-".join(str(s) for s in dict.fromkeys((self.steps[0], self.steps[-1])))
-        return f"seed {self.seed}, step {steps}: {d:+.1f} ({low:+.1f} to {high:+.1f})"
+        return f"seed {self.seed}, step {steps}: {points(self.difference, self.interval)}"
 
 
 def compare_arms(results: Sequence[Result], others: Sequence[Result]) -> list[Comparison]:
@@ -197,17 +197,20 @@ def difference(pairs: Sequence[tuple[Eval, Eval]], z: float = 1.96) -> tuple[flo
 
 
 def conclude(claim: Claim, found: Sequence[Comparison]) -> str:
-    """No more than the intervals of all seeds support."""
-    if not found:
-        return ""
-    if len(found) == 1:
-        return "one seed: none"
-    signs = {comparison.sign for comparison in found}
-    if claim.is_equality and signs in ({0}, {1}, {-1}):
-        return "no difference seen" if signs == {0} else "they differ"
-    if signs == {1}:
-        return "seen here" if claim.paper is None else "seen here too"
-    return "the opposite is seen here" if signs == {-1} else "not told apart"
+    """No more than the intervals of all seeds support, and the one over seeds where there is."""
+    if len(found) < 2:
+        return "one seed: none" if found else ""
+    intervals = [comparison.interval for comparison in found]
+    if len(found) > 2:
+        intervals.append(student_interval([comparison.difference for comparison in found]))
+    signs = {int(low > 0) - int(high < 0) for low, high in intervals}
+    seeds = "both seeds" if len(found) == 2 else f"all {len(found)} seeds"
+    if claim.is_equality and signs == {0}:
+        return f"no difference seen in {seeds}"
+    if signs in ({1}, {-1}):
+        what = "they differ" if claim.is_equality else "seen" if signs == {1} else "the opposite"
+        return f"{what} in {seeds}"
+    return "not told apart"
 
 
 # Curves

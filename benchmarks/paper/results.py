@@ -2,7 +2,7 @@
 
     {"experiment": ..., "arm": ..., "seed": ..., "status": "finished | stopped | failed: ...",
      "steps": trained steps, "recipe": ..., "overrides": {...}, "config": {...}, "machine": {...},
-     "attempts": [{"date": ..., "seconds": ..., "jobs": ...}], "events": [...],
+     "attempts": [{"date": ..., "commit": ..., "jobs": ..., "seconds": ...}], "events": [...],
      "evals": [{"step": ..., "precision": ..., "outcomes": "0110..."}],
      "curves": {"step": [...], metric: [...]}}
 
@@ -74,11 +74,6 @@ class Result:
     @property
     def steps(self) -> int:
         return self.record["steps"]
-
-    @property
-    def updates(self) -> int:
-        config = self.record["config"]
-        return self.steps * config["batch.minibatches"] * config["batch.epochs"]
 
     def evals(self) -> list[Eval]:
         """In full precision."""

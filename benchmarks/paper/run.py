@@ -36,14 +36,17 @@ from benchmarks.paper.results import (
     without_folders,
 )
 from qurl.bench.record import replace_text
+from qurl.checkpoint import latest_checkpoint
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, QurlError
+from qurl.run import lock_run
 
 POLL_S = 0.2
 COLLECT_S = 20.0
 ROOM_OF_OTHERS = 2 * 2**30
-INTERRUPTED = 130
-"""Exit status of a run that was asked to stop."""
+INTERRUPTED = (130, -signal.SIGINT)
+"""Exit statuses of a run that was asked to stop; the second while it was still importing."""
+ATTEMPTS = ".attempts.json"
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,16 @@ class Attempt:
 
     def __init__(self, job: Job, num_jobs: int) -> None:
         self.job = job
-        self.started = time.monotonic()
-        attempts = job.beside(".attempts.json")
-        self.earlier = json.loads(attempts.read_text()) if attempts.exists() else []
-        self.facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "jobs": num_jobs}
-        self.collected = self.started
+        self.facts = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": _machine()["commit"],
+            "jobs": num_jobs,
+        }
         self.is_killed = False
+        discard_lost(job)
+        attempts = job.beside(ATTEMPTS)
+        self.earlier = json.loads(attempts.read_text()) if attempts.exists() else []
+        self.started = self.collected = time.monotonic()
         self.process = start(job)
 
     @property
@@ -121,7 +128,7 @@ class Attempt:
         self.collected = time.monotonic()
         attempt = {**self.facts, "seconds": round(self.collected - self.started, 1)}
         attempts = [*self.earlier, attempt]
-        replace_text(job.beside(".attempts.json"), json.dumps(attempts, indent=1) + "\n")
+        replace_text(job.beside(ATTEMPTS), json.dumps(attempts, indent=1) + "\n")
         measured = measure(job.run_dir, job.config)
         status = self._status(measured)
         record = {
@@ -141,7 +148,7 @@ class Attempt:
         if measured["curves"].get("step", [-1])[-1] == self.job.config.steps:
             return "finished"
         code = self.process.poll()
-        if self.is_killed or code in (None, INTERRUPTED):
+        if self.is_killed or code in (None, *INTERRUPTED):
             return "stopped"
         if code < 0:  # it had no last word: killed for memory, say
             return f"failed: killed by signal {-code}"
@@ -149,9 +156,18 @@ class Attempt:
         return f"failed: {without_folders(''.join(words[-1:]), self.job.config)}"
 
 
+def discard_lost(job: Job) -> None:
+    """Remove a run that kept no checkpoint: it cannot go on, and its result has been collected."""
+    if job.config.save.keep > 0 or not job.run_dir.exists():
+        return
+    if latest_checkpoint(job.run_dir / "checkpoints"):
+        return  # of an earlier command; `qurl train` decides
+    with lock_run(job.run_dir):
+        shutil.rmtree(job.run_dir)
+        job.beside(ATTEMPTS).unlink(missing_ok=True)
+
+
 def start(job: Job) -> subprocess.Popen:
-    if job.config.save.keep == 0:  # there is nothing to go on from
-        shutil.rmtree(job.run_dir, ignore_errors=True)
     job.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "qurl", "train", str(ROOT / job.arm.recipe), *job.flags]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -323,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED[0]
     return 0 if is_sound else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.arms import TABLE_1
-from benchmarks.paper.page import Claim, accuracy_section, write
+from benchmarks.paper.page import Claim, accuracy_section
 
 CLAIMS = (
     Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox", 2.62),
@@ -19,6 +19,3 @@ CLAIMS = (
 SECTION = accuracy_section(
     TABLE_1, CLAIMS, "paper, step 435", ("tokens per rollout", "response_length/mean")
 )
-
-if __name__ == "__main__":
-    write([SECTION])

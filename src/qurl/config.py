@@ -34,7 +34,7 @@ Objective = Literal["ppo_prox", "ppo_behav", "decoupled", "tis", "acr"]
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
-QuantFormat = Literal["none", "int8", "fp8", "fp8-block", "int4"]
+QuantFormat = Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"]
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
@@ -279,7 +279,7 @@ class QuantConfig(_Section):
     """The actor that samples."""
 
     format: QuantFormat = "int8"
-    """Weights and activations of the engine's linear layers. int4 is for experiments."""
+    """Weights and activations of the engine's linear layers. int6 and int4 are for experiments."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: norm-fed weights are divided by it once, before training; 1 = off, paper: 1.5."""
     scale_o_proj: Flag = False

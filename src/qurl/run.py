@@ -71,7 +71,7 @@ class Run:
         `trackers` are called besides those that the recipe asks for.
         """
         path = Path(config.run_dir).expanduser()
-        lock = _lock(path)
+        lock = lock_run(path)
         changes = _claim(path, config)
         progress = Progress(config.steps, console=console)
         run = cls(path, progress)
@@ -260,7 +260,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise TrainingError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _lock(path: Path) -> IO[str]:
+def lock_run(path: Path) -> IO[str]:
     """Keep other processes out of a run directory; the system lets go when this one ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from qurl.quant.linear import linear, matmul_codes
 from qurl.quant.tracking import UpdateTracker, watched_rows
 
 FORMAT = st.sampled_from(sorted(FORMATS))
-INTEGER = st.sampled_from(["int8", "int4"])
+INTEGER = st.sampled_from(["int8", "int6", "int4"])
 SEED = st.integers(0, 2**32 - 1)
 EXPONENT = st.integers(-20, 20)
 

@@ -41,7 +41,7 @@ def test_int8_has_one_scale_per_output_channel():
     assert dequantize(q)[0].tolist() == pytest.approx([64 * 2 / 127, -2.0, 16 * 2 / 127])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
 def test_the_most_negative_code_is_never_used(name):
     largest = int(FORMATS[name].weight_max)
     x = torch.cat([-_normal(64, 33).abs(), _normal(64, 33, seed=1)])
@@ -50,10 +50,13 @@ def test_the_most_negative_code_is_never_used(name):
     assert codes.max() == largest
 
 
-def test_int4_codes_weights_and_activations_in_fifteen_levels():
-    q = quantize(torch.tensor([[7.0, -3.5, 2.5, 0.4]]), "int4")
-    assert q.codes.tolist() == [[7, -4, 2, 0]]
-    assert quantize_activation(torch.tensor([[14.0, 3.2]]), q.format).codes.tolist() == [[7, 2]]
+@pytest.mark.parametrize(("name", "largest"), [("int6", 31), ("int4", 7)])
+def test_coarse_formats_have_fewer_levels_of_weights_and_activations(name, largest):
+    q = quantize(torch.tensor([[1.0, -0.5, 2.5 / largest, 0.4 / largest]]) * largest, name)
+    assert q.codes.tolist() == [[largest, -(largest + 1) // 2, 2, 0]]
+    assert quantize_activation(torch.tensor([[2.0 * largest, 3.2]]), q.format).codes.tolist() == [
+        [largest, 2]
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -81,7 +84,7 @@ def test_tiny_and_huge_rows_code_like_ordinary_ones(name, magnitude):
     q = quantize(x, name)
     error = (dequantize(q).double() - x.double()).norm() / x.double().norm()
     assert torch.isfinite(q.scale).all()
-    assert error < {"int8": 0.01, "fp8": 0.04, "fp8-block": 0.04, "int4": 0.15}[name]
+    assert error < {"int8": 0.01, "fp8": 0.04, "fp8-block": 0.04, "int6": 0.04, "int4": 0.15}[name]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -194,5 +197,5 @@ def test_num_bytes_counts_codes_and_scales():
 
 
 def test_an_unknown_format_is_named():
-    with pytest.raises(ValueError, match=r"'int5' is not one of int8, fp8, fp8-block, int4"):
+    with pytest.raises(ValueError, match=r"'int5' is not one of int8, fp8, fp8-block, int6, int4"):
         quantize(torch.zeros(2, 2), "int5")

@@ -69,7 +69,7 @@ def test_product_against_float64(name, size, splits):
     assert ((y - expected).abs() / scale).max() < TOLERANCES.get(name, 2e-6)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
 @both_dtypes
 def test_integers_are_exact_whatever_the_plan(name, dtype):
     x, w, bias = operands(name, 17, 130, 4096)

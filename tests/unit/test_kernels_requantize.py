@@ -15,7 +15,7 @@ from qurl.quant import Quantized, get_format, quantize
 from qurl.quant.kernels.requantize import LONGEST_IN_REGISTERS, requantize_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FORMATS = ["int8", "fp8", "int4", "fp8-block"]
+FORMATS = ["int8", "fp8", "int6", "int4", "fp8-block"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 17), (5, 130), (7, 896), (2, 4864)]
 TILED_SHAPES = [(1, 1), (5, 130), (130, 257)]

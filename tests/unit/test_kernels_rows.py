@@ -196,7 +196,7 @@ def test_extreme_rows(format):
     assert torch.equal(values[1].cpu(), torch.zeros(200))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4", "fp8"])
 def test_ties_round_to_even(name):
     format = FORMATS[name]
     largest = format.act_max

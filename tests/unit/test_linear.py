@@ -47,7 +47,7 @@ def test_exact_length_is_the_longest_sum_within_fp32():
     assert exact_length(get_format("int4")) == 342392  # 342392 * 7^2 <= 2^24
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
 @pytest.mark.parametrize("columns", [1, 96, 1040, 1041, 4096])
 def test_integer_codes_multiply_exactly(name, columns):
     weight = quantize(_normal(24, columns, seed=1), name)

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import tables
+from benchmarks.measured import replace_between, student_interval
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +18,12 @@ def rollout(tokens_per_s, *, model="7B", workload="A", quant="none", kv="none", 
     versions = {"torch": "2.11.0", "triton": "3.6.0"}
     return {
         "date": "2026-01-02T03:04:05+00:00",
-        "machine": {"device": "NVIDIA H200", "cuda": "13.0", "versions": versions},
+        "machine": {
+            "device": "NVIDIA H200",
+            "cuda": "13.0",
+            "versions": versions,
+            "commit": more.pop("commit", "c0ffee"),
+        },
         "settings": {**settings, "repeats": 2, **more.pop("settings", {})},
         "figures": {"tokens_per_s": tokens_per_s, "limit_share": 0.625, "logprob_gap": 0.0351},
         **more,
@@ -45,18 +51,25 @@ def read(tmp_path):
 def test_pages_show_what_was_measured(name):
     page = (ROOT / name).read_text(encoding="utf-8")
     section = tables.PAGES[name](tables.Measured.read())
-    assert page == tables.replace_section(page, section), "run `make tables`"
+    whole = replace_between(page, tables.BEGIN, tables.END, section)
+    assert page == whole, "run `make tables`"
 
 
 def test_a_page_keeps_what_is_around_its_section():
-    page = f"before\n{tables.BEGIN}\n\nold\n\n{tables.END}\nafter\n"
-    assert tables.replace_section(page, "new") == page.replace("old", "new")
+    page = "before\n<begin>\n\nold\n\n<end>\nafter\n"
+    assert replace_between(page, "<begin>", "<end>", "new") == page.replace("old", "new")
 
 
-@pytest.mark.parametrize("page", ["no markers", f"{tables.BEGIN}{tables.END}" * 2])
+@pytest.mark.parametrize("page", ["no markers", "<begin><end>" * 2])
 def test_a_page_has_one_section(page):
-    with pytest.raises(AssertionError, match="one section"):
-        tables.replace_section(page, "new")
+    with pytest.raises(AssertionError, match="a page has <begin> and <end> once"):
+        replace_between(page, "<begin>", "<end>", "new")
+
+
+def test_an_interval_over_seeds_by_hand():
+    """Mean 2, deviation 1 over three values: 2 -+ 4.30 / sqrt(3)."""
+    assert student_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.4826, 2 + 2.4826), abs=1e-4)
+    assert student_interval([5.0] * 40) == (5.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,13 @@ def test_a_row_of_rollouts(read):
     row = tables.rollout_row(measured, ("7B", "A", "int8", "none"))
     ours = ["30.0", "62 %", "1.50", "6.50", "0.035"]
     assert row == ["7B, A (256 x 512 + 1024)", "INT8", *ours, "26.3", "61 %", "", "1.14"]
+
+
+def test_a_factor_between_two_commits_is_marked(read):
+    measured = read([rollout(20_000)], [rollout(30_000, quant="int8", commit="c0ffee+")])
+    assert measured.factor_text(("7B", "A", "int8", "none")) == "1.50†"
+    assert measured.factor_text(("7B", "A", "none", "none")) == "1.00"
+    assert measured.factor_text(("7B", "A", "fp8", "none")) == ""
 
 
 def test_what_was_not_measured_says_so(read):

@@ -55,7 +55,7 @@ class RolloutBench:
     model: str = "1.5B"
     """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
     quant: str = "none,int8"
-    """Formats: none, int8, fp8, fp8-block, int4; several with commas."""
+    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
     kv: str = "none"
     """Formats of the KV cache: none, fp8; several with commas."""
     workload: str = "A"

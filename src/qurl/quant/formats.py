@@ -49,7 +49,9 @@ FORMATS: Mapping[str, Format] = {
         Format("int8", torch.int8, weight_max=127, act_max=127),
         Format("fp8", torch.float8_e4m3fn, weight_max=448, act_max=448),
         Format("fp8-block", torch.float8_e4m3fn, weight_max=448, act_max=448, block=BLOCK),
-        # W4A4: coarse on purpose, to study the objectives where the mismatch is large.
+        # Coarse on purpose, to study the objectives where the mismatch is large: int6 for
+        # pretrained models, int4 for the toy task.
+        Format("int6", torch.int8, weight_max=31, act_max=31, canary_bound=5.0),
         Format("int4", torch.int8, weight_max=7, act_max=7, canary_bound=10.0),
     )
 }

@@ -1,7 +1,7 @@
 """How far the engine's log-probs are from the trainer's, on a real model and real questions.
 
     python benchmarks/mismatch.py MODEL GSM8K.jsonl [OUT.json] [--problems 64] [--tokens 256] \\
-        [--name NAME]
+        [--name NAME] [--formats int8,int6]
 
 The engine samples at temperature 1 in each format; the trainer scores the same tokens.
 By token: mean |logp_prox - logp_behav|, and the estimate k3 of KL(behav || prox). Both forwards
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--name", help="of the model, in the results; without it, its folder's")
     args = parser.parse_args()
     device = pick_device("auto")
@@ -52,7 +53,8 @@ def main() -> None:
 
     rows = []
     print(f"{'format':10} {'kv':5} {'tokens':>7} {'mean |gap|':>11} {'99 %':>8} {'k3':>9}")
-    for quant, kv in itertools.product(FORMATS, KV if device.type == "cuda" else ("none",)):
+    caches = KV if device.type == "cuda" else ("none",)
+    for quant, kv in itertools.product(args.formats.split(","), caches):
         engine = build_engine("local", policy.model, policy.tokenizer, quant=quant, kv=kv)
         rollouts = engine.generate(problems, params)
         batch = pack([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)

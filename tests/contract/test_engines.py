@@ -42,7 +42,7 @@ from tests.models import tiny_policy
 
 V = 97
 ENGINES = ["local", "hf"]
-FORMATS = ["none", "int8", "fp8", "fp8-block", "int6", "int4"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPE = {
     "vocab_size": V,

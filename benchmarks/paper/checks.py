@@ -27,8 +27,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def baseline_table(plain: dict[str, Any] | None, results: Results) -> str:
     """Our evaluations before training, and whether they lie in the interval of the plain one."""
-    head = ["untrained checkpoint", "accuracy, % (95 %)", "less transformers, points (95 %)"]
-    head.append("within the interval of transformers")
+    head = [
+        *("untrained checkpoint", "accuracy, % (95 %)", "less transformers, points (95 %)"),
+        "within the interval of transformers",
+    ]
     if plain is None:
         return table(head, [["transformers alone", MISSING, "", ""]])
     reference = Eval(0, plain["outcomes"])

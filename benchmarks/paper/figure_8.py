@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.measured import (
-    FORMATS,
-    Key,
-    build_mark,
-    local_rollouts,
-    table,
-    with_note,
-)
+from benchmarks.measured import FORMATS, Key, build_mark, local_rollouts, table, with_note
 from benchmarks.paper.arms import ROOT, SPEED
 from benchmarks.paper.page import MISSING, Section, of_arm
 from benchmarks.paper.plots import Line, Panel, Plot

@@ -16,17 +16,19 @@ def pack(graded: Sequence[Graded]) -> Batch:
     Causal attention never looks to the right, so padding needs no attention mask.
     """
     rows = [
-        (index, group.rollout.problem.prompt_ids, completion, reward)
+        (index, group.rollout.problem, completion, reward)
         for index, group in enumerate(graded)
         for completion, reward in zip(group.rollout.completions, group.rewards, strict=True)
     ]
-    lengths = [len(prompt) + len(completion.token_ids) for _, prompt, completion, _ in rows]
+    lengths = [
+        len(problem.prompt_ids) + len(completion.token_ids) for _, problem, completion, _ in rows
+    ]
     shape = (len(rows), max(lengths))
     token_ids = torch.zeros(shape, dtype=torch.int64)
     mask, logp_behav = torch.zeros(shape), torch.zeros(shape)
-    for b, (_, prompt, completion, _) in enumerate(rows):
-        response = slice(len(prompt), lengths[b])
-        token_ids[b, : lengths[b]] = torch.tensor([*prompt, *completion.token_ids])
+    for b, (_, problem, completion, _) in enumerate(rows):
+        response = slice(len(problem.prompt_ids), lengths[b])
+        token_ids[b, : lengths[b]] = torch.tensor([*problem.prompt_ids, *completion.token_ids])
         mask[b, response] = 1.0
         logp_behav[b, response] = torch.tensor(completion.logprobs, dtype=torch.float32)
     return Batch(
@@ -37,6 +39,7 @@ def pack(graded: Sequence[Graded]) -> Batch:
         rewards=torch.tensor([float(reward) for *_, reward in rows]),
         group=torch.tensor([index for index, *_ in rows]),
         temperature=graded[0].rollout.temperature,
+        problem_ids=[problem.id for _, problem, *_ in rows],
     )
 
 

@@ -159,8 +159,8 @@ class SamplingConfig(_Section):
     """The trainer divides its logits by the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Must stay 1 in training: otherwise the mismatch measures the filter, not quantization."""
-    top_k: CountOrZero = 0
-    """Must stay 0 in training, for the same reason."""
+    top_k: Annotated[int, Field(ge=-1, strict=True)] = 0
+    """Must stay 0 or -1 (all) in training, for the same reason."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
 

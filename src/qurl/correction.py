@@ -47,7 +47,8 @@ def correct(
     batch: Batch, config: CorrectionConfig, *, cap: float | None, is_weighted: bool = True
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with rejected tokens out of its mask and, where the objective is weighted, with its
-    weights; and the metrics. In bypass mode there is no mismatch to speak of.
+    weights; and the metrics, which tell of the others what a weight would be. In bypass mode there
+    is no mismatch to speak of.
     """
     assert batch.logp_prox is not None
     if config.mode == "bypass":
@@ -56,8 +57,6 @@ def correct(
     metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=cap)
     mask = batch.mask * acceptance(log_mismatch, batch.mask, config)
     metrics |= _rejection_metrics(batch.mask, mask)
-    if not is_weighted:
-        return batch.replace(mask=mask), metrics
 
     level = log_mismatch
     if config.level == "sequence":
@@ -71,6 +70,8 @@ def correct(
         weight = weight / factor.clamp(min=1e-8)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(factor)
     metrics |= weight_metrics(weight, shrink, mask)
+    if not is_weighted:
+        return batch.replace(mask=mask), metrics
     return batch.replace(mask=mask, weight=weight * mask, shrink=shrink), metrics
 
 
@@ -153,7 +154,7 @@ def mismatch_metrics(
 
 
 def weight_metrics(weight: Tensor, shrink: Tensor, mask: Tensor) -> dict[str, float]:
-    """What the objective really multiplies with: truncated weights, r, effective sample size."""
+    """What a weighted objective multiplies with: truncated weights, r, effective sample size."""
     keep = mask.bool()
     if not keep.any():
         return {}

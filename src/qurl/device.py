@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import torch
 
 from qurl.errors import ConfigError
@@ -18,3 +21,13 @@ def pick_device(name: str) -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """Of arithmetic, and of what the engine does not quantize."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory held so far, in GiB, under verl's names: of this process, and of the GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    metrics = {"perf/cpu_memory_used_gb": process / 2**30}
+    if device.type == "cuda":
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return metrics

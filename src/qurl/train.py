@@ -19,14 +19,16 @@ from qurl.batch import pack, sample_records
 from qurl.config import Config, check_combinations
 from qurl.correction import correct
 from qurl.crash import keep_evidence
+from qurl.device import peak_memory
 from qurl.errors import QurlError
 from qurl.evaluate import evaluate_recipe
 from qurl.interrupt import Interrupt
 from qurl.losses import OBJECTIVES
 from qurl.report import write_report
-from qurl.run import Run
+from qurl.run import Run, Stopwatch
 from qurl.sampling import Sampler, collect
 from qurl.track import Tracker
+from qurl.types import Batch
 
 
 def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
@@ -36,7 +38,8 @@ def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
     """
     check_combinations(config)
     algo, objective = config.algo, OBJECTIVES[config.algo.objective]
-    cap = algo.cap if objective.is_truncated else None
+    # Uncorrected objectives ignore it; their metrics tell what truncation at C would do.
+    cap = algo.cap if objective.is_truncated or not objective.is_weighted else None
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
@@ -59,6 +62,7 @@ def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
                 batch = estimate(batch, algo)
                 with timer("update"):
                     metrics |= scores | mismatch | learner.update(batch, step)
+                metrics |= performance(config, batch, timer)
 
             for record in sample_records(collected.graded, batch, config.track.samples):
                 run.sample(step, record)
@@ -112,6 +116,12 @@ def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[s
             run.evaluation(step, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics
+
+
+def performance(config: Config, batch: Batch, timer: Stopwatch) -> dict[str, float]:
+    tokens = batch.num_tokens * config.batch.epochs
+    speed = {"perf/train_tokens_per_s": tokens / timer.seconds("update")}
+    return speed | peak_memory(batch.mask.device)
 
 
 def warn(run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -39,7 +39,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 and -1 keep all."""
     stop: Sequence[int | str] = ()
     """Token ids or strings that end a completion, besides the model's own end-of-sequence ones."""
     seed: int = 0
@@ -59,8 +59,8 @@ class SamplingParams:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p} must lie in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k} must be 0 (all) or positive")
+        if self.top_k < -1:
+            raise ValueError(f"top_k = {self.top_k} must be positive, or 0 or -1 (all)")
         if isinstance(self.stop, str):
             raise ValueError(f"stop = {self.stop!r} must be a sequence, such as [{self.stop!r}]")
 
@@ -139,6 +139,7 @@ class Batch:
     rewards: Tensor  # [B] outcome of each sequence
     group: Tensor  # [B] int64, which rollout of the step
     temperature: float
+    problem_ids: Sequence[str] = ()  # [B], where they are known
     logp_prox: Tensor | None = None  # [B, T]
     logp_ref: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T]
@@ -170,14 +171,19 @@ class Batch:
     def select(self, rows: Tensor) -> Batch:
         """The given sequences, trimmed to the longest of them."""
         longest = int(self.lengths[rows].max())
-        return self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
+        picked = self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
+        return picked.replace(problem_ids=self._ids(rows))
+
+    def _ids(self, rows: Tensor) -> Sequence[str]:
+        return [self.problem_ids[int(row)] for row in rows.tolist()] if self.problem_ids else ()
 
     def to(self, device: torch.device | str) -> Batch:
         return self.map(lambda x: x.to(device))
 
     def shuffle(self, generator: torch.Generator) -> Batch:
         rows = torch.randperm(len(self), generator=generator)
-        return self.map(lambda x: x[rows.to(x.device)])
+        shuffled = self.map(lambda x: x[rows.to(x.device)])
+        return shuffled.replace(problem_ids=self._ids(rows))
 
     def split(self, parts: int) -> Iterator[Batch]:
         """`parts` consecutive pieces whose sizes differ by at most one."""

@@ -368,7 +368,7 @@ PUBLIC = {
     "qurl.quant.quantize": "weight, format",
     "qurl.quant.dequantize": "q",
     "qurl.quant.rescale_": "model, scale=1.5",
-    "qurl.quant.unscale_": "model",
+    "qurl.quant.unscale_": "model, scale=None",
     "qurl.rollout.build_engine": "kind, model, tokenizer=None, *, quant='none'",
     "qurl.rollout.Engine.sync": "self, model, *, version",
     "qurl.rollout.Engine.generate": "self, problems, params",

@@ -25,6 +25,8 @@ def test_pack_by_hand(graded):
     assert batch.lengths.tolist() == [5, 3, 3]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
     assert batch.group.tolist() == [0, 0, 1]
+    assert batch.problem_ids == [g.rollout.problem.id for g in (graded[0], *graded)]
+    assert len(set(batch.problem_ids)) == 2
     assert batch.temperature == 0.7
     assert (len(batch), batch.num_tokens) == (3, 6)
 
@@ -85,6 +87,7 @@ def test_select_trims_to_the_longest_chosen_row(graded):
     assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 1]]
     assert batch.rewards.tolist() == [0.5, 0.0]
     assert batch.group.tolist() == [1, 0]
+    assert batch.problem_ids == [graded[1].rollout.problem.id, graded[0].rollout.problem.id]
     assert batch.logp_prox is None
 
 
@@ -107,6 +110,7 @@ def test_shuffle_moves_whole_rows_and_repeats_with_its_seed(graded):
     assert sorted(order.tolist()) == list(range(12))
     for name in ("token_ids", "lengths", "mask", "logp_behav", "logp_prox", "group"):
         assert torch.equal(getattr(shuffled, name), getattr(batch, name)[order]), name
+    assert shuffled.problem_ids == [batch.problem_ids[row] for row in order]
     again = batch.shuffle(torch.Generator().manual_seed(3))
     assert torch.equal(again.rewards, shuffled.rewards)
     other = batch.shuffle(torch.Generator().manual_seed(4))

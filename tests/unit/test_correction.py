@@ -145,13 +145,15 @@ def test_unweighted_objectives_get_a_mask_and_no_weights():
     batch, metrics = correct(
         make_batch([[1.0, 1e-5], [1.0, 3.0]]),
         CorrectionConfig(veto=1e-4),
-        cap=None,
+        cap=2.0,
         is_weighted=False,
     )
     assert batch.weight is None
+    assert batch.shrink is None
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
-    assert "rollout_corr/kl" in metrics
-    assert "rollout_corr/weight_mean" not in metrics
+    assert metrics["rollout_corr/truncated_frac"] == 0.5  # what truncation would do
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(9 / (2 * 5))
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.25
 
 
 def test_bypass_measures_nothing():

@@ -99,6 +99,7 @@ def test_greedy_takes_the_argmax_with_its_unscaled_logprob():
     ("top_p", "top_k", "kept"),
     [
         (1.0, 0, [0.1, 0.4, 0.3, 0.2]),
+        (1.0, -1, [0.1, 0.4, 0.3, 0.2]),
         (1.0, 2, [0, 4 / 7, 3 / 7, 0]),
         (0.69, 0, [0, 4 / 7, 3 / 7, 0]),  # the token that crosses 0.69 is kept
         (0.71, 0, [0, 4 / 9, 3 / 9, 2 / 9]),

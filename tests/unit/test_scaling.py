@@ -344,6 +344,9 @@ def test_there_must_be_something_to_undo():
     model = build("llama")
     with pytest.raises(ModelError, match="nothing to undo"):
         unscale_(model)
+    with pytest.raises(ValueError, match=r"scale = 2\.0, but UAQ was applied with 1\.5"):
+        unscale_(rescale_(model), 2.0)
+    unscale_(model, 1.5)
     unscale_(rescale_(model))
     with pytest.raises(ModelError, match="nothing to undo"):
         unscale_(model)

@@ -4,9 +4,10 @@ A linear layer fed by an RMSNorm, y = W (g * n), becomes
 
     W' = W / s,   g' = s g        (s = 1.5 in the paper)
 
-The function, the codes of every quantizer and the mismatch at step 0 stay as they are. What grows
-is the update against the quantization step: under AdamW by s (a learning rate s times larger on
-these layers, 1/s on their norms), under SGD by s^2.
+The function, the codes of every quantizer and the mismatch at step 0 stay as they are, in exact
+arithmetic: a trainer that computes in BF16 rounds W / s anew unless s is a power of two
+(docs/uaq.md). What grows is the update against the quantization step: under AdamW by s (a learning
+rate s times larger on these layers, 1/s on their norms), under SGD by s^2.
 
 Options: `o_proj` divides o by s against v, `down_proj` divides down by s against up. Both cancel
 the default scaling of v and up, so the gain moves from the one layer to the other.
@@ -121,14 +122,17 @@ def rescale_(
 
 
 @torch.no_grad()
-def unscale_(model: nn.Module) -> nn.Module:
+def unscale_(model: nn.Module, scale: float | None = None) -> nn.Module:
     """Undo `rescale_` in place: bit for bit where s is a power of two, else within rounding.
 
-    Gemma's norms keep offset + w, not w, bit for bit.
+    The model knows its s; one that is given must be that. Gemma's norms keep offset + w, not w, bit
+    for bit.
     """
     record = _record(model)
     if record is None:
         raise ModelError("the model carries no UAQ (config.qurl_uaq): nothing to undo")
+    if scale not in (None, record["scale"]):
+        raise ValueError(f"scale = {scale}, but UAQ was applied with {record['scale']}")
     moves = _moves(model, o_proj=record["o_proj"], down_proj=record["down_proj"])
     _check_precision(moves, record["scale"])
     for move in moves:

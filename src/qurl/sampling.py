@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -73,22 +74,29 @@ class Sampler:
         problems = self.stream.take(count)
         with self.timer("rollout"):
             rollouts = self.engine.generate(problems, params)
-        cache = overlong_cache(self.config.algo.overlong_frac, max_tokens)
         with self.timer("grade"):
             graded = grade_rollouts(
-                rollouts, self.pool, overlong_cache=cache, max_tokens=max_tokens
+                rollouts, self.pool, overlong_cache=self.overlong_cache, max_tokens=max_tokens
             )
         self.graded += graded
         return graded
 
     def metrics(self) -> dict[str, float]:
         """Of all that was sampled, before any group was dropped."""
-        tokens = sum(len(c.token_ids) for g in self.graded for c in g.rollout.completions)
-        speed = {
-            "perf/rollout_tokens": float(tokens),
-            "perf/rollout_tokens_per_s": tokens / self.timer.seconds("rollout"),
+        lengths = [len(c.token_ids) for g in self.graded for c in g.rollout.completions]
+        metrics = reward_metrics(self.graded) | {
+            "perf/rollout_tokens": float(sum(lengths)),
+            "perf/rollout_tokens_per_s": sum(lengths) / self.timer.seconds("rollout"),
         }
-        return reward_metrics(self.graded) | speed
+        if self.overlong_cache:
+            allowed = self.config.sampling.max_tokens - self.overlong_cache
+            metrics["reward/overlong"] = fmean(length > allowed for length in lengths)
+        return metrics
+
+    @property
+    def overlong_cache(self) -> int:
+        """The last tokens of a completion that are punished."""
+        return overlong_cache(self.config.algo.overlong_frac, self.config.sampling.max_tokens)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from qurl.types import Batch
 def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory.
 
-    `trackers` are called besides those that the recipe asks for.
+    Make the config with `load_config`, which adds all that `algo.name` sets; `Config(...)` has the
+    plain defaults. `trackers` are called besides those that the recipe asks for.
     """
     check_combinations(config)
     algo, objective = config.algo, OBJECTIVES[config.algo.objective]

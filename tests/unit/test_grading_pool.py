@@ -168,8 +168,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
         )
         [graded] = grade_rollouts([rollout], pool, overlong_cache=2, max_tokens=2)
     assert grades == [Grade(2.0, {"is_short": 1.0}), Grade(3.0, {"is_short": 0.0})]
-    details = {"accuracy": -3.0, "timed_out": 0.0, "is_short": 1.0, "overlong": 1.0}
-    assert graded.details == [details]
+    assert graded.details == [{"accuracy": -3.0, "timed_out": 0.0, "is_short": 1.0}]
     assert list(graded.rewards) == [-3.5]
 
 

@@ -192,9 +192,11 @@ def test_the_sampler_takes_generates_and_grades():
 def test_overlong_punishment_shapes_the_reward_and_not_the_accuracy():
     """max_tokens 5, the last 2 punished: lengths 2, 3, 4, 5 cost 0, 0, -1/2, -1."""
     with GradingPool("exact") as pool:
-        [first, _] = make_sampler(Script(num_right=3), pool, overlong=0.4)(0, 2)
+        sampler = make_sampler(Script(num_right=3), pool, overlong=0.4)
+        [first, _] = sampler(0, 2)
     assert first.rewards == pytest.approx([1.0, 1.0, 0.5, -1.0])
     assert first.accuracies == [1.0, 1.0, 1.0, 0.0]
+    assert sampler.metrics()["reward/overlong"] == 0.5
 
 
 def test_a_refill_samples_new_problems_from_the_same_weights():
@@ -222,6 +224,7 @@ def test_metrics_speak_of_all_that_was_sampled():
     assert metrics["response_length/mean"] == 3.5
     assert metrics["response_length/max"] == 5
     assert metrics["perf/rollout_tokens"] == 28
+    assert "reward/overlong" not in metrics
     laps = sampler.timer.lap()
     assert set(laps) == {"timing_s/rollout", "timing_s/grade"}
     assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(28 / laps["timing_s/rollout"])

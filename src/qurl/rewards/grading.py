@@ -41,7 +41,7 @@ def grade_rollouts(
     """Grade every completion; reward = score + overlong penalty.
 
     `accuracy` of the details is the score before any shaping, `timed_out` is 1 where the grader
-    was killed, and `overlong`, where there is such a penalty, where it was given.
+    was killed.
     """
     from qurl.types import Graded  # here, because it imports torch and the workers must not
 
@@ -57,14 +57,11 @@ def grade_rollouts(
     graded = []
     for rollout in rollouts:
         group = [next(remaining) for _ in rollout.completions]
-        lengths = [len(c.token_ids) for c in rollout.completions]
-        penalties = [overlong_penalty(length, max_tokens, overlong_cache) for length in lengths]
-        rewards = [grade.score + p for grade, p in zip(group, penalties, strict=True)]
-        details = [_details(grade) for grade in group]
-        if overlong_cache:
-            for detail, penalty in zip(details, penalties, strict=True):
-                detail["overlong"] = float(penalty < 0)
-        graded.append(Graded(rollout, rewards, details))
+        rewards = [
+            grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
+            for grade, c in zip(group, rollout.completions, strict=True)
+        ]
+        graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
     return graded
 
 

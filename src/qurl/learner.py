@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -142,13 +142,7 @@ class Learner:
     ) -> None:
         config = self.config
         denominator = count(minibatch.mask, config.algo.aggregation)
-        losses = []
-        for piece in pieces:
-            loss, stats = self._policy_terms(piece, denominator)
-            loss.backward()
-            losses.append(PieceLoss(loss.detach(), stats))
-            meter.add(stats, weight=piece.num_tokens)
-        _check_finite(losses, step)
+        _backward(pieces, lambda piece: self._policy_terms(piece, denominator), step, meter)
         if uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         lr = learning_rate(config.optim.lr, step, config.steps, config.optim)
@@ -199,29 +193,27 @@ class Learner:
 
     def _update_critic(self, pieces: Sequence[Piece], step: int, meter: Meter) -> None:
         config = self.config
-        assert self.critic is not None
         assert self.critic_optimizer is not None
         num_tokens = sum(piece.num_tokens for piece in pieces)
-        losses = []
-        for piece in pieces:
-            batch = piece.batch
-            assert batch.returns is not None
-            loss, stats = value_loss(
-                self.critic(batch, piece.layout),
-                batch.returns,
-                batch.mask,
-                old_values=batch.values,
-                clip=config.critic.clip,
-                denominator=num_tokens,
-            )
-            stats["critic/vf_loss_sum"] = loss.detach()
-            loss.backward()
-            losses.append(PieceLoss(loss.detach(), stats))
-            meter.add(stats, weight=piece.num_tokens)
-        _check_finite(losses, step)
+        _backward(pieces, lambda piece: self._critic_terms(piece, num_tokens), step, meter)
         lr = learning_rate(config.critic.lr, step, config.steps, config.optim)
         norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
+
+    def _critic_terms(self, piece: Piece, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = piece.batch
+        assert self.critic is not None
+        assert batch.returns is not None
+        loss, stats = value_loss(
+            self.critic(batch, piece.layout),
+            batch.returns,
+            batch.mask,
+            old_values=batch.values,
+            clip=self.config.critic.clip,
+            denominator=denominator,
+        )
+        stats["critic/vf_loss_sum"] = loss.detach()
+        return loss, stats
 
 
 @contextmanager
@@ -312,22 +304,28 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(x * w for x, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-@dataclass(frozen=True)
-class PieceLoss:
-    """What is looked at when the loss of an update is not finite."""
+def _backward(
+    pieces: Sequence[Piece],
+    terms: Callable[[Piece], tuple[Tensor, dict[str, Tensor]]],
+    step: int,
+    meter: Meter,
+) -> None:
+    """The gradients of an update, piece by piece; once, at the end, losses must be finite."""
+    losses = []
+    for piece in pieces:
+        loss, stats = terms(piece)
+        loss.backward()
+        losses.append((loss.detach(), stats))
+        meter.add(stats, weight=piece.num_tokens)
+    _check_finite(losses, step)
 
-    value: Tensor
-    stats: Mapping[str, Tensor]
 
-
-def _check_finite(losses: Sequence[PieceLoss], step: int) -> None:
-    """Once per update, before the weights are touched."""
-    values = torch.stack([loss.value for loss in losses])
-    if values.isfinite().all():
+def _check_finite(losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]], step: int) -> None:
+    if torch.stack([loss for loss, _ in losses]).isfinite().all():
         return
-    broken = next(loss for loss in losses if not loss.value.isfinite())
-    stats = ", ".join(f"{name} = {float(value):.4g}" for name, value in broken.stats.items())
+    broken, stats = next((loss, stats) for loss, stats in losses if not loss.isfinite())
+    listed = ", ".join(f"{name} = {float(value):.4g}" for name, value in stats.items())
     raise TrainingError(
-        f"the loss of step {step} is {broken.value.item()} ({stats}). No update was made with it; "
+        f"the loss of step {step} is {broken.item()} ({listed}). No update was made with it; "
         "the batch and the weights are in the crash folder. A lower optim.lr may help"
     )

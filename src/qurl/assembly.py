@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from qurl.checkpoint import (
     load_checkpoint,
     load_saved_policy,
     save_checkpoint,
+    staged_folder,
 )
 from qurl.config import Config
 from qurl.device import default_dtype, pick_device
@@ -160,13 +160,10 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         return config.model.path
     folder = run_path / INITIAL
     if not folder.exists():
-        staging = run_path / ".initial.partial"
-        shutil.rmtree(staging, ignore_errors=True)
         try:
-            make_scratch_model(config, staging, device)
-            os.replace(staging, folder)
+            with staged_folder(folder) as staging:
+                make_scratch_model(config, staging, device)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
                 f"the model made from scratch could not be written to {folder}: {error}. Make room "
                 "on the disk, then run the same command again"

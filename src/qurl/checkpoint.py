@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -31,17 +32,12 @@ def save_checkpoint(
 ) -> Path:
     """Write step-NNNNNN atomically and drop all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
-    staging = folder / f".step-{step:06d}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        write_state(staging, learner, {"step": step, **state})
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
+        with staged_folder(target) as staging:
+            write_state(staging, learner, {"step": step, **state})
+            shutil.rmtree(target, ignore_errors=True)
     # A full disk shows as any of the first three; transformers refuses with a ValueError.
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
         previous = latest_checkpoint(folder)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error}. The previous one is intact "
@@ -51,6 +47,19 @@ def save_checkpoint(
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place when all went well, and else disappears."""
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from qurl.gguf.file import (
 )
 from qurl.gguf.model import load_model, model_config
 from qurl.gguf.tokenizer import build_tokenizer, check_tokenizer, end_token_ids
-from qurl.quant.export import DTYPES, check_free, staged_folder
+from qurl.quant.export import DTYPES, check_free, export_folder
 
 
 def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
@@ -45,7 +45,7 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id
     )
-    with staged_folder(target) as folder:
+    with export_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         check_tokenizer(folder, tokenizer, file)

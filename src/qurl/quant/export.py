@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from qurl.checkpoint import find_policy
+from qurl.checkpoint import find_policy, staged_folder
 from qurl.errors import CheckpointError, ConfigError
 from qurl.policy import load_model
 from qurl.quant.scaling import uaq_scale, unscale_
@@ -28,7 +27,7 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
         unscale_(model)
-    with staged_folder(target) as folder:
+    with export_folder(target) as folder:
         model.to(DTYPES[dtype]).save_pretrained(folder)
         for path in policy.iterdir():  # the tokenizer, as it was saved, but no weights or index
             if not (folder / path.name).exists() and ".safetensors" not in path.name:
@@ -42,15 +41,9 @@ def check_free(target: Path) -> None:
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when all went well, and else disappears."""
-    staging = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
+def export_folder(target: Path) -> Iterator[Path]:
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        os.replace(staging, target)
+        with staged_folder(target) as folder:
+            yield folder
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from qurl.errors import ConfigError
 from qurl.gguf.file import (
     EMBEDDING,
     FLOAT_BITS,
@@ -25,7 +24,7 @@ from qurl.gguf.file import (
 )
 from qurl.gguf.model import load_model, model_config
 from qurl.gguf.tokenizer import build_tokenizer, check_tokenizer, end_token_ids
-from qurl.quant.export import DTYPES, check_free, export_folder
+from qurl.quant.export import DTYPES, check_arguments, export_folder
 
 
 def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
@@ -33,9 +32,7 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    check_free(target)
+    check_arguments(target, dtype)
     disable_progress_bar()
     file = read_gguf(source)
     config = model_config(file)

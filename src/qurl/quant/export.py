@@ -20,9 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the policy of a run (its newest checkpoint) or of one checkpoint to `target`."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    check_free(target)
+    check_arguments(target, dtype)
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
@@ -35,7 +33,9 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     return target
 
 
-def check_free(target: Path) -> None:
+def check_arguments(target: Path, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} exists and is no empty folder; choose another one")
 

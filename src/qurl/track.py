@@ -137,7 +137,7 @@ class Progress:
         line = progress_line(step, self._num_steps, self._latest, self._eta(step, now))
         if self._is_live:
             self._without_reader(lambda: self._show(step, line))
-        elif step >= self._num_steps or _accuracies(metrics) or self._is_due(now):
+        elif step >= self._num_steps or find_accuracies(metrics) or self._is_due(now):
             self._last_line = now
             self.print(line)
 
@@ -198,7 +198,7 @@ def progress_line(
     parts = [f"step {step}/{num_steps}"]
     if (reward := metrics.get("reward/mean")) is not None:
         parts.append(f"reward {reward:.3f}")
-    if accuracies := _accuracies(metrics):
+    if accuracies := find_accuracies(metrics):
         shown = " ".join(f"{precision} {x:.1%}" for precision, x in accuracies.items())
         parts.append(f"held-out {shown}")
     if (kl := metrics.get("rollout_corr/k3_kl")) is not None:
@@ -210,7 +210,7 @@ def progress_line(
     return "  ".join(parts)
 
 
-def _accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
+def find_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
     """{precision: accuracy} of the names eval/<precision>/accuracy."""
     names = {name: name.split("/") for name in metrics}
     return {

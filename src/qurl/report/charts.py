@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qurl.track import find_accuracies
+
 Records = Sequence[Mapping[str, Any]]
 Style = Literal["line", "smooth", "log", "stacked"]
 
@@ -124,9 +126,7 @@ def read_curve(
 
 def find_precisions(metrics: Records) -> list[str]:
     """The <precision> of all eval/<precision>/accuracy, in order of appearance."""
-    names = dict.fromkeys(name for record in metrics for name in record)
-    parts = [name.split("/") for name in names]
-    return [p[1] for p in parts if len(p) == 3 and p[0] == "eval" and p[2] == "accuracy"]
+    return list(dict.fromkeys(name for record in metrics for name in find_accuracies(record)))
 
 
 def _accuracy_chart(metrics: Records) -> Chart:

@@ -10,19 +10,17 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from qurl.config import Config
 from qurl.errors import DataError
+from qurl.rewards.grading import grade_groups
+from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
 from qurl.seeds import derive_seed
 from qurl.types import Problem, Rollout, SamplingParams
-
-if TYPE_CHECKING:
-    from qurl.rewards.pool import GradingPool
 
 Interval = tuple[float, float]
 
@@ -225,15 +223,9 @@ def _count_correct(
     rollouts: Sequence[Rollout], pool: GradingPool, correct_at: float
 ) -> tuple[list[int], int]:
     """Correct completions of each rollout, and how many graders timed out."""
-    items = [
-        (completion.text, rollout.problem.answer, rollout.problem.extra)
-        for rollout in rollouts
-        for completion in rollout.completions
-    ]
-    grades = pool.grade(items)
-    accuracies = iter([grade.accuracy for grade in grades])
-    counts = [sum(next(accuracies) >= correct_at for _ in r.completions) for r in rollouts]
-    return counts, sum(grade.timed_out for grade in grades)
+    groups = grade_groups(rollouts, pool)
+    counts = [sum(grade.accuracy >= correct_at for grade in group) for group in groups]
+    return counts, sum(grade.timed_out for group in groups for grade in group)
 
 
 def _with_samples(

@@ -45,24 +45,28 @@ def grade_rollouts(
     """
     from qurl.types import Graded  # here, because it imports torch and the workers must not
 
-    grades = pool.grade(
-        [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
-    )
+    groups = grade_groups(rollouts, pool)
+    grades = [grade for group in groups for grade in group]
     if grades and all(grade.timed_out for grade in grades):
         raise RewardTimeout(
             f"reward {pool.reward!r} was killed on all {len(grades)} completions after "
             f"{pool.timeout:g} s each; raise task.grade_timeout, or mend it"
         )
-    remaining = iter(grades)
     graded = []
-    for rollout in rollouts:
-        group = [next(remaining) for _ in rollout.completions]
+    for rollout, group in zip(rollouts, groups, strict=True):
         rewards = [
             grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
             for grade, c in zip(group, rollout.completions, strict=True)
         ]
         graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
     return graded
+
+
+def grade_groups(rollouts: Sequence[Rollout], pool: GradingPool) -> list[list[Grade]]:
+    """The grades of each rollout's completions, unshaped."""
+    items = [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
+    grades = iter(pool.grade(items))
+    return [[next(grades) for _ in rollout.completions] for rollout in rollouts]
 
 
 def _details(grade: Grade) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Held-out accuracy in one stated precision: greedy accuracy, avg@k and pass@k, with intervals.
 
-All intervals are over problems, at 95 % with z = 1.96.
+All intervals are over problems, at 95 %.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from qurl.seeds import derive_seed
 from qurl.types import Problem, Rollout, SamplingParams
 
 Interval = tuple[float, float]
+Z = 1.96
+"""Standard deviations on either side of a mean that 95 % lie within."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,17 @@ def evaluate(
     top_p: float = 1.0,
     stop: Sequence[int | str] = (),
     seed: int = 0,
-    correct_at: float = 1.0,
 ) -> EvalResult:
     """One greedy completion of each problem, then `samples` sampled ones where asked.
 
     `precision` only labels the result: the engine decides which weights answer. A completion is
-    correct when its accuracy reaches `correct_at`.
+    correct when its accuracy reaches 1.
     """
     if not problems:
         raise DataError("there are no held-out problems to evaluate on; see task.eval_path")
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop, seed=seed)
     rollouts = engine.generate(problems, greedy)
-    counts, timeouts = _count_correct(rollouts, pool, correct_at)
+    counts, timeouts = _count_correct(rollouts, pool)
     completions = [r.completions[0] for r in rollouts]
     result = EvalResult(
         precision=precision,
@@ -111,7 +112,7 @@ def evaluate(
         seed=seed,
         group_size=samples,
     )
-    counts, timeouts = _count_correct(engine.generate(problems, params), pool, correct_at)
+    counts, timeouts = _count_correct(engine.generate(problems, params), pool)
     return _with_samples(result, counts, samples, timeouts)
 
 
@@ -146,14 +147,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return (draws - math.comb(num_samples - num_correct, k)) / draws
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.96) -> Interval:
+def wilson_interval(successes: float, trials: int) -> Interval:
     """Wilson's score interval of a proportion p = successes / trials:
 
     (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
     if trials < 1 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes in {trials} trials: need 0 <= successes <= trials")
-    n, p = trials, successes / trials
+    n, p, z = trials, successes / trials, Z
     centre = p + z * z / (2 * n)
     spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
@@ -161,7 +162,7 @@ def wilson_interval(successes: float, trials: int, z: float = 1.96) -> Interval:
     return (0.0 if p == 0 else max(low, 0.0)), (1.0 if p == 1 else min(high, 1.0))
 
 
-def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """mean -+ z * std / sqrt(n) of numbers in [0, 1], clipped to [0, 1]; one number says nothing.
 
     Equal numbers have no spread to estimate from. Their interval is Wilson's, which is the widest
@@ -173,8 +174,8 @@ def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
     if n == 1:
         return 0.0, 1.0
     if min(values) == max(values):
-        return wilson_interval(n * mean, n, z)
-    spread = z * statistics.stdev(values) / math.sqrt(n)
+        return wilson_interval(n * mean, n)
+    spread = Z * statistics.stdev(values) / math.sqrt(n)
     return max(mean - spread, 0.0), min(mean + spread, 1.0)
 
 
@@ -219,12 +220,10 @@ def _with_interval(name: str, value: float, interval: Interval) -> dict[str, flo
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def _count_correct(
-    rollouts: Sequence[Rollout], pool: GradingPool, correct_at: float
-) -> tuple[list[int], int]:
+def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list[int], int]:
     """Correct completions of each rollout, and how many graders timed out."""
     groups = grade_groups(rollouts, pool)
-    counts = [sum(grade.accuracy >= correct_at for grade in group) for group in groups]
+    counts = [sum(grade.accuracy >= 1 for grade in group) for group in groups]
     return counts, sum(grade.timed_out for group in groups for grade in group)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -92,13 +91,7 @@ def _generator(
 def _seeded(
     draw: Callable[[Random, int], Draft], seed: int, difficulty: int
 ) -> Callable[[int, int], Draft]:
-    return functools.partial(_draw_seeded, draw, seed, difficulty)
-
-
-def _draw_seeded(
-    draw: Callable[[Random, int], Draft], seed: int, difficulty: int, index: int, attempt: int
-) -> Draft:
-    return draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
+    return lambda index, attempt: draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
 
 
 def _stem(path: str | Path) -> str:

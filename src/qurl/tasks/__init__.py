@@ -59,8 +59,7 @@ def load_task(
             raise DataError(_no_path(name))
         label = _stem(source) if name == "file" or is_path else name
         grader = "math" if reward == "auto" else reward
-        settings: dict[str, Any] = {"path_key": path_key, "instruction": instruction, **prompts}
-        return FileTask(source, name=label, reward=grader, **settings)
+        return FileTask(source, label, grader, path_key, instruction=instruction, **prompts)
     draw, default_instruction, grader = _generator(name, split, seed, difficulty)
     if instruction == "auto":
         # A model without a chat template completes `37+85=`; instructions only lengthen it.

@@ -32,7 +32,7 @@ class Question:
     """Empty where the row has none."""
 
 
-def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool = True) -> Question:
+def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool) -> Question:
     """The question of a row; `where` names the file and the row in errors."""
     column = next((c for c in QUESTION_COLUMNS if row.get(c) is not None), None)
     if column is None:

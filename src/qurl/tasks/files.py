@@ -45,15 +45,15 @@ class FileTask:
     def __init__(
         self,
         path: str | Path,
-        *,
         name: str,
         reward: str,
-        path_key: str = "task.path",
-        tokenizer: Any = None,
-        instruction: str = "auto",
-        max_prompt_tokens: int = 1024,
-        limited_by: str = "task.max_prompt_tokens",
-        skip_long_prompts: bool = False,
+        path_key: str,
+        *,
+        tokenizer: Any,
+        instruction: str,
+        max_prompt_tokens: int,
+        limited_by: str,
+        skip_long_prompts: bool,
     ) -> None:
         """`path_key` and `limited_by` are what errors call the file and the limit."""
         self.name = name
@@ -139,7 +139,7 @@ def _no_answers(path: str | Path, rows: list[Row]) -> str:
     )
 
 
-def read_rows(path: Path, *, needs_answer: bool = True, path_key: str = "task.path") -> list[Row]:
+def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
     """Every row of a file, checked. An id that repeats gets its row number too."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"

@@ -42,12 +42,12 @@ class GeneratedTask:
     draw: Callable[[int, int], Draft]
     """The draft of (index, attempt); attempts go on until one falls into the split."""
     split: str
-    tokenizer: Any = None
-    instruction: str = ""
-    max_prompt_tokens: int = 1024
-    limited_by: str = "task.max_prompt_tokens"
+    tokenizer: Any
+    instruction: str
+    max_prompt_tokens: int
+    limited_by: str
     """The setting that says so, for errors."""
-    skip_long_prompts: bool = False
+    skip_long_prompts: bool
     """Draw another problem in place of one that is too long."""
     notes: tuple[str, ...] = ()
 

@@ -109,7 +109,6 @@ class Collected:
     num_groups_with_signal: int
     """All of them where no group is dropped; the surplus counts."""
 
-    @property
     def metrics(self) -> dict[str, float]:
         return {
             "sampling/rounds": float(self.rounds),

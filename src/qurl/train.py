@@ -52,7 +52,7 @@ def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
 
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
                 collected = collect(sampler, config.batch.problems, algo)
-                metrics |= sampler.metrics() | collected.metrics
+                metrics |= sampler.metrics() | collected.metrics()
 
                 batch = pack(collected.graded).to(learner.policy.device)
                 with timer("prox"):

@@ -128,7 +128,7 @@ def test_without_dynamic_sampling_everything_is_kept():
     collected = collect(supply, 3, AlgoConfig())
     assert collected.graded == [RIGHT, SHAPED, MIXED]
     assert supply.requests == [(0, 3)]
-    assert collected.metrics == {"sampling/rounds": 1.0, "sampling/groups_kept_frac": 1.0}
+    assert collected.metrics() == {"sampling/rounds": 1.0, "sampling/groups_kept_frac": 1.0}
 
 
 def test_dynamic_sampling_refills_and_cuts_the_surplus():
@@ -137,7 +137,7 @@ def test_dynamic_sampling_refills_and_cuts_the_surplus():
     collected = collect(supply, 2, AlgoConfig(dynamic_sampling=True))
     assert collected.graded == [MIXED, MIXED]
     assert supply.requests == [(0, 2), (1, 2), (2, 2)]
-    assert collected.metrics == {
+    assert collected.metrics() == {
         "sampling/rounds": 3.0,
         "sampling/groups_kept_frac": pytest.approx(3 / 6),
     }
@@ -148,7 +148,7 @@ def test_gen_multiple_asks_for_more_per_round():
     collected = collect(supply, 3, AlgoConfig(dynamic_sampling=True, gen_multiple=4))
     assert supply.requests == [(0, 12)]
     assert len(collected.graded) == 3
-    assert collected.metrics["sampling/groups_kept_frac"] == 0.5
+    assert collected.metrics()["sampling/groups_kept_frac"] == 0.5
 
 
 def test_dynamic_sampling_gives_up():

@@ -27,7 +27,7 @@ from qurl.errors import EngineError
 from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import Format, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
-from qurl.quant.kernels.plans import Choice
+from qurl.quant.kernels.plans import Choice, TableKey
 from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Product, finish
 from qurl.quant.linear import multiply as multiply_by_torch
@@ -41,9 +41,6 @@ HOPELESS = 1.5
 """A plan whose first replay takes so many times that of the best so far is not timed further."""
 TOLERANCE = 3e-3
 """Relative error of floating-point products, all elements together: FP8 sums keep 14 bits."""
-
-TableKey = tuple[str, int, int, int]
-"""What is multiplied, N, K, M."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _FIXED_TOKENS = 64
 
 Choice = Plan | None
 """None: the vendor's library is faster (cuBLAS)."""
+TableKey = tuple[str, int, int, int]
+"""What is multiplied, N, K, M."""
 
 
 class Plans:
@@ -98,7 +100,7 @@ def kind_of(format: Format | None, target: Target) -> str:
     return "fp8-block" if format.block else "fp8"
 
 
-def read_table(text: str) -> Mapping[tuple[str, int, int, int], Choice]:
+def read_table(text: str) -> Mapping[TableKey, Choice]:
     """Entries "kind,N,K,M": {plan fields} or null, of a JSON file."""
     plans = json.loads(text)["plans"]
     return {_parse_key(k): None if v is None else Plan(**v) for k, v in plans.items()}
@@ -109,7 +111,7 @@ def read_about(text: str) -> Mapping[str, Any]:
     return json.loads(text)["about"]
 
 
-def write_table(plans: Mapping[tuple[str, int, int, int], Choice], about: Mapping[str, Any]) -> str:
+def write_table(plans: Mapping[TableKey, Choice], about: Mapping[str, Any]) -> str:
     """`about` is a JSON object of any depth."""
     entries = {
         ",".join(map(str, key)): None if plan is None else dataclasses.asdict(plan)
@@ -119,7 +121,7 @@ def write_table(plans: Mapping[tuple[str, int, int, int], Choice], about: Mappin
     return f'{{"about": {json.dumps(dict(about))},\n "plans": {{\n{lines}\n }}}}\n'
 
 
-def _parse_key(text: str) -> tuple[str, int, int, int]:
+def _parse_key(text: str) -> TableKey:
     kind, *sizes = text.split(",")
     channels, depth, tokens = map(int, sizes)
     return kind, channels, depth, tokens

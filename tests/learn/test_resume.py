@@ -50,7 +50,10 @@ ARMS = {
         "model.compute_dtype": "bfloat16",
     },
 }
-CLOCKS = ("timing_s/", "perf/rollout_tokens_per_s", "sync/seconds")
+CLOCKS = (
+    *("timing_s/", "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "sync/seconds"),
+    "perf/cpu_memory_used_gb",
+)
 
 
 def flags(arm, run_dir):

@@ -20,10 +20,10 @@ from torch import Tensor
 from qurl.rollout.local.arena import Arena
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
+from qurl.rollout.local.reference import FP8_MAX
 from qurl.rollout.local.weights import Architecture
 
 SCRATCH_PAGE = 0
-FP8_MAX = 448.0
 KV_MARGIN = 16.0
 """Range of an FP8 cache over what the canary prompt needs. That prompt is short, and E4M3 is a
 floating format: a range sixteen times as wide costs four of its 17 binades and no precision."""

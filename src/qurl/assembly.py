@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Parts:
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
-    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float]
     """Of the weights at `first_step`, where the run was resumed and had evaluated them."""
 
     def known(self, step: int) -> dict[str, float]:
@@ -265,9 +265,7 @@ def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool 
             "release_kv": rollout.release_kv or release_kv,
             "deterministic": rollout.deterministic,
         }
-    return build_engine(
-        config.rollout.engine, policy.model, policy.tokenizer, quant=quant, **options
-    )
+    return build_engine(rollout.engine, policy.model, policy.tokenizer, quant=quant, **options)
 
 
 def _build_full_engine(config: Config, policy: Policy) -> Engine | None:

@@ -74,9 +74,9 @@ class Move:
     name: str
     parameter: nn.Parameter
     power: int
-    offset: float = 0.0
-    part: int = 0
-    num_parts: int = 1
+    offset: float
+    part: int
+    num_parts: int
 
     @property
     def tensor(self) -> Tensor:

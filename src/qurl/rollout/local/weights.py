@@ -114,7 +114,7 @@ class Layer:
     gate_up: tuple[Projection, ...]
     down: Projection
     window: int | None
-    has_alternating_gate: bool = False
+    has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
     norms: dict[str, Tensor] = field(default_factory=dict)
     """By module name: input_layernorm, post_attention_layernorm, and q_norm, k_norm where used."""

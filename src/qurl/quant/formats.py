@@ -1,4 +1,4 @@
-"""The quantizers. Trainer, engine, exporter and plug-ins all call these, and nothing else rounds.
+"""The quantizers, of both engines and of the update tracker; kernels give the same codes.
 
     INT8      a = max|x| / 127;  q = clamp(round_half_even(x / a), -127, 127);  x_hat = a q
     FP8 E4M3  a = max|x| / 448;  q = fp8(clamp(x / a, -448, 448));              x_hat = a q

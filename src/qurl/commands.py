@@ -14,6 +14,7 @@ from qurl.assembly import (
 )
 from qurl.checkpoint import find_policy
 from qurl.config import load_config
+from qurl.errors import ConfigError
 from qurl.evaluate import EvalResult, evaluate_recipe, print_results
 from qurl.policy import load_policy
 
@@ -24,9 +25,14 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     device = prepare_torch(config)
     path: str | Path = config.model.path
     if source and Path(source).is_dir():
+        if path != load_config(source, []).model.path:
+            raise ConfigError(
+                f"model.path = {path!r}, but the newest checkpoint of {source} is what is "
+                "evaluated; leave model.path out, or give a recipe in place of the run"
+            )
         path = find_policy(Path(source))
     elif path == "scratch":  # there is nothing to evaluate but what was trained
-        path = find_policy(Path(config.run_dir))
+        path = find_policy(Path(config.run_dir).expanduser())
     policy = load_policy(path, config.model, device)
     task = held_out_task(config, policy.tokenizer, policy.model.config)
     problems = first_problems(config, task)

@@ -28,6 +28,7 @@ Positive = Annotated[float, Field(gt=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"]
 Objective = Literal["ppo_prox", "ppo_behav", "decoupled", "tis", "acr"]
@@ -253,7 +254,7 @@ class OptimConfig(_Section):
 
     lr: Positive = 1e-6
     """Peak learning rate of the policy."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's moments."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""
@@ -368,7 +369,7 @@ class Config(_Section):
     """Where the run lives; a run that is there already is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one."""
-    threads: CountOrZero = 0
+    threads: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
     """CPU threads of torch; 0 = torch's choice."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

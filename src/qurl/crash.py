@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from qurl.checkpoint import write_state
 from qurl.config import Config
 from qurl.errors import (
     CheckpointError,
+    DataError,
     EngineError,
     QurlError,
     RewardError,
@@ -34,7 +36,7 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
     state = parts.state()
     try:
         yield
-    except (TrainingError, RewardError, EngineError) as error:
+    except (TrainingError, RewardError, EngineError, DataError) as error:
         folder = run.path / "crash" / f"step-{step:06d}"
         message = f"step {step} stopped the run; evidence in {folder}"
         try:
@@ -48,7 +50,8 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
                 message += f". When the cause is mended, the same command goes on with step {step}"
             except CheckpointError as failure:
                 message += f". {failure}"
-        run.event("alarm", message, error=str(error))
+        with contextlib.suppress(TrainingError):  # a full disk must not hide what went wrong
+            run.event("alarm", message, error=str(error))
         raise
 
 

@@ -10,11 +10,12 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM asks for a stop at the end of the step; a second one stops at once.
+    """Ctrl-C, SIGTERM or a terminal that closes asks for a stop at the end of the step; a second
+    one stops at once. Under nohup a terminal may close.
 
     Used as a context manager. Signals reach only the main thread: elsewhere nothing is caught.
     """
@@ -26,6 +27,8 @@ class Interrupt:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._request)
         return self
 

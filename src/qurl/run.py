@@ -37,6 +37,8 @@ from qurl.track import Progress, Tracker, build_trackers
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
 EVALS = "evals.jsonl"
 INITIAL, LOCK = "initial", ".lock"
+OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
+"""What a run makes after its config.json."""
 
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
@@ -284,10 +286,10 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
     Raises where `config` cannot go on there. Nothing is written.
     """
     if not (path / CONFIG).exists():
-        if (path / METRICS).exists():
+        if found := [name for name in OWN if (path / name).exists()]:
             raise ConfigError(
-                f"run_dir = {str(path)!r} holds {METRICS} but no {CONFIG}, so it cannot be "
-                "resumed; choose another run_dir or move the old run away"
+                f"run_dir = {str(path)!r} holds {found[0]} but no {CONFIG}, so it cannot be "
+                "resumed, and a new run would lose it; choose another run_dir or move it away"
             )
         return None
     old = _read_config(path)

@@ -119,7 +119,7 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
     words = [*flags("ppo, fp8", tmp_path), "--save.every", "0"]
     assert run_until(words, tmp_path, 2, number) == 130

@@ -280,6 +280,8 @@ def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, caps
     table = capsys.readouterr().out
     assert "3 held-out problems" in table
     assert re.search(r"full\W+int8", table)
+    assert main(["eval", str(run), "--model.path", "elsewhere"]) == 2
+    assert "leave model.path out" in capsys.readouterr().err
     (run / "report.html").unlink()
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")

@@ -184,7 +184,7 @@ def test_all_mistakes_of_the_values_at_once():
         ({"optim": {"lr": float("nan")}}, "optim.lr = nan: must be"),
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf: must be a finite number"),
         ({"sampling": {"temperature": 1e-9}}, "sampling.temperature = 1e-09: must be greater than"),
-        ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than or equal to 1"),
+        ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than 1"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p = 0: must be greater than 0"),
         ({"sampling": {"stop": "x"}}, "sampling.stop = 'x' must be a list, like ['x']"),
         ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9] has too few values"),

@@ -128,6 +128,7 @@ def test_instructions(tmp_path):
         ('{"prompt": [{"role": "user"}, {"content": "x"}], "answer": "3"}', r"the message"),
         ('{"question": 5, "answer": "3"}', r"line 3: 'question' is a int"),
         ('{"question": "q", "answer": {"a": 1}}', r"line 3: 'answer' holds a dict"),
+        ('{"question": "q", "answer": Infinity}', r"line 3: 'answer' is inf"),
         ('{"question": "q"', r"line 3: is not valid JSON"),
         ("[1, 2]", r"line 3: is a list, not an object"),
     ],
@@ -140,11 +141,11 @@ def test_a_bad_row_is_named(tmp_path, line, message):
 
 
 def test_blank_answers_are_left_out_loudly(tmp_path):
-    rows = [{"question": "q", "answer": a} for a in ("1", "", None, "2")]
+    rows = [{"question": "q", "answer": a} for a in ("1", "", None, float("nan"), "2")]
     task = load_task(write(tmp_path / "x.jsonl", rows))
     assert [p.answer for p in task] == ["1", "2"]
     [note] = task.notes
-    assert note.startswith("2 of 4 rows")
+    assert note.startswith("3 of 5 rows")
     assert note.endswith("x.jsonl line 2")
 
 

@@ -356,3 +356,15 @@ def test_a_run_directory_has_one_process_at_a_time(tmp_path):
     with Run.open(config), pytest.raises(ConfigError, match="is in use by another process"):
         Run.open(config)
     Run.open(config).close()
+
+
+@pytest.mark.parametrize(
+    "name", ["initial", "checkpoints", "crash", "samples.jsonl", "evals.jsonl"]
+)
+def test_what_another_left_in_the_folder_is_not_lost(config, name):
+    left = Path(config.run_dir) / name
+    left.mkdir(parents=True)
+    (left / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=rf"holds {name} but no config.json, .* move it away"):
+        open_run(config)
+    assert (left / "thesis.txt").read_text() == "precious"

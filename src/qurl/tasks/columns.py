@@ -7,6 +7,7 @@ id         id | unique_id | extra_info.index (verl), else the row number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,10 +83,15 @@ def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Of the first column that is not empty."""
     for column, value in _truths(row).items():
         values = value if isinstance(value, list) else [value]
-        texts = [_read_truth(v, column, where) for v in values if v is not None]
+        texts = [_read_truth(v, column, where) for v in values if not _is_missing(v)]
         if answers := tuple(dict.fromkeys(t for t in texts if t)):
             return answers
     return ()
+
+
+def _is_missing(value: Any) -> bool:
+    """Null, or the NaN that data frames write for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +107,8 @@ def _read_truth(value: Any, column: str, where: str) -> str:
             f"{where}: {column!r} holds a {type(value).__name__}; it must be text, a number, or a "
             "list of accepted answers"
         )
+    if isinstance(value, float) and math.isinf(value):
+        raise DataError(f"{where}: {column!r} is {value}; give it an answer or remove the row")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value).strip()

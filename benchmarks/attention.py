@@ -26,8 +26,8 @@ import torch
 import triton
 from torch import Tensor
 
+from qurl.ops.target import Target
 from qurl.quant.formats import Quantized, dequantize, get_format
-from qurl.quant.kernels.target import Target
 from qurl.rollout.local.kernels.attention import Tiling, attend_pages, choose_tiling, chunks_for
 
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from qurl.policy import load_model
 from qurl.quant import FORMATS, quantized_copy
 from qurl.rollout.canary import canary_ids
+from qurl.trainer.policy import load_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -5,7 +5,7 @@
 The masters of a checkpoint in BF16 begin on BF16's grid, so that an update of less than half its
 step is rounded away. Here every weight moves by 4 x rate up or down: what AdamW's first step does
 in four mini-batches that agree. UAQ with s = 1.5 leaves the grid, with s = 2 it does not; dithered
-masters (`qurl.dither`) do.
+masters (`qurl.trainer.dither`) do.
 
 Writes benchmarks/results/hidden_updates.json: projection of what is seen on the update (1 = all of
 it, on average) and the share of changed codes, for the layers that UAQ scales; and the share of
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from qurl.bench.record import describe_machine
-from qurl.dither import dither_
-from qurl.policy import load_model
 from qurl.quant import rescale_
 from qurl.quant.tracking import GROUPS, UpdateTracker
+from qurl.trainer.dither import dither_
+from qurl.trainer.policy import load_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "hidden_updates.json"
 FORMATS = ("none", "int8", "fp8")

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl.batch import pack
 from qurl.bench.record import describe_machine
 from qurl.config import ModelConfig
-from qurl.device import pick_device
 from qurl.losses import kl_penalty
-from qurl.packing import Layout
-from qurl.policy import Policy, load_policy
+from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
 from qurl.tasks import load_task
+from qurl.trainer.batches import pack
+from qurl.trainer.packing import Layout
+from qurl.trainer.policy import Policy, load_policy
 from qurl.types import Batch, Graded, SamplingParams
 
 FORMATS = ("none", "int8", "fp8", "fp8-block")

@@ -28,7 +28,7 @@ import torch
 from benchmarks.measured import student_interval
 from benchmarks.paper.plots import Line, Panel, Plot, draw, thin
 from qurl.bench.record import describe_machine
-from qurl.run import read_jsonl
+from qurl.run.directory import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"

@@ -21,7 +21,7 @@ HEAD = """\
 # Recipe reference
 
 <!-- Written by docs/write_recipe_reference.py (`make docs`). Edit the docstrings in
-     src/qurl/config.py instead. -->
+     src/qurl/config/schema.py instead. -->
 
 A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
 `qurl train RECIPE.toml --quant.format fp8 --optim.dither`. `qurl train --help` prints what
@@ -35,7 +35,7 @@ stands here.
   model's config and tokenizer, the data and the grader; it reads no weights.
   `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
 - **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run is resumed
-  only with the same recipe; `qurl.run.CHANGEABLE` lists the keys that may differ.
+  only with the same recipe; `qurl.run.directory.CHANGEABLE` lists the keys that may differ.
 """
 
 PRESETS_HEAD = """\

@@ -8,12 +8,12 @@ A random tiny Llama stands in for your model: any Llama, Mistral, Qwen2 or Qwen3
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qurl.batch import pack
 from qurl.config import ModelConfig
 from qurl.correction import mismatch_metrics
-from qurl.policy import Policy
 from qurl.quant import rescale_
 from qurl.rollout import build_engine
+from qurl.trainer.batches import pack
+from qurl.trainer.policy import Policy
 from qurl.types import Batch, Graded, Problem, Rollout, SamplingParams
 
 SHAPE = LlamaConfig(

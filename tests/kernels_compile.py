@@ -33,17 +33,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.kernels import gate, rms_norm, rotation, token_scores
+from qurl.ops import gate, rms_norm, rotation
+from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels import gemm, requantize
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
 from qurl.rollout.local.ops import LayerCache, Places, Rotations
 from qurl.rollout.local.weights import Architecture
+from qurl.trainer.kernels import token_scores
 
 AMPERE, HOPPER = 80, 90
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

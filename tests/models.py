@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qurl.config import ModelConfig
-from qurl.policy import Policy
 from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.policy import Policy
 from qurl.types import Batch, Completion, Graded, Problem, Rollout
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.results import GRADERS
-from qurl.rewards.answers import find_answer
+from qurl.answers import find_answer
 from qurl.rewards.pool import GradingPool
-from qurl.run import read_jsonl
+from qurl.run.directory import read_jsonl
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _TAIL = 160

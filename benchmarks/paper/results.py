@@ -23,8 +23,8 @@ from benchmarks.paper.arms import COLUMNS, ROOT
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
 from qurl.errors import DataError
-from qurl.evaluate import Interval, wilson_interval
-from qurl.run import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
+from qurl.run.directory import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
+from qurl.run.evaluation import Interval, wilson_interval
 
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"

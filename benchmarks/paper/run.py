@@ -36,10 +36,10 @@ from benchmarks.paper.results import (
     without_folders,
 )
 from qurl.bench.record import replace_text
-from qurl.checkpoint import latest_checkpoint
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, QurlError
-from qurl.run import lock_run
+from qurl.run.checkpoint import latest_checkpoint
+from qurl.run.directory import lock_run
 
 POLL_S = 0.2
 COLLECT_S = 20.0

@@ -64,7 +64,7 @@ def train_command(args: list[str]) -> int:
     recipe, flags = _recipe_and_flags([a for a in args if a != "--dry-run"])
     config = load_config(recipe, flags)
     if is_dry_run:
-        from qurl.budget import describe_budget
+        from qurl.run.budget import describe_budget
 
         print(to_json(config))
         print(describe_budget(config))
@@ -76,7 +76,7 @@ def train_command(args: list[str]) -> int:
 
 
 def eval_command(args: list[str]) -> int:
-    from qurl.commands import evaluate_model
+    from qurl.run.commands import evaluate_model
 
     recipe, flags = _recipe_and_flags(args)
     evaluate_model(recipe, flags)
@@ -84,14 +84,14 @@ def eval_command(args: list[str]) -> int:
 
 
 def validate_command(args: list[str]) -> int:
-    from qurl.validate import validate
+    from qurl.run.validate import validate
 
     recipe, flags = _recipe_and_flags(args)
     return 0 if validate(recipe, flags) else 2
 
 
 def report_command(args: list[str]) -> int:
-    from qurl.report import write_report
+    from qurl.run.report import write_report
 
     (run,) = _exactly(args, "RUN")
     print(write_report(Path(run)))
@@ -102,7 +102,7 @@ def export_command(args: list[str]) -> int:
     dtype, args = _option("--dtype", args, default="bfloat16")
     gguf, args = _option("--from-gguf", args)
     if gguf is None:
-        from qurl.quant.export import export
+        from qurl.run.export import export
 
         source, target = _exactly(args, "RUN|CHECKPOINT", "OUT")
         print(export(Path(source), Path(target), dtype or ""))
@@ -110,7 +110,7 @@ def export_command(args: list[str]) -> int:
     source, target = _exactly(
         [word for word in (gguf, *args) if word], "--from-gguf FILE.gguf", "OUT"
     )
-    from qurl.gguf import export_gguf
+    from qurl.run.gguf import export_gguf
 
     print(export_gguf(Path(source), Path(target), dtype or ""))
     return 0

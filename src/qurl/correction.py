@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qurl.config import CorrectionConfig
-from qurl.rules import parse_rejection
+from qurl.config.rules import parse_rejection
 from qurl.types import Batch
 
 LOG_CLAMP = 20.0

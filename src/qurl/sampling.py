@@ -15,7 +15,7 @@ from qurl.rewards import grade_rollouts, reward_metrics
 from qurl.rewards.pool import GradingPool
 from qurl.rewards.shaping import overlong_cache
 from qurl.rollout import Engine
-from qurl.run import Stopwatch
+from qurl.run.directory import Stopwatch
 from qurl.seeds import derive_seed, generator
 from qurl.tasks.task import Task
 from qurl.types import Graded, Problem, SamplingParams

@@ -14,20 +14,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qurl.advantages import estimate
-from qurl.assembly import Parts, assemble
-from qurl.batch import pack, sample_records
 from qurl.config import Config, check_combinations
 from qurl.correction import correct
-from qurl.crash import keep_evidence
-from qurl.device import peak_memory
 from qurl.errors import QurlError
-from qurl.evaluate import evaluate_recipe
-from qurl.interrupt import Interrupt
 from qurl.losses import OBJECTIVES
-from qurl.report import write_report
-from qurl.run import Run, Stopwatch
+from qurl.ops.device import peak_memory
+from qurl.run.assembly import Parts, assemble
+from qurl.run.crash import keep_evidence
+from qurl.run.directory import Run, Stopwatch
+from qurl.run.evaluation import evaluate_recipe
+from qurl.run.interrupt import Interrupt
+from qurl.run.report import write_report
+from qurl.run.trackers import Tracker
 from qurl.sampling import Sampler, collect
-from qurl.track import Tracker
+from qurl.trainer.batches import pack, sample_records
 from qurl.types import Batch
 
 

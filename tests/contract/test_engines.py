@@ -28,15 +28,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qurl.assembly import build_actor
 from qurl.config import build_config
+from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, DataError, EngineError, ModelError, SyncError
+from qurl.ops.target import Target
 from qurl.quant import get_format, quantize, quantized_copy
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
 from qurl.rollout.local.cache import CacheOptions
-from qurl.rules import find_mistakes, find_warnings
+from qurl.run.assembly import build_actor
 from qurl.types import Problem, SamplingParams
 from tests.models import tiny_policy
 

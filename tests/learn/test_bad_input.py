@@ -9,13 +9,13 @@ import torch
 from models import full_disk, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import qurl.learner
-import qurl.policy
 import qurl.train
+import qurl.trainer.learner
+import qurl.trainer.policy
 from qurl.cli import main
 from qurl.config import build_config, load_config
 from qurl.errors import ConfigError, EngineError
-from qurl.run import read_jsonl
+from qurl.run.directory import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
 
 RECIPE = """
@@ -243,14 +243,14 @@ def test_a_reward_that_raises_later_costs_one_step(train, folder):
     assert train(*flags, "--run_dir", "whole", "--steps", "3") == (0, "")
     body = 'if __import__("os").path.exists("broken"): raise KeyError("late")'
     write_reward(folder, f"{body}\n    {LETTERS}")
-    real = qurl.learner.Learner.update
+    real = qurl.trainer.learner.Learner.update
 
     def update(self, batch, step):
         (folder / "broken").touch() if step == 1 else None
         return real(self, batch, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qurl.learner.Learner, "update", update)
+        patch.setattr(qurl.trainer.learner.Learner, "update", update)
         code, error = train(*flags, "--steps", "3")
     assert code == 1
     assert "KeyError: 'late'" in error
@@ -276,7 +276,7 @@ def test_out_of_memory_says_what_to_lower(train, folder, monkeypatch):
     def score(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(qurl.policy.Policy, "score", score)
+    monkeypatch.setattr(qurl.trainer.policy.Policy, "score", score)
     code, error = train()
     assert code == 1
     assert error.startswith("TrainingError: the trainer ran out of GPU memory (CUDA out of memory)")
@@ -380,13 +380,13 @@ def test_a_tracker_of_ones_own_hears_of_every_step(folder):
 
 def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, monkeypatch):
     assert train("--steps", "1") == (0, "")
-    real = qurl.learner.policy_loss
+    real = qurl.trainer.learner.policy_loss
 
     def poisoned(*args, **options):
         loss, stats = real(*args, **options)
         return loss * float("nan"), stats
 
-    monkeypatch.setattr(qurl.learner, "policy_loss", poisoned)
+    monkeypatch.setattr(qurl.trainer.learner, "policy_loss", poisoned)
     with full_disk(20_000):
         code, error = train()
     assert code == 1

@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from qurl.config import load_config
-from qurl.run import read_jsonl
+from qurl.run.directory import read_jsonl
 from qurl.train import train
 
 TOY = {

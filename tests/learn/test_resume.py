@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qurl.config import load_config
 from qurl.errors import ConfigError
-from qurl.run import read_jsonl
+from qurl.run.directory import read_jsonl
 from qurl.train import train
 
 SRC = Path(__file__).parents[2] / "src"

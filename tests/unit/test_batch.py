@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import group
 
-from qurl.batch import microbatches, pack, padded_microbatches, sample_records
+from qurl.trainer.batches import microbatches, pack, padded_microbatches, sample_records
 
 
 @pytest.fixture

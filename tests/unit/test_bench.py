@@ -742,7 +742,7 @@ def test_fp8_products_need_fp8(gemm, monkeypatch):
 
 
 def gemm_target(name, capability):
-    from qurl.quant.kernels.target import Target
+    from qurl.ops.target import Target
 
     return Target(name, capability, num_sms=108)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from models import tiny_llama
 
-import qurl.budget
-from qurl.budget import describe_budget, measure_model, memory_rows
+import qurl.run.budget
 from qurl.config import build_config
 from qurl.errors import ConfigError
+from qurl.run.budget import describe_budget, measure_model, memory_rows
 from qurl.tasks.tokenizer import build_tokenizer
 
 
@@ -64,7 +64,7 @@ def test_memory_on_a_cpu_by_hand():
 
 @pytest.mark.parametrize(("format", "narrow"), [("none", 2), ("int8", 1), ("fp8-block", 1)])
 def test_memory_on_a_gpu_by_hand(monkeypatch, format, narrow):
-    monkeypatch.setattr(qurl.budget, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(qurl.run.budget, "pick_device", lambda _: torch.device("cuda"))
     config = recipe(quant={"format": format})
     rows = memory_rows(config, measure_model(config), longest=32)
     assert rows["engine weights"] == narrow * 32_768 + 2 * (6_400 + 160)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from models import CPU, full_disk, random_batch, tiny_policy
 
-from qurl.checkpoint import (
+from qurl.config import ModelConfig, build_config
+from qurl.errors import CheckpointError
+from qurl.run.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     load_saved_policy,
     save_checkpoint,
 )
-from qurl.config import ModelConfig, build_config
-from qurl.errors import CheckpointError
-from qurl.learner import Learner
+from qurl.trainer.learner import Learner
 
 CONFIG = build_config(
     {
@@ -111,7 +111,7 @@ def fail_in_replace(monkeypatch):
     def full(source, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("qurl.checkpoint.os.replace", full)
+    monkeypatch.setattr("qurl.run.checkpoint.os.replace", full)
 
 
 @pytest.mark.parametrize("fail", [fail_in_torch_save, fail_in_replace])

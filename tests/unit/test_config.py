@@ -15,10 +15,10 @@ from qurl.config import (
     load_config,
     to_json,
 )
+from qurl.config.rules import WEIGHTED, find_mistakes, find_warnings, parse_rejection
 from qurl.errors import ConfigError
 from qurl.losses import OBJECTIVES
-from qurl.rules import WEIGHTED, find_mistakes, find_warnings, parse_rejection
-from qurl.run import flatten
+from qurl.run.directory import flatten
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 

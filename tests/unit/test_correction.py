@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qurl.config import CorrectionConfig
+from qurl.config.rules import parse_rejection
 from qurl.correction import correct, icepop_weights, importance_weights, mismatch_metrics
-from qurl.rules import parse_rejection
 from qurl.types import Batch
 
 

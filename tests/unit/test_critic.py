@@ -3,7 +3,7 @@
 import torch
 from models import random_batch, tiny_policy
 
-from qurl.critic import Critic
+from qurl.trainer.critic import Critic
 
 
 def awake(critic):

@@ -5,8 +5,8 @@ import torch
 from models import random_batch, tiny_llama, tiny_policy
 from torch import nn
 
-from qurl.dither import dither_, place_in_cell
 from qurl.quant.tracking import UpdateTracker
+from qurl.trainer.dither import dither_, place_in_cell
 
 
 @pytest.mark.parametrize("start", ["on the grid", "between"])

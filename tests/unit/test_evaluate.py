@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from qurl.errors import DataError
-from qurl.evaluate import (
+from qurl.rewards.pool import Grade
+from qurl.run.evaluation import (
     evaluate,
     ks_up_to,
     mean_interval,
@@ -15,7 +16,6 @@ from qurl.evaluate import (
     print_results,
     wilson_interval,
 )
-from qurl.rewards.pool import Grade
 from qurl.types import Completion, Problem, Rollout
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl.errors import CheckpointError, ConfigError, ModelError
 from qurl.quant import rescale_
-from qurl.quant.export import export, find_policy
+from qurl.run.export import export, find_policy
 
 IDS = torch.arange(4, 24)[None]
 

@@ -23,11 +23,11 @@ from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from qurl.cli import main
 from qurl.config import ModelConfig
 from qurl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
-from qurl.gguf import export_gguf
-from qurl.gguf.file import GgufTensor, in_threads, parts, read_gguf
-from qurl.gguf.tokenizer import PRE_TOKENIZERS
-from qurl.policy import load_policy
 from qurl.rollout.stop import eos_ids
+from qurl.run.gguf import export_gguf
+from qurl.run.gguf.file import GgufTensor, in_threads, parts, read_gguf
+from qurl.run.gguf.tokenizer import PRE_TOKENIZERS
+from qurl.trainer.policy import load_policy
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
 
@@ -275,7 +275,7 @@ KINDS = [kind for kind in gguf.GGMLQuantizationType if can_be_read(kind)]
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes are no sensible scales
 def test_parts_of_a_tensor_are_the_whole(monkeypatch, kind):
-    monkeypatch.setattr("qurl.gguf.file._PART", 512)
+    monkeypatch.setattr("qurl.run.gguf.file._PART", 512)
     block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     num_rows, num_columns = 33, 768
     data = np.random.default_rng(0).integers(
@@ -359,7 +359,7 @@ def test_quantized_weights(converted, dtype):
 @pytest.mark.parametrize("kinds", [(Q5_0, Q8_0), (Q8_0, Q5_0)])
 @pytest.mark.parametrize("part", [2**8, 2**18])
 def test_a_tied_matrix_that_is_stored_twice_is_tied_again(converted, monkeypatch, kinds, part):
-    monkeypatch.setattr("qurl.gguf.file._PART", part)
+    monkeypatch.setattr("qurl.run.gguf.file._PART", part)
     model = tiny_model("qwen2")
     embedding = model.model.embed_tokens.weight.detach().numpy()
     types = dict(zip(("token_embd.weight", "output.weight"), kinds, strict=True))

@@ -1,4 +1,4 @@
-"""`qurl.head` against the plain formula, and its kernels against FP64.
+"""`qurl.trainer.head` against the plain formula, and its kernels against FP64.
 
 On a CPU Triton's interpreter runs the kernels. Shapes: N tokens, H hidden, V vocabulary.
 """
@@ -19,12 +19,12 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-import qurl.head
-from qurl.head import plain_head, token_scores
-from qurl.policy import apply_head
-from qurl.quant.kernels.target import Target
+import qurl.trainer.head
+from qurl.ops.target import Target
+from qurl.trainer.head import plain_head, token_scores
+from qurl.trainer.policy import apply_head
 
-kernels = pytest.importorskip("qurl.kernels.token_scores")
+kernels = pytest.importorskip("qurl.trainer.kernels.token_scores")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = Target.of(DEVICE).has_pdl
@@ -415,7 +415,9 @@ def test_the_function_is_the_same_with_kernels_and_without(monkeypatch, needs_en
     """A GPU always has them and a CPU never does, so neither tells on its own."""
     results = []
     for has_kernels in (True, False):
-        monkeypatch.setattr(qurl.head, "_has_kernels", lambda logits, answer=has_kernels: answer)
+        monkeypatch.setattr(
+            qurl.trainer.head, "_has_kernels", lambda logits, answer=has_kernels: answer
+        )
         inputs, targets = random_tensors(5, 6, 300)
         found = scores(*inputs, targets, needs_entropy_grad=needs_entropy_grad)
         weigh(*found).backward()

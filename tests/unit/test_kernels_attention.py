@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qurl.ops.target import Target
 from qurl.quant.formats import FORMATS, Quantized, quantize_activation
-from qurl.quant.kernels.target import Target
 from qurl.rollout.local.kernels.attention import CHUNK, Tiling, attend_pages, chunks_for
 
 HAS_GPU = torch.cuda.is_available()

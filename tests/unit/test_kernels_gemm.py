@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from qurl.errors import EngineError
+from qurl.ops.target import Target
 from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import expand_scale, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
@@ -22,7 +23,6 @@ from qurl.quant.kernels.plans import (
     rule_of_thumb,
     write_table,
 )
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Partial, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qurl.quant.kernels.target import Target
+from qurl.ops.target import Target
 from qurl.rollout.local.kernels.sampling import load_uniform, sample_rows
 from qurl.rollout.sampler import RowParams, sample, uniform
 

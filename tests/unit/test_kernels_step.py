@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from qurl.quant.kernels.target import Target
+from qurl.ops.target import Target
 from qurl.rollout.local.kernels.step import begin_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

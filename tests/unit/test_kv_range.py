@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 from models import CPU, tiny_llama, tiny_policy
 
-from qurl.batch import pack
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.reference import rotate
 from qurl.rollout.local.weights import Architecture
+from qurl.trainer.batches import pack
 from qurl.types import Graded, Problem, SamplingParams
 
 LONGEST = 4096

@@ -8,16 +8,16 @@ import torch
 from models import random_batch, tiny_llama, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import qurl.learner
-import qurl.packing
+import qurl.trainer.learner
+import qurl.trainer.packing
 from qurl.advantages import estimate
 from qurl.config import build_config
 from qurl.errors import TrainingError
-from qurl.learner import Learner, Meter
 from qurl.losses import aggregate, kl_penalty, policy_loss
-from qurl.optim import apply_gradients, build_optimizer
-from qurl.policy import Policy
 from qurl.seeds import generator
+from qurl.trainer.learner import Learner, Meter
+from qurl.trainer.optimizer import apply_gradients, build_optimizer
+from qurl.trainer.policy import Policy
 
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
 OPTIM = {"lr": 1e-2, "eps": 1e-2}
@@ -105,13 +105,13 @@ def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage, monkeypatch):
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_sums_are_fixed_while_gradients_are_computed(monkeypatch, is_wanted):
     seen = []
-    real = qurl.learner.policy_loss
+    real = qurl.trainer.learner.policy_loss
 
     def watched(*inputs, **options):
         seen.append(torch.are_deterministic_algorithms_enabled())
         return real(*inputs, **options)
 
-    monkeypatch.setattr(qurl.learner, "policy_loss", watched)
+    monkeypatch.setattr(qurl.trainer.learner, "policy_loss", watched)
     learner = make_learner(make_config(model={"deterministic": is_wanted}))
     learner.update(random_batch(learner.policy), step=0)
     assert seen == [is_wanted]
@@ -396,7 +396,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
     batch, _ = learner.recompute(random_batch(learner.policy))
     pieces = learner._pieces(batch.replace(returns=batch.mask.clone()))
     assert len(pieces) > 1
-    monkeypatch.setattr(qurl.packing, "_attend_padded", lambda q, *_: q)
+    monkeypatch.setattr(qurl.trainer.packing, "_attend_padded", lambda q, *_: q)
     with Reads() as reads:
         meter = Meter()
         for piece in pieces:

@@ -9,7 +9,7 @@ from torch import nn
 
 from qurl.config import OptimConfig
 from qurl.errors import TrainingError
-from qurl.optim import apply_gradients, build_optimizer, learning_rate
+from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import qurl.packing
+import qurl.ops.attention
+import qurl.trainer.packing
 from qurl.config import ModelConfig
-from qurl.critic import Critic
 from qurl.errors import ModelError
-from qurl.packing import ATTENTION, Layout, Packed, attend
-from qurl.policy import Policy
+from qurl.ops.attention import attend_flash
 from qurl.rollout.hf import HFEngine
+from qurl.trainer.critic import Critic
+from qurl.trainer.packing import ATTENTION, Layout, Packed, attend
+from qurl.trainer.policy import Policy
 from qurl.types import Batch, Problem, SamplingParams
 
 FAMILIES = {
@@ -286,9 +288,9 @@ def test_flash_attention_is_told_the_same(monkeypatch, window):
         assert right == 0
         return attention_by_hand(q, k, v, cu_q, None if left == -1 else left + 1, scale)
 
-    monkeypatch.setattr(qurl.packing.varlen, "varlen_attn", flash)
+    monkeypatch.setattr(qurl.ops.attention.varlen, "varlen_attn", flash)
     heads = random_heads()
-    found = qurl.packing.attend_flash(*heads, 7, window, 0.3)
+    found = attend_flash(*heads, 7, window, 0.3)
     torch.testing.assert_close(found, attention_by_hand(*heads, window, 0.3))
 
 
@@ -328,13 +330,13 @@ def test_packed_on_a_gpu_in_bfloat16(family):
 def test_autocast_reaches_the_attention(monkeypatch):
     """Rotated queries are FP32 and values BF16 where the masters are FP32."""
     q, k, v, bounds = random_heads()
-    real, seen = qurl.packing._attend_padded, []
+    real, seen = qurl.trainer.packing._attend_padded, []
 
     def recorded(q, k, v, *others):
         seen.extend(x.dtype for x in (q, k, v))
         return real(q, k, v, *others)
 
-    monkeypatch.setattr(qurl.packing, "_attend_padded", recorded)
+    monkeypatch.setattr(qurl.trainer.packing, "_attend_padded", recorded)
     with torch.autocast("cpu", torch.bfloat16):
         found = call(q.float(), k.float(), v.bfloat16(), bounds, scaling=0.3)
     assert {found.dtype, *seen} == {torch.bfloat16}
@@ -404,7 +406,7 @@ def test_a_leak_is_noticed(monkeypatch):
     monkeypatch.setitem(
         AttentionInterface._global_mapping, ATTENTION, attend
     )  # put back at the end
-    monkeypatch.setattr(qurl.packing, "attend", leaky)
+    monkeypatch.setattr(qurl.trainer.packing, "attend", leaky)
     policy = tiny_policy()
     assert not policy.is_packed
     assert "its states differ by" in policy.notes[0]

@@ -31,7 +31,7 @@ from benchmarks.paper.results import Eval, Result
 from qurl.config import load_config
 from qurl.errors import ConfigError, DataError
 from qurl.rollout.hf import HFEngine
-from qurl.run import lock_run
+from qurl.run.directory import lock_run
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
 

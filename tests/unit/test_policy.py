@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from qurl.config import ModelConfig
-from qurl.critic import Critic
 from qurl.errors import ModelError
-from qurl.policy import Policy, load_policy
+from qurl.trainer.critic import Critic
+from qurl.trainer.policy import Policy, load_policy
 from qurl.types import Batch
 
 

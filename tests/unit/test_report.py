@@ -8,10 +8,10 @@ from rich.console import Console
 
 from qurl.config import Config
 from qurl.errors import DataError, MissingExtra
-from qurl.report import build_headlines, write_report
-from qurl.report.charts import build_charts, read_curve
-from qurl.report.figures import _moving_average
-from qurl.run import Run
+from qurl.run.directory import Run
+from qurl.run.report import build_headlines, write_report
+from qurl.run.report.charts import build_charts, read_curve
+from qurl.run.report.figures import _moving_average
 
 
 def open_run(tmp_path, steps=4):
@@ -147,7 +147,7 @@ def test_a_directory_that_is_no_run(tmp_path):
 
 
 def test_matplotlib_is_an_extra(run, monkeypatch):
-    monkeypatch.delitem(sys.modules, "qurl.report.figures")
+    monkeypatch.delitem(sys.modules, "qurl.run.report.figures")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match=r"qurl-rl\[report\]"):
         write_report(run.path)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qurl.answers import find_answer, last_boxed, normalise
 from qurl.errors import ConfigError, RewardError, RewardTimeout
 from qurl.rewards import (
     GradingPool,
@@ -17,7 +18,6 @@ from qurl.rewards import (
     overlong_penalty,
     reward_metrics,
 )
-from qurl.rewards.answers import find_answer, last_boxed, normalise
 from qurl.rewards.countdown import score_countdown
 from qurl.rewards.reward import check_value, load_reward, score_exact
 from qurl.rewards.shaping import overlong_cache

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qurl.config import Config, OptimConfig, SaveConfig, TrackConfig, build_config
+from qurl.config import Config, OptimConfig, build_config
+from qurl.config.schema import SaveConfig, TrackConfig
 from qurl.errors import ConfigError, DataError, TrainingError
-from qurl.run import Run, Stopwatch, flatten, read_jsonl
+from qurl.run.directory import Run, Stopwatch, flatten, read_jsonl
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from models import group
 from qurl.config import AlgoConfig, build_config
 from qurl.errors import DataError, TrainingError
 from qurl.rewards import GradingPool
-from qurl.run import Stopwatch
+from qurl.run.directory import Stopwatch
 from qurl.sampling import ProblemStream, Sampler, collect, has_signal
 from qurl.seeds import derive_seed
 from qurl.types import Completion, Problem, Rollout

@@ -8,7 +8,13 @@ from rich.console import Console
 
 from qurl.config import Config, TrackConfig
 from qurl.errors import MissingExtra
-from qurl.track import Progress, TensorBoardTracker, WandbTracker, build_trackers, progress_line
+from qurl.run.trackers import (
+    Progress,
+    TensorBoardTracker,
+    WandbTracker,
+    build_trackers,
+    progress_line,
+)
 
 METRICS = {
     "reward/mean": 0.5123,

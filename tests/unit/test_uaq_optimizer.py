@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qurl.config import OptimConfig
-from qurl.optim import apply_gradients, build_optimizer
 from qurl.quant import rescale_, unscale_
 from qurl.quant.scaling import learning_rate_scales
+from qurl.trainer.optimizer import apply_gradients, build_optimizer
 
 transformers = pytest.importorskip("transformers")
 

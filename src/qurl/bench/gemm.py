@@ -32,6 +32,7 @@ from qurl.bench.record import Record, describe_machine, locked, replace_text
 from qurl.bench.shapes import get_shape
 from qurl.bench.table import Column, head, row, split_list
 from qurl.errors import ConfigError, EngineError
+from qurl.ops.target import Target
 from qurl.quant.kernels.plans import (
     BUCKETS,
     Choice,
@@ -41,7 +42,6 @@ from qurl.quant.kernels.plans import (
     read_table,
     write_table,
 )
-from qurl.quant.kernels.target import Target
 
 KINDS = ("int8", "fp8", "bf16")
 NUM_KEPT = 5

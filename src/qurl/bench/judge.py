@@ -14,8 +14,8 @@ from torch import Tensor
 from qurl.bench.contenders import Setup
 from qurl.bench.workload import Workload
 from qurl.errors import EngineError
-from qurl.policy import apply_head, autocast, hidden_states
 from qurl.rollout.canary import canary_bound
+from qurl.trainer.policy import apply_head, autocast, hidden_states
 from qurl.types import Completion, Problem
 
 NUM_CHECKED = 4

@@ -24,11 +24,11 @@ from triton.runtime.errors import OutOfResources
 from qurl.bench.limits import Speed
 from qurl.bench.timing import GraphClock
 from qurl.errors import EngineError
+from qurl.ops.target import Target
 from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import Format, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, TableKey
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Product, finish
 from qurl.quant.linear import multiply as multiply_by_torch
 from qurl.rollout.local.kernels.rows import add_norm, quantize_with, swiglu

@@ -24,8 +24,8 @@ from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
 from qurl.bench.timing import Timing, paused_gc, time_call
 from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
-from qurl.device import pick_device
 from qurl.errors import ConfigError
+from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
 
 SHORT = 64

@@ -19,8 +19,8 @@ from qurl.bench.record import Record
 from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
 from qurl.bench.timing import Timing, paused_gc
-from qurl.device import pick_device
 from qurl.errors import ConfigError
+from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qurl.device import default_dtype
+from qurl.ops.device import default_dtype
 
 COPY_BYTES_CUDA = 2**30
 """Far larger than any L2."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import math_verify
 
-from qurl.rewards.answers import find_answer, is_words, normalise
+from qurl.answers import find_answer, is_words, normalise
 
 # It warns that time limits are off. They are, on purpose.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
+
+
+class Stream(Protocol):
+    """Problems go in, rollouts come out as they finish.
+
+        with engine.stream(params) as stream:
+            stream.submit(problems)
+            for rollout in stream:
+                ...  # more may be submitted here
+
+    The randomness of a completion depends on the parameters and its problem's id alone, so that its
+    tokens do not change with what else is in the batch, up to the rounding of the hardware.
+    """
+
+    def submit(self, problems: Sequence[Problem]) -> None:
+        """Ask for `params.group_size` completions of each problem."""
+        ...
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """Rollouts in the order in which they finish, until all that were asked for are done."""
+        ...
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the engine's memory; what is unfinished is dropped."""
+        ...
 
 
 class Engine(Protocol):
     """The actor's side of the loop."""
 
-    def sync(self, model: nn.Module, *, version: int) -> SyncReport:
-        """Quantize the trainer's weights into the engine, in place, and verify the copy."""
+    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+        """Quantize the trainer's weights into the engine, in place, and verify the copy.
+
+        On one device the source is the trainer's model.
+        """
+        ...
+
+    def stream(self, params: SamplingParams) -> Stream:
+        """A stream of completions that are drawn like this."""
         ...
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
-        """`params.group_size` completions of each problem, in order.
-
-        The randomness of a request depends on the parameters and the problem's id alone, so that
-        its tokens do not change with what else is in the batch, up to the rounding of the hardware.
-        """
+        """The rollouts of a whole stream, in the order of the problems."""
         ...
+
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1."""
+        ...
+
+
+def generate(
+    engine: Engine, problems: Sequence[Problem], params: SamplingParams
+) -> list[Rollout]:
+    """What every `Engine.generate` is: all rollouts of one stream, in the order of the problems."""
+    with engine.stream(params) as stream:
+        stream.submit(problems)
+        rollouts = {rollout.problem.id: rollout for rollout in stream}
+    return [rollouts[problem.id] for problem in problems]
 
 
 def build_engine(

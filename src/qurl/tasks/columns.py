@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qurl.answers import last_boxed
 from qurl.errors import DataError
-from qurl.rewards.answers import last_boxed
 from qurl.tasks.task import Content
 
 QUESTION_COLUMNS = ("prompt", "question", "problem")

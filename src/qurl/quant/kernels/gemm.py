@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qurl.ops.rounding import EXACT, as_factor, narrow
 from qurl.quant.formats import BLOCK, Quantized
-from qurl.quant.kernels.rounding import EXACT, as_factor, narrow
 from qurl.quant.linear import Operand, Partial, Product
 
 

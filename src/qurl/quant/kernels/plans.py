@@ -14,9 +14,9 @@ from importlib import resources
 from typing import Any
 
 from qurl.errors import EngineError
+from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Format
 from qurl.quant.kernels.gemm import Plan
-from qurl.quant.kernels.target import Target
 
 TABLES = {"NVIDIA H200": "plans_h200.json"}
 """Device names, as torch reports them, and their measured tables."""

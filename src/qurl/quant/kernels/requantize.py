@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.quant.formats import Quantized
-from qurl.quant.kernels.rounding import (
+from qurl.ops.rounding import (
     divide,
     float8_bits,
     from_magnitude,
@@ -32,6 +31,7 @@ from qurl.quant.kernels.rounding import (
     narrow,
     scale_for,
 )
+from qurl.quant.formats import Quantized
 
 SOURCE_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LONGEST_IN_REGISTERS = 32768

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.device import default_dtype
 from qurl.errors import ConfigError, EngineError
-from qurl.quant.kernels.target import Target
+from qurl.ops.device import default_dtype
+from qurl.ops.target import Target
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
 from qurl.rollout.checks import check_prompts
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl.packing import attend_flash
+from qurl.ops.attention import attend_flash
+from qurl.ops.target import Target
 from qurl.quant import Quantized
 from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
 from qurl.rollout.local.kernels.rope import rotate_and_store

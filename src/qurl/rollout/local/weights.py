@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError, SyncError
+from qurl.ops.target import Target
 from qurl.quant import Format, Quantized, get_format, quantize
-from qurl.quant.kernels.target import Target
 from qurl.quant.linear import PROJECTIONS
 from qurl.rollout.checks import context_length
 

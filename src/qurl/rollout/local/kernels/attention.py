@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl.ops.rounding import EXACT, INTERPRETED, as_factor, await_inputs, narrow
 from qurl.quant.formats import BLOCK, Format, Quantized
-from qurl.quant.kernels.rounding import EXACT, INTERPRETED, as_factor, await_inputs, narrow
 from qurl.quant.linear import Operand
 from qurl.rollout.local.kernels.product import (
     DTYPES,

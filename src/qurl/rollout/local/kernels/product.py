@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl.ops.rounding import divide, from_magnitude, magnitude, narrow, scale_for
 from qurl.quant.formats import Format, Quantized
-from qurl.quant.kernels.rounding import divide, from_magnitude, magnitude, narrow, scale_for
 from qurl.quant.linear import Operand, Partial, Product
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.quant.kernels.rounding import EXACT, await_inputs, divide, narrow
+from qurl.ops.rounding import EXACT, await_inputs, divide, narrow
 from qurl.quant.linear import Product
 from qurl.rollout.local.kernels.product import (
     load_channels,

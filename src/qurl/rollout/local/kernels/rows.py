@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.quant.formats import Format, Quantized
-from qurl.quant.kernels.rounding import (
+from qurl.ops.rounding import (
     EXACT,
     await_inputs,
     divide,
@@ -30,6 +29,7 @@ from qurl.quant.kernels.rounding import (
     narrow,
     scale_for,
 )
+from qurl.quant.formats import Format, Quantized
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.kernels.product import (
     DTYPES,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.quant.kernels.rounding import await_inputs
+from qurl.ops.rounding import await_inputs
 from qurl.rollout.local.kernels.product import next_power_of_2
 
 MAX_BLOCK = 4096

@@ -1,0 +1,37 @@
+"""The recipe: its keys (`schema`), what goes together (`rules`), and how it is read (`recipe`)."""
+
+from qurl.config.recipe import (
+    PRESETS,
+    build_config,
+    check_combinations,
+    load_config,
+    read_recipe,
+    to_dict,
+    to_json,
+)
+from qurl.config.schema import (
+    AlgoConfig,
+    Config,
+    CorrectionConfig,
+    ModelConfig,
+    OptimConfig,
+    ScratchConfig,
+    TaskConfig,
+)
+
+__all__ = [
+    "PRESETS",
+    "AlgoConfig",
+    "Config",
+    "CorrectionConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ScratchConfig",
+    "TaskConfig",
+    "build_config",
+    "check_combinations",
+    "load_config",
+    "read_recipe",
+    "to_dict",
+    "to_json",
+]

@@ -1,1 +1,0 @@
-"""Triton kernels of the trainer. Imported only where Triton is installed."""

@@ -1,0 +1,71 @@
+"""The gate of an MLP and its gradients, in one pass over memory each way.
+
+    s = 1 / (1 + exp(-gate));   y = gate s up
+
+    dgate = dy up s (1 + gate (1 - s));   dup = dy gate s
+
+Everything is computed in FP32 and rounded once, into the dtype of what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qurl.ops.rounding import narrow
+
+BLOCK = 4096
+_SHAPE: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8}
+
+
+def gate_values(gate: Tensor, up: Tensor) -> Tensor:
+    """y, from two tensors of the same shape."""
+    _check(gate, up)
+    y = torch.empty_like(gate)
+    gate_kernel[_grid(gate)](gate, up, y, gate.numel(), **_SHAPE)
+    return y
+
+
+def gate_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate and dup."""
+    _check(dy, gate, up)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    gate_gradients_kernel[_grid(gate)](dy, gate, up, dgate, dup, gate.numel(), **_SHAPE)
+    return dgate, dup
+
+
+def _check(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.shape == tensors[0].shape
+        assert tensor.dtype == tensors[0].dtype
+        assert tensor.is_contiguous()
+
+
+def _grid(values: Tensor) -> tuple[int]:
+    return (-(-values.numel() // BLOCK),)
+
+
+@triton.jit
+def gate_kernel(gate, up, y, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = at < size
+    x = tl.load(gate + at, mask=is_inside, other=0.0).to(tl.float32)
+    value = x * tl.sigmoid(x) * tl.load(up + at, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(y + at, narrow(value, y.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def gate_gradients_kernel(dy, gate, up, dgate, dup, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = at < size
+    upstream = tl.load(dy + at, mask=is_inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + at, mask=is_inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(x)
+    value = tl.load(up + at, mask=is_inside, other=0.0).to(tl.float32)
+    slope = upstream * value * share * (1 + x * (1 - share))
+    tl.store(dgate + at, narrow(slope, dgate.dtype.element_ty), mask=is_inside)
+    tl.store(dup + at, narrow(upstream * x * share, dup.dtype.element_ty), mask=is_inside)

@@ -1,0 +1,1 @@
+"""Everything around the loop: run directory, checkpoints, assembly, evaluation, export, report."""

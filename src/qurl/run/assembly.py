@@ -1,0 +1,324 @@
+"""From a recipe to live parts: policy, learner, engines, task and grader, fresh or resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from qurl.config import Config
+from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
+from qurl.errors import CheckpointError, ConfigError
+from qurl.ops.device import default_dtype, pick_device
+from qurl.quant import rescale_, unscale_
+from qurl.quant.linear import projections
+from qurl.quant.scaling import uaq_scale
+from qurl.quant.tracking import UpdateTracker
+from qurl.rewards.pool import GradingPool
+from qurl.rewards.reward import check_reward
+from qurl.rollout import Engine, build_engine
+from qurl.rollout.checks import context_length
+from qurl.run.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    load_saved_policy,
+    save_checkpoint,
+    staged_folder,
+)
+from qurl.run.directory import INITIAL, Run, evaluation_of
+from qurl.run.scratch import make_scratch_model
+from qurl.sampling import ProblemStream
+from qurl.tasks import load_task
+from qurl.tasks.task import Task
+from qurl.trainer.dither import dither_
+from qurl.trainer.learner import Learner
+from qurl.trainer.policy import Policy, load_policy
+from qurl.types import Problem
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with."""
+
+    learner: Learner
+    engine: Engine
+    """The quantized actor."""
+    full_engine: Engine | None
+    """The same weights unquantized, for evaluation; None where it is not asked for."""
+    stream: ProblemStream
+    held_out: list[Problem]
+    pool: GradingPool
+    tracker: UpdateTracker | None
+    first_step: int
+    evaluation: dict[str, float]
+    """Of the weights at `first_step`, where the run was resumed and had evaluated them."""
+
+    def known(self, step: int) -> dict[str, float]:
+        """The evaluation of a step that need not be made again."""
+        return self.evaluation if step == self.first_step else {}
+
+    def state(self) -> dict:
+        """What a checkpoint holds beside weights and optimizers."""
+        tracker = self.tracker.state_dict() if self.tracker is not None else None
+        stream = self.stream
+        return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
+
+    def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
+        """Write a checkpoint of `step`; with another state where that has gone on already."""
+        folder, state = run.path / "checkpoints", state or self.state()
+        path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
+        run.event("checkpoint", f"saved {path.name}", step=step)
+
+
+@contextmanager
+def assemble(config: Config, run: Run) -> Iterator[Parts]:
+    """Load or make everything, and resume from the newest checkpoint where there is one."""
+    for warning in find_warnings(config):
+        run.event("warning", warning)
+    check_reward(config.task.reward)
+    device = prepare_torch(config)
+    initial = initial_model(config, run.path, device)
+    checkpoint = latest_checkpoint(run.path / "checkpoints")
+
+    if checkpoint:
+        policy = load_saved_policy(checkpoint, config.model, device)
+    else:
+        policy = load_policy(initial, config.model, device)
+    reference = None
+    if config.algo.kl_coef > 0:
+        reference = load_policy(initial, config.model, device).freeze_()
+    learner = Learner(policy, config, reference=reference)
+    prompts = (config, policy.tokenizer, policy.model.config)
+    task = training_task(*prompts)
+    held_out = held_out_problems(*prompts) if config.eval.every else []
+    for note in (*policy.notes, *task.notes):
+        run.event("warning", note)
+    stream = ProblemStream(task, config.seed)
+    tracker = _build_tracker(config, policy, run)
+    state = {"step": 0}
+    if checkpoint:
+        state = load_checkpoint(checkpoint, learner)
+        stream.position = state["position"]
+        if (num_problems := state.get("problems", len(task))) != len(task):
+            run.event(
+                "warning",
+                f"the task had {num_problems} problems when the run was saved, and has {len(task)} "
+                "now: their order is another one, so that some come twice in this epoch",
+            )
+        if tracker is not None:
+            tracker.load_state_dict(state["tracker"])
+    else:
+        _prepare_masters(config, learner, run)
+    with build_pool(config, task.reward) as pool:
+        yield Parts(
+            learner=learner,
+            engine=build_actor(config, policy, config.quant.format),
+            full_engine=_build_full_engine(config, policy),
+            stream=stream,
+            held_out=held_out,
+            pool=pool,
+            tracker=tracker,
+            first_step=state["step"],
+            # Last: where anything above fails, nothing that was logged is touched.
+            evaluation=_rewind(run, state["step"]),
+        )
+
+
+def _rewind(run: Run, step: int) -> dict[str, float]:
+    """Go back to `step`, say what that costs, and return what is known of its weights."""
+    rows = run.rewind(step)
+    if num_lost := sum("reward/mean" in row for row in rows):  # the last row has none
+        run.event(
+            "warning",
+            f"{num_lost} logged steps have no checkpoint after them and are made again, from step "
+            f"{step} on; save.every says how often one is saved",
+        )
+    row = next((row for row in rows if row["step"] == step), {})
+    return {name: float(value) for name, value in evaluation_of(row).items()}
+
+
+def prepare_torch(config: Config) -> torch.device:
+    """Set threads and seed, and choose the device."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    if config.model.deterministic:
+        # Read by cuBLAS at its first product; torch's deterministic mode asks for it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return pick_device(config.device)
+
+
+def initial_model(config: Config, run_path: Path, device: torch.device) -> str | Path:
+    """Where the untrained weights are; a scratch model is made once and kept with the run."""
+    if config.model.path != "scratch":
+        return config.model.path
+    folder = run_path / INITIAL
+    if not folder.exists():
+        try:
+            with staged_folder(folder) as staging:
+                make_scratch_model(config, staging, device)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the model made from scratch could not be written to {folder}: {error}. Make room "
+                "on the disk, then run the same command again"
+            ) from error
+    return folder
+
+
+def training_task(config: Config, tokenizer: Any = None, model_config: Any = None) -> Task:
+    """Prompts and completions fit the context of the model, where its config is given."""
+    return load_task(
+        config.task.name,
+        path=config.task.path,
+        split="train",
+        tokenizer=tokenizer,
+        **_prompt_limit(config, "sampling.max_tokens", config.sampling.max_tokens, model_config),
+        **_task_options(config),
+    )
+
+
+def held_out_problems(config: Config, tokenizer: Any, model_config: Any) -> list[Problem]:
+    return first_problems(config, held_out_task(config, tokenizer, model_config))
+
+
+def first_problems(config: Config, task: Task) -> list[Problem]:
+    """As many as are evaluated."""
+    return [task[i] for i in range(min(config.eval.problems, len(task)))]
+
+
+def held_out_task(config: Config, tokenizer: Any, model_config: Any) -> Task:
+    """The held-out split or file."""
+    if not is_generated(config.task.name) and not config.task.eval_path:
+        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
+    return load_task(
+        config.task.name,
+        path=config.task.eval_path,
+        path_key="task.eval_path",
+        split="eval",
+        tokenizer=tokenizer,
+        **_prompt_limit(
+            config,
+            "eval.max_tokens" if config.eval.max_tokens else "sampling.max_tokens",
+            config.eval_max_tokens,
+            model_config,
+        ),
+        **_task_options(config),
+    )
+
+
+def _prompt_limit(config: Config, key: str, max_tokens: int, model_config: Any) -> dict[str, Any]:
+    """What leaves room for completions of `max_tokens`, which `key` sets: a longer prompt is found
+    before training, and not when its turn comes."""
+    context = context_length(model_config) if model_config is not None else None
+    stated = config.task.max_prompt_tokens
+    if context is None or context - max_tokens >= stated:
+        return {"max_prompt_tokens": stated}
+    if max_tokens >= context:
+        raise ConfigError(
+            f"{key} = {max_tokens} leaves no room for a prompt: the model's "
+            f"max_position_embeddings is {context}; lower {key}"
+        )
+    limited_by = f"max_position_embeddings - {key} = {context} - {max_tokens}"
+    return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
+
+
+def _task_options(config: Config) -> dict[str, Any]:
+    task = config.task
+    return {
+        "seed": config.seed,
+        "difficulty": task.difficulty,
+        "instruction": task.instruction,
+        "skip_long_prompts": task.skip_long_prompts,
+        "reward": task.reward,
+    }
+
+
+def build_pool(config: Config, reward: str) -> GradingPool:
+    task = config.task
+    return GradingPool(
+        reward,
+        workers=task.grade_workers,
+        timeout=task.grade_timeout,
+        timeout_score=task.timeout_score,
+    )
+
+
+def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool = False) -> Engine:
+    """The engine of the recipe, holding a copy of the policy in the given format.
+
+    In another format than the recipe's it answers for the full precision, cache included.
+    """
+    rollout, options = config.rollout, {"compute_dtype": policy.compute_dtype}
+    if rollout.engine == "local":
+        options |= {
+            "kv": config.quant.kv if quant == config.quant.format else "none",
+            "max_batch": rollout.max_batch,
+            "page_size": rollout.page_size,
+            "kv_tokens": rollout.kv_tokens,
+            "kv_memory_frac": rollout.kv_memory_frac,
+            "release_kv": rollout.release_kv or release_kv,
+            "deterministic": rollout.deterministic,
+        }
+    return build_engine(rollout.engine, policy.model, policy.tokenizer, quant=quant, **options)
+
+
+def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
+    if not config.has_full_engine:
+        return None
+    # Between evaluations its cache is the trainer's: two that stay would leave little for moments.
+    return build_actor(config, policy, "none", release_kv=True)
+
+
+def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
+    if config.quant.track_rows == 0:
+        return None
+    if not any(projections(policy.model)):
+        kind = type(policy.model).__name__
+        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
+        return None
+    return UpdateTracker(config.quant.format, config.quant.track_rows, _actor_dtype(config, policy))
+
+
+def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
+    """What weights are rounded to before they are quantized, or held in where they are not."""
+    if config.quant.format != "none":
+        return policy.compute_dtype
+    if config.rollout.engine == "hf":
+        return None  # the masters themselves
+    return default_dtype(policy.device)
+
+
+def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
+    """What is done to weights once, before training; what they compute stays, up to rounding."""
+    quant, policy = config.quant, learner.policy
+    if (carried := uaq_scale(policy.model)) != 1:
+        unscale_(policy.model)
+        run.event(
+            "warning",
+            f"model.path = {config.model.path!r} carried UAQ with s = {carried:g} from an earlier "
+            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts",
+        )
+    if quant.update_scale > 1:
+        rescale_(
+            policy.model,
+            quant.update_scale,
+            o_proj=quant.scale_o_proj,
+            down_proj=quant.scale_down_proj,
+        )
+    if not config.optim.dither:
+        return
+    if policy.compute_dtype != torch.bfloat16:
+        raise ConfigError(
+            f"optim.dither = true, but the trainer computes in {policy.compute_dtype}, which sees "
+            'every update; leave it off, or set model.compute_dtype = "bfloat16"'
+        )
+    if kept := dither_(policy.model, config.seed):
+        run.event("warning", f"optim.dither left on their grid: {', '.join(kept)}")
+    if learner.critic is not None:
+        dither_(learner.critic.backbone, config.seed)

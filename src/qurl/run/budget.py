@@ -1,0 +1,107 @@
+"""What a recipe will ask of the machine, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qurl.config import Config
+from qurl.ops.device import pick_device
+from qurl.quant.formats import get_format
+from qurl.quant.linear import PROJECTIONS
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters and cache of one model."""
+
+    num_parameters: int
+    num_quantized: int
+    """Those of the projections, which the engine holds in codes."""
+    kv_numbers_per_token: int
+    vocabulary: int
+
+
+def describe_budget(config: Config) -> str:
+    """Token and memory budget as text."""
+    sequences = config.batch.problems * config.sampling.group_size
+    longest = config.task.max_prompt_tokens + config.sampling.max_tokens
+    lines = [
+        "",
+        "tokens",
+        f"  sequences per step      {sequences} ({config.batch.problems} problems"
+        f" x {config.sampling.group_size})",
+        f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
+        f"  updates per step        {config.updates_per_step}",
+        f"  updates in the run      {config.steps * config.updates_per_step:,}",
+        f"memory (GiB) on {pick_device(config.device)}",
+    ]
+    try:
+        size = measure_model(config)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        return "\n".join(
+            [*lines, f"  unknown: {config.model.path} is not reachable here ({reason})"]
+        )
+    rows = memory_rows(config, size, longest)
+    lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
+    lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")
+    return "\n".join(lines)
+
+
+def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, float]:
+    """Bytes by use; activations are left out, they depend on batch.microbatch_tokens."""
+    is_cuda = pick_device(config.device).type == "cuda"
+    wide = 2 if is_cuda else 4  # the engine's full precision
+    parameters = size.num_parameters
+    rows = {"policy, FP32": 4.0 * parameters, "gradients": 4.0 * parameters}
+    rows["AdamW"] = 8.0 * parameters
+    if config.algo.kl_coef > 0:
+        rows["reference"] = 4.0 * parameters
+    if config.algo.advantage == "gae":
+        rows["critic and its AdamW"] = 16.0 * parameters
+    is_coded = is_cuda and config.quant.format != "none"  # a CPU keeps the codes as FP32 numbers
+    narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
+    others = wide * (parameters - size.num_quantized) if is_cuda else 0  # a CPU shares the policy's
+    rows["engine weights"] = float(narrow * size.num_quantized + others)
+    if is_cuda and config.has_full_engine:
+        rows["engine of evaluations"] = float(wide * parameters)
+    tokens = config.rollout.kv_tokens or longest * min(
+        config.rollout.max_batch, config.batch.problems * config.sampling.group_size
+    )
+    kv_bytes = 1 if config.quant.kv == "fp8" else wide
+    rows["KV cache, full"] = float(kv_bytes * size.kv_numbers_per_token * tokens)
+    # In FP32, and their gradients as factors of products.
+    rows["logits of one chunk"] = (4.0 + wide) * config.model.logits_chunk * size.vocabulary
+    return rows
+
+
+def measure_model(config: Config) -> ModelSize:
+    """Counted on the meta device: no weights are read or made."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        if config.model.path == "scratch":
+            from qurl.tasks.tokenizer import build_tokenizer
+            from qurl.trainer.scratch import build_tiny_llama
+
+            model: Any = build_tiny_llama(config.model.scratch, build_tokenizer())
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelSize(
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_quantized=sum(
+            p.numel()
+            for name, p in model.named_parameters()
+            if p.dim() >= 2 and any(part in PROJECTIONS for part in name.split("."))
+        ),
+        kv_numbers_per_token=2 * text.num_hidden_layers * heads * head_dim,
+        vocabulary=text.vocab_size,
+    )

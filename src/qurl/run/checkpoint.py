@@ -1,0 +1,142 @@
+"""Checkpoints: written beside and renamed, so that a kill or a full disk leaves the last one whole.
+
+checkpoints/step-000123/
+    policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config)
+    critic.pt          where there is one
+    optimizer.pt       AdamW state of policy and critic
+    state.pt           step, data position, update tracker, random state
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.optim import Optimizer
+
+from qurl.config import ModelConfig
+from qurl.errors import CheckpointError, ModelError
+from qurl.trainer.learner import Learner
+from qurl.trainer.policy import Policy, load_policy
+
+
+def save_checkpoint(
+    folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
+) -> Path:
+    """Write step-NNNNNN atomically and drop all but the newest `keep`."""
+    target = folder / f"step-{step:06d}"
+    try:
+        with staged_folder(target) as staging:
+            write_state(staging, learner, {"step": step, **state})
+            shutil.rmtree(target, ignore_errors=True)
+    # A full disk shows as any of the first three; transformers refuses with a ValueError.
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        previous = latest_checkpoint(folder)
+        raise CheckpointError(
+            f"checkpoint {target} could not be written: {error}. The previous one is intact "
+            f"({previous or 'there is none yet'}). Make room on the disk, then run the same "
+            "command again to resume"
+        ) from error
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place when all went well, and else disappears."""
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
+    """The files of a checkpoint, flushed to the disk."""
+    learner.policy.save(folder / "policy")
+    optimizers = {"policy": learner.optimizer.state_dict()}
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        torch.save(learner.critic.state_dict(), folder / "critic.pt")
+        optimizers["critic"] = learner.critic_optimizer.state_dict()
+    torch.save(optimizers, folder / "optimizer.pt")
+    torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def load_saved_policy(folder: Path, config: ModelConfig, device: torch.device) -> Policy:
+    """The policy of a checkpoint."""
+    try:
+        return load_policy(folder / "policy", config, device)
+    except ModelError as error:
+        raise _unreadable(folder, error.__cause__ or error) from error
+
+
+def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Restore all but the policy, which was loaded from `folder` already; returns the rest."""
+    try:
+        device = learner.policy.device
+        optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        _load_optimizer(learner.optimizer, optimizers["policy"])
+        if learner.critic is not None and learner.critic_optimizer is not None:
+            weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
+            learner.critic.load_state_dict(weights)
+            _load_optimizer(learner.critic_optimizer, optimizers["critic"])
+    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
+        raise _unreadable(folder, error) from error
+    torch.set_rng_state(state.pop("torch_rng"))
+    return state
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """All but `fused`, which is not the run's choice but that of the device it is resumed on."""
+    for group in state["param_groups"]:
+        group["fused"] = optimizer.defaults["fused"]
+    optimizer.load_state_dict(state)
+
+
+def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}. Remove that "
+        "folder to resume from the one before it"
+    )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = (path for path in folder.glob("step-*") if path.name[len("step-") :].isdigit())
+    return sorted(found, key=checkpoint_step)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    return next(reversed(list_checkpoints(folder)), None)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def find_policy(source: Path) -> Path:
+    """The policy folder of a run directory, of a checkpoint, or of a policy folder itself."""
+    checkpoint = latest_checkpoint(source / "checkpoints")
+    for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
+        if (folder / "config.json").is_file() and list(folder.glob("*.safetensors*")):
+            return folder
+    raise CheckpointError(
+        f"{source} is neither a run with a checkpoint nor a checkpoint; expected "
+        f"{source}/checkpoints/step-NNNNNN/policy or {source}/policy"
+    )

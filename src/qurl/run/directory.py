@@ -1,0 +1,410 @@
+"""The run directory: everything a run leaves behind.
+
+    config.json      the resolved recipe
+    metrics.jsonl    {"step": n, name: value, ...}, one line a step
+    samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
+    evals.jsonl      {"step": n, "precision": ..., "outcomes": "0110..."}, one digit a problem
+    events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
+    initial/         the untrained model, where it was made from scratch
+    checkpoints/     written by qurl.run.checkpoint
+    crash/           written by qurl.run.crash
+    report.html      written by qurl.run.report
+
+Every line is complete JSON for any reader: a number that is not finite is written as the string
+"nan", "inf" or "-inf". A kill can tear the last line of a file and no other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Self
+
+from rich.console import Console
+
+from qurl.config import Config, read_recipe, to_dict, to_json
+from qurl.errors import ConfigError, DataError, TrainingError
+from qurl.run.trackers import Progress, Tracker, build_trackers
+
+CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+EVALS = "evals.jsonl"
+INITIAL, LOCK = "initial", ".lock"
+OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
+"""What a run makes after its config.json."""
+
+CHANGEABLE = (
+    *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
+    *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
+    *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
+    *("task.grade_workers", "task.grade_timeout"),
+)
+"""Keys (or sections) of the recipe that may differ when a run is resumed: what it is to do is the
+same, as far as memory, patience and the order of sums allow."""
+
+_LOUD = {"warning": "yellow", "alarm": "bold red"}
+
+
+class Run:
+    """One open run directory, with its trackers and its progress line."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        self.path = path
+        self.progress = progress
+        self.timer = Stopwatch()
+        self._lock: IO[str] | None = None
+        self._provisional: int | None = None
+        """The step whose row holds an evaluation only, and is replaced when it is logged."""
+        self._trackers: list[Tracker] = []
+
+    @classmethod
+    def open(
+        cls, config: Config, *, trackers: Sequence[Tracker] = (), console: Console | None = None
+    ) -> Run:
+        """Create `config.run_dir`, or open the run that is there, to be resumed.
+
+        `trackers` are called besides those that the recipe asks for.
+        """
+        path = Path(config.run_dir).expanduser()
+        lock = lock_run(path)
+        changes = _claim(path, config)
+        progress = Progress(config.steps, console=console)
+        run = cls(path, progress)
+        run._lock = lock
+        run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
+        if changes is not None:
+            run.event("resume", _describe_resume(changes), changes=changes)
+            if "steps" in changes and config.optim.schedule != "constant":
+                run._warn(
+                    f"optim.schedule = {config.optim.schedule!r} was laid out for "
+                    f"{changes['steps'][0]} steps: the learning rate jumps to where it would be "
+                    f"with {config.steps}"
+                )
+        return run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
+        values = {name: float(value) for name, value in metrics.items()}
+        if step == self._provisional:
+            _rewrite(self.path / METRICS, lambda record: record["step"] < step)
+            self._provisional = None
+        _append(self.path / METRICS, {"step": step} | values)
+        if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
+            named = ", ".join(f"{name} = {x}" for name, x in broken.items())
+            self.event("warning", f"step {step}: {named}", step=step, metrics=sorted(broken))
+        self.progress.log(step, values)
+        for tracker in list(self._trackers):
+            self._hand_over(tracker, step, values)
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        """Append one rollout to samples.jsonl."""
+        _append(self.path / SAMPLES, {"step": step} | dict(record))
+
+    def evaluation(self, step: int, precision: str, outcomes: Sequence[bool]) -> None:
+        """Append which held-out problems were answered right to evals.jsonl, as zeros and ones."""
+        digits = "".join("1" if is_right else "0" for is_right in outcomes)
+        _append(self.path / EVALS, {"step": step, "precision": precision, "outcomes": digits})
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
+        if kind in _LOUD:
+            self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Forget what was logged from `step` on, so that a run resumed there writes it again.
+
+        An evaluation of `step` stays, in evals.jsonl and as a row of its own until `step` is
+        logged: it is of the weights that the run goes on from. Returns the rows that are gone.
+        """
+        path = self.path / METRICS
+        rows = [row for row in read_jsonl(path) if row["step"] >= step] if path.exists() else []
+        kept = [evaluation_of(row) for row in rows if row["step"] == step and evaluation_of(row)]
+        for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, step + len(kept))):
+            _rewrite(self.path / name, lambda record, first=first: record["step"] < first)
+        for evaluation in kept:
+            _append(path, {"step": step} | evaluation)
+            self._provisional = step
+        return rows
+
+    def close(self) -> None:
+        self.progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hand_over(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
+        # A tracker is a convenience and metrics.jsonl has it all: its failure must not end the run.
+        try:
+            tracker.log(step, metrics)
+        except Exception as error:
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__
+            self._warn(f"{name} failed at step {step} and is off from here on: {error!r}")
+
+    def _warn(self, message: str) -> None:
+        self.event("warning", message)
+
+
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.startswith("eval/")}
+
+
+class Stopwatch:
+    """Seconds spent under each name since the last `lap`.
+
+    with timer("rollout"): ...
+    timer.lap()  # {"timing_s/rollout": 1.25}, and back to zero
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def seconds(self, name: str) -> float:
+        """Spent under `name` since the last lap."""
+        return self._seconds.get(name, 0.0)
+
+    def lap(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        return {f"timing_s/{name}": x for name, x in seconds.items()}
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All records of a file; a torn last line is left out."""
+    return list(iter_jsonl(path))
+
+
+def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, one at a time; a torn last line is left out."""
+    for _, record in _parsed_lines(Path(path)):
+        yield record
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line, json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # only the last line of a file has no end
+                    return
+                raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise TrainingError(
+            f"cannot append to {path}: {error.strerror or error}; make room and resume the run"
+        ) from error
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, Mapping):
+        return {key: _strict(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the complete lines whose record passes, in one atomic step."""
+    if not path.exists():
+        return
+    with replacing(path) as file:
+        for line, record in _parsed_lines(path):
+            if keep(record):
+                file.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file beside `path`, then put it in its place."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TrainingError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def lock_run(path: Path) -> IO[str]:
+    """Keep other processes out of a run directory; the system lets go when this one ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(f"run_dir = {str(path)!r} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"run_dir = {str(path)!r} is in use by another process; wait for it, stop it, or "
+            "choose another run_dir"
+        ) from error
+    return file
+
+
+def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
+    """What changed since the run at `path` last ran: None where it would be a new one.
+
+    Raises where `config` cannot go on there. Nothing is written.
+    """
+    if not (path / CONFIG).exists():
+        if found := [name for name in OWN if (path / name).exists()]:
+            raise ConfigError(
+                f"run_dir = {str(path)!r} holds {found[0]} but no {CONFIG}, so it cannot be "
+                "resumed, and a new run would lose it; choose another run_dir or move it away"
+            )
+        return None
+    old = _read_config(path)
+    _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
+    _check_steps(path, config.steps)
+    changes = _changes(old, json.loads(to_json(config)))
+    refused = {key: pair for key, pair in changes.items() if not may_change(key)}
+    has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
+    if refused and not has_begun:
+        return None  # it failed before its first step, and the recipe has been mended
+    _refuse(path, refused)
+    return changes
+
+
+def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
+    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
+    if (changes := find_changes(path, config)) is None:
+        shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that failed before it began
+    for name in (METRICS, SAMPLES, EVALS, EVENTS):
+        _mend(path / name)
+    with replacing(path / CONFIG) as file:
+        file.write(to_json(config).encode())
+    return changes
+
+
+def _saved_step(path: Path) -> int:
+    """That of the newest checkpoint; -1 where there is none."""
+    from qurl.run.checkpoint import checkpoint_step, latest_checkpoint
+
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    return checkpoint_step(checkpoint) if checkpoint else -1
+
+
+def _check_steps(path: Path, steps: int) -> None:
+    if (trained := _saved_step(path)) > steps:
+        raise ConfigError(
+            f"steps = {steps}, but run_dir = {str(path)!r} has been trained for {trained} already; "
+            "ask for more steps, or choose another run_dir"
+        )
+
+
+def _kept(config: Mapping[str, Any]) -> int:
+    """How many checkpoints a recipe keeps, as far as its file says so."""
+    return config.get("save", {}).get("keep", 1)
+
+
+def _check_nothing_is_lost(path: Path, keep: int) -> None:
+    """A run goes on from its newest checkpoint and logs what came after once more; where no
+    checkpoints are kept, that would cost it all."""
+    if keep > 0 or not (path / METRICS).exists():
+        return
+    saved = _saved_step(path)
+    if any(row["step"] > saved for row in read_jsonl(path / METRICS)):
+        raise ConfigError(
+            f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "
+            "covers: it cannot go on, and starting again would lose them; choose another run_dir"
+        )
+
+
+def _mend(path: Path) -> None:
+    """Drop a torn last line, to which the next line would be glued."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        is_torn = file.read() != b"\n"
+    if is_torn:
+        _rewrite(path, lambda _: True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_recipe(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another run_dir") from error
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """{"optim.lr": [old, new], ...}.
+
+    A run from before a key existed had its default; a key that is no more is "absent" now.
+    """
+    before, after = flatten(to_dict(Config())) | flatten(old), flatten(new)
+    before = json.loads(json.dumps(before))  # tuples are lists there
+    return {
+        key: [before[key], after.get(key, "absent")]
+        for key in before
+        if before[key] != after.get(key, "absent")
+    }
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def may_change(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+
+
+def _refuse(path: Path, changes: Mapping[str, Sequence[Any]]) -> None:
+    if changes:
+        lines = "\n".join(f"  - {key}: {a!r} there, {b!r} here" for key, (a, b) in changes.items())
+        raise ConfigError(
+            f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
+            f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
+        )
+
+
+def _describe_resume(changes: Mapping[str, Sequence[Any]]) -> str:
+    listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
+    return f"run resumed; changed: {listed}" if listed else "run resumed"

@@ -1,0 +1,113 @@
+"""Charts as inline SVG. Lines and text take the page's colour, so that dark mode works."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from cycler import cycler
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from qurl.run.report.charts import Chart, Curve
+
+_INK = "#010203"
+"""Stands for the page's text colour and is replaced in the SVG."""
+_COLORS = (
+    *("#3b82f6", "#f97316", "#10b981", "#a855f7"),
+    *("#ef4444", "#eab308", "#06b6d4", "#94a3b8"),
+)
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": _INK,
+    "axes.grid": True,
+    "axes.labelcolor": _INK,
+    "axes.prop_cycle": cycler(color=_COLORS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.alpha": 0.15,
+    "grid.color": _INK,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_MARKERS_UP_TO = 30
+_SMOOTH_FROM = 40
+
+
+def draw_svg(chart: Chart) -> Markup:
+    """An <svg> element to put into a page."""
+    # The salt makes ids the same from run to run and different between the charts of a page.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
+        buffer = io.StringIO()
+        _draw(chart).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # figure_1, axes_1, ...: the same in every chart
+    svg = re.sub(r' (width|height)="[^"]*pt"', "", svg)  # the page sizes it by its viewBox
+    return Markup(svg)
+
+
+def _draw(chart: Chart) -> Figure:
+    figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+    axes = figure.subplots()
+    if chart.style == "stacked":
+        _draw_stacked(axes, chart.curves)
+    else:
+        for curve in chart.curves:
+            _draw_curve(axes, curve, chart.style == "smooth")
+    if chart.style == "log":
+        axes.set_yscale("log")
+    steps = sorted({step for curve in chart.curves for step in curve.steps})
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if len(chart.curves) > 1 or chart.style == "stacked":
+        figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
+    marker = "o" if len(curve.steps) <= _MARKERS_UP_TO else ""
+    has_average = is_smooth and len(curve.steps) >= _SMOOTH_FROM
+    (line,) = axes.plot(
+        curve.steps,
+        curve.values,
+        marker=marker,
+        markersize=3,
+        linewidth=0.8 if has_average else 1.5,
+        alpha=0.4 if has_average else 1.0,
+        label="_raw" if has_average else curve.label,
+    )
+    color = line.get_color()
+    if has_average:
+        average = _moving_average(curve.values, len(curve.values) // 10)
+        axes.plot(curve.steps, average, color=color, linewidth=1.8, label=curve.label)
+    if curve.low:
+        axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
+        axes.vlines(curve.steps, curve.low, curve.high, color=color, alpha=0.5, linewidth=0.8)
+
+
+def _draw_stacked(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Bars of width 1, drawn as one outline per curve: a thousand steps stay a small file."""
+    steps = np.asarray(curves[0].steps, dtype=float)
+    edges = np.stack([steps - 0.5, steps + 0.5], 1).ravel()
+    heights = [np.repeat(np.asarray(c.values, dtype=float), 2) for c in curves]
+    axes.stackplot(edges, *heights, labels=[c.label for c in curves], colors=_COLORS, linewidth=0)
+
+
+def _moving_average(values: Sequence[float], width: int) -> np.ndarray:
+    """Centred, over the values that there are near the ends."""
+    x, kernel = np.asarray(values, dtype=float), np.ones(2 * (width // 2) + 1)
+    return np.convolve(x, kernel, "same") / np.convolve(np.ones_like(x), kernel, "same")

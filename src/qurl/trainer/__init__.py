@@ -1,0 +1,1 @@
+"""The full-precision side: the policy, its critic, and their updates."""

@@ -1,0 +1,37 @@
+"""The value model of PPO: the policy's backbone with a scalar head."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+
+from qurl.trainer.packing import Layout
+from qurl.trainer.policy import Policy, compile_layers_, disable_dropout_, hidden_states
+from qurl.types import Batch
+
+
+class Critic(nn.Module):
+    """V(s_t): the expected return before token t is chosen."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.backbone: nn.Module = copy.deepcopy(policy.model.base_model)  # type: ignore[assignment]
+        self.head = nn.Linear(policy.model.config.hidden_size, 1)  # type: ignore[union-attr]
+        # A fresh critic says 0 everywhere, so that the first advantages are the returns.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.compute_dtype = policy.compute_dtype
+        self.is_packed = policy.is_packed
+        self.to(policy.device)
+        disable_dropout_(self)
+        if policy.is_compiled:  # a copy is not
+            compile_layers_(self.backbone)
+
+    def forward(self, batch: Batch, layout: Layout | None = None) -> Tensor:
+        """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""
+        layout = layout or Layout.of(batch, is_packed=self.is_packed)
+        states = hidden_states(
+            self.backbone, layout.token_ids, self.compute_dtype, **layout.options
+        )
+        return layout.spread(self.head(layout.before(states).float()).squeeze(-1))

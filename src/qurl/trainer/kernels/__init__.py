@@ -1,0 +1,1 @@
+"""Triton kernels that only the trainer uses."""

@@ -1,0 +1,247 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright what a jitted function returns cannot be iterated.)
+"""What `qurl.trainer.head` makes of logits, in one pass over memory each way.
+
+    z = factor x;   peak = max x;   d = x - peak
+    mass = sum exp(factor d);   moment = sum exp(factor d) d
+
+    log Z = factor peak + log mass;   log p = z - log Z;   entropy = log mass - factor moment / mass
+
+of logits x. As no d is positive, nothing cancels in the entropy. `score_blocks_kernel` leaves peak,
+mass and moment of each block of the vocabulary, `score_rows_kernel` adds them up in FP64, in an
+order that depends on V alone. `logit_gradients_kernel` goes back:
+
+    dx = (grad_logp (onehot(target) - p) - grad_entropy p (log p + entropy)) factor
+
+A token with logit -inf has no part in anything. A row with NaN, with +inf or with -inf throughout
+has NaN scores; so has a target outside of the vocabulary.
+
+Shapes: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qurl.ops.rounding import await_inputs, narrow
+
+MAX_BLOCK = 4096
+OUT_DTYPES = (torch.float32, torch.bfloat16)
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+def score_rows(
+    logits: Tensor, targets: Tensor, factor: float, *, pdl: bool, block: int = MAX_BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p of the target, log Z and entropy, [n] each, from logits [n, V] and targets [n]."""
+    rows, vocabulary = logits.shape
+    _check_rows(logits, targets)
+    block, num_blocks = _blocks(vocabulary, block)
+    peaks, masses, moments = logits.new_empty(3, rows, num_blocks)
+    logp, log_z, entropy = (logits.new_empty(rows) for _ in range(3))
+    shared: dict[str, Any] = {
+        "logits": logits,
+        "factor": factor,
+        "peaks": peaks,
+        "masses": masses,
+        "moments": moments,
+        "V": vocabulary,
+        "NUM_BLOCKS": num_blocks,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
+    of_blocks: dict[str, Any] = {**shared, "BLOCK": block, "num_warps": 4}
+    of_rows: dict[str, Any] = {
+        **shared,
+        "targets": targets,
+        "logp": logp,
+        "log_z": log_z,
+        "entropy": entropy,
+        "PADDED_BLOCKS": _next_power_of_2(num_blocks),
+        "num_warps": 1,
+    }
+    score_blocks_kernel[(rows * num_blocks,)](**of_blocks)
+    score_rows_kernel[(rows,)](**of_rows)
+    return logp, log_z, entropy
+
+
+def logit_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    grad_logp: Tensor,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    *,
+    factor: float,
+    dtype: torch.dtype,
+    pdl: bool,
+    block: int = MAX_BLOCK,
+) -> Tensor:
+    """d logits [n, V] in `dtype`, from the logits [n, V] and vectors [n].
+
+    FP32 gradients take the place of the logits. Without entropies, no gradient reaches these.
+    """
+    rows, vocabulary = logits.shape
+    assert dtype in OUT_DTYPES
+    assert (entropy is None) == (grad_entropy is None)
+    vectors = (log_z, grad_logp, entropy, grad_entropy)
+    _check_rows(logits, targets, *(vector for vector in vectors if vector is not None))
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    block, num_blocks = _blocks(vocabulary, block)
+    arguments: dict[str, Any] = {
+        "logits": logits,
+        "targets": targets,
+        "log_z": log_z,
+        "entropy": entropy,
+        "grad_logp": grad_logp,
+        "grad_entropy": grad_entropy,
+        "out": out,
+        "factor": factor,
+        "V": vocabulary,
+        "BLOCK": block,
+        "NUM_BLOCKS": num_blocks,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": 8,
+    }
+    logit_gradients_kernel[(rows * num_blocks,)](**arguments)
+    return out
+
+
+def _check_rows(logits: Tensor, targets: Tensor, *vectors: Tensor) -> None:
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    assert targets.dtype == torch.int64
+    for vector in (targets, *vectors):
+        assert vector.shape == logits.shape[:1]
+        assert vector.is_contiguous()
+    assert all(vector.dtype == torch.float32 for vector in vectors)
+
+
+def _blocks(vocabulary: int, block: int) -> tuple[int, int]:
+    """Tokens of one program, and programs of one row."""
+    block = min(block, _next_power_of_2(vocabulary))
+    return block, -(-vocabulary // block)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit(do_not_specialize=["factor"])
+def score_blocks_kernel(
+    logits,
+    factor,
+    peaks,
+    masses,
+    moments,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row and block of its tokens."""
+    await_inputs(PDL)
+    index = tl.program_id(0)
+    row = index // NUM_BLOCKS
+    token = (index % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    x = _load_logits(logits, row, token, V)
+    peak = tl.max(x, 0)
+    # In a block of tokens that cannot be, infinity less infinity would be NaN.
+    distance = x - tl.where(peak == float("-inf"), 0.0, peak)
+    mass = tl.exp2(distance * (factor * _LOG2_E))
+    # Zero times infinity would be too. A NaN that is lost here is still in the mass.
+    moment = mass * tl.maximum(distance, _LOWEST)
+    tl.store(peaks + index, peak)
+    tl.store(masses + index, tl.sum(mass, 0))
+    tl.store(moments + index, tl.sum(moment, 0))
+
+
+@triton.jit(do_not_specialize=["factor"])
+def score_rows_kernel(
+    logits,
+    targets,
+    factor,
+    peaks,
+    masses,
+    moments,
+    logp,
+    log_z,
+    entropy,
+    V: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row: moves its blocks to a common peak and adds them up."""
+    await_inputs(PDL)
+    row = tl.program_id(0)
+    block = tl.arange(0, PADDED_BLOCKS)
+    index = row * NUM_BLOCKS + block
+    is_block = block < NUM_BLOCKS
+    peak = tl.load(peaks + index, mask=is_block, other=float("-inf"))
+    mass = tl.load(masses + index, mask=is_block, other=0.0).to(tl.float64)
+    moment = tl.load(moments + index, mask=is_block, other=0.0).to(tl.float64)
+    top = tl.max(peak, 0)
+    distance = (peak - top).to(tl.float64)
+    shrink = tl.exp(distance * factor)
+    distance = tl.where(shrink == 0, 0.0, distance)
+    moment = tl.sum(shrink * (moment + distance * mass), 0)
+    mass = tl.sum(shrink * mass, 0)
+    log_mass = tl.log(mass)
+
+    target = tl.load(targets + row)
+    is_token = (target >= 0) & (target < V)
+    at = row.to(tl.int64) * V + target
+    x = tl.load(logits + at, mask=is_token, other=float("nan"))
+    tl.store(logp + row, (factor * (x - top).to(tl.float64) - log_mass).to(tl.float32))
+    tl.store(log_z + row, (factor * top.to(tl.float64) + log_mass).to(tl.float32))
+    tl.store(entropy + row, (log_mass - factor * moment / mass).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["factor"])
+def logit_gradients_kernel(
+    logits,
+    targets,
+    log_z,
+    entropy,
+    grad_logp,
+    grad_entropy,
+    out,
+    factor,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row and block of its tokens. `out` may be the logits."""
+    await_inputs(PDL)
+    index = tl.program_id(0)
+    row = index // NUM_BLOCKS
+    token = (index % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    log_p = _load_logits(logits, row, token, V) * factor - tl.load(log_z + row)
+    p = tl.exp(log_p)
+    upstream = tl.load(grad_logp + row)
+    slope = upstream
+    if grad_entropy is not None:
+        surprise = tl.where(p == 0, 0.0, log_p) + tl.load(entropy + row)
+        slope += tl.load(grad_entropy + row) * surprise
+    gradient = tl.where(token == tl.load(targets + row), upstream, 0.0) - slope * p
+    at = row.to(tl.int64) * V + token
+    tl.store(out + at, narrow(gradient * factor, out.dtype.element_ty), mask=token < V)
+
+
+@triton.jit
+def _load_logits(logits, row, token, V: tl.constexpr):
+    """Those of a row's tokens, -inf beyond the vocabulary."""
+    at = row.to(tl.int64) * V + token
+    return tl.load(logits + at, mask=token < V, other=float("-inf"))

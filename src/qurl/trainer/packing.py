@@ -1,0 +1,255 @@
+"""Sequences end to end in one row: forwards without padding.
+
+    padded [B, T]      packed [N], N = 9
+    a a a a            token_ids   a a a a b b c c c
+    b b . .            positions   0 1 2 3 0 1 0 1 2
+    c c c .            bounds      0 4 6 9
+
+The model sees `input_ids` [1, N] and `position_ids` [1, N]. That no token sees another sequence is
+the business of attention alone, which transformers lets us register by name (`attend`). It learns
+the bounds from the forward's keywords, under the names that flash attention has for them.
+
+Shapes: B sequences, T positions, N tokens, M scored tokens, H heads (H_kv of keys), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qurl.errors import ModelError
+from qurl.ops.attention import attend_flash
+from qurl.types import Batch
+
+ATTENTION = "qurl-packed"
+"""The name under which transformers knows `attend`."""
+ORDINARY_ATTENTION = "sdpa"
+"""What `attend` stands in for."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences end to end."""
+
+    token_ids: Tensor  # [N]
+    positions: Tensor  # [N] of each token in its sequence
+    bounds: Tensor  # [B + 1] int32, where sequences begin and end
+    longest: int
+    places: Tensor  # [N] of each token in the flattened [B, T]
+
+    @classmethod
+    def of(cls, token_ids: Tensor, lengths: Sequence[int]) -> Packed:
+        """The first `lengths[b]` tokens of each row of [B, T]."""
+        width, device = token_ids.shape[1], token_ids.device
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        bounds = F.pad(counts.cumsum(0), (1, 0))
+        rows = torch.arange(len(counts)).repeat_interleave(counts)  # [N]
+        positions = torch.arange(len(rows)) - bounds[rows]
+        places = (rows * width + positions).to(device)
+        return cls(
+            token_ids=token_ids.flatten()[places],
+            positions=positions.to(device),
+            bounds=bounds.int().to(device),
+            longest=max(lengths),
+            places=places,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a backbone's forward needs besides the tokens."""
+        return {
+            "position_ids": self.positions[None],
+            # transformers passes on a mask of four dimensions as it is. Without one it would look
+            # for packing in the positions, wait for the device to tell, and build [N, N].
+            "attention_mask": torch.empty(1, 1, 0, 0, device=self.positions.device),
+            "cu_seq_lens_q": self.bounds,
+            "cu_seq_lens_k": self.bounds,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a batch lies in the model's input, packed or padded, and where its scored tokens are."""
+
+    token_ids: Tensor  # [1, N] packed, [B, T] padded
+    options: Mapping[str, Any]
+    """What the backbone's forward needs besides the tokens."""
+    scored: Tensor  # [M] of the scored tokens in the flattened input
+    places: Tensor  # [M] of the same in the flattened [B, T]
+    shape: tuple[int, int]  # B, T
+
+    @classmethod
+    def of(cls, batch: Batch, *, is_packed: bool) -> Layout:
+        """Reads lengths and mask: on a GPU the host waits here, and later no more."""
+        is_scored = batch.mask != 0
+        is_scored[:, 0] = False  # there is nothing before it
+        is_scored = is_scored.flatten()
+        shape = (batch.mask.shape[0], batch.mask.shape[1])
+        if not is_packed:
+            scored = is_scored.nonzero().squeeze(-1)
+            return cls(batch.token_ids, {}, scored, scored, shape)
+        packed = Packed.of(batch.token_ids, batch.lengths.tolist())
+        scored = is_scored[packed.places].nonzero().squeeze(-1)
+        return cls(packed.token_ids[None], packed.options, scored, packed.places[scored], shape)
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.scored)
+
+    @property
+    def targets(self) -> Tensor:
+        """[M]: the scored tokens."""
+        return self.token_ids.flatten()[self.scored]
+
+    def before(self, states: Tensor) -> Tensor:
+        """[M, ...]: of the states [1, N, ...] or [B, T, ...], those that predict the targets."""
+        return states.flatten(0, 1).index_select(0, self.scored - 1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [M] of the scored tokens at their places in [B, T], and 0 elsewhere."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy(0, self.places, values).view(self.shape)
+
+
+def use_packed_attention_(model: Any) -> None:
+    """Let a transformers model attend with `attend`; forwards without bounds stay what they were.
+
+    Refuses a model for which bounds and windows would not do, as far as it says so itself.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation not in (ORDINARY_ATTENTION, ATTENTION):
+        raise ModelError("it does not attend with torch's scaled_dot_product_attention")
+    if not getattr(model, "_supports_flash_attn", False):
+        raise ModelError("it needs masks to attend: flash attention cannot run it either")
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+    if _has_window(model) and not _tells_window(model):
+        raise ModelError("its sliding window is in its mask alone, which packed sequences lack")
+
+
+def _has_window(model: Any) -> bool:
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    return (
+        getattr(config, "sliding_window", None) is not None
+        and getattr(config, "use_sliding_window", True)
+        and (kinds is None or "sliding_attention" in kinds)
+    )
+
+
+@torch.no_grad()
+def _tells_window(model: Any) -> bool:
+    """Whether any layer hands its window to the attention, seen in a forward of one token."""
+    from transformers import AttentionInterface
+
+    windows = []
+
+    def listen(*inputs: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        windows.append(sliding_window)
+        return attend(*inputs, sliding_window=sliding_window, **options)
+
+    AttentionInterface.register(ATTENTION, listen)
+    try:
+        device = next(model.parameters()).device
+        model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+    return any(window is not None for window in windows)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [1, H, N, D] and twice [1, H_kv, N, D] to [1, N, H, D].
+
+    Without bounds it is transformers' own scaled_dot_product_attention.
+    """
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    _check_plain(module, options)
+    assert max_length_q is not None
+    window = sliding_window if sliding_window and sliding_window < max_length_q else None
+    dtype = arithmetic_dtype(query)
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
+    is_fast = q.is_cuda and dtype in (torch.bfloat16, torch.float16)
+    attend_packed: Any = attend_flash if is_fast else _attend_padded
+    return attend_packed(q, k, v, cu_seq_lens_q, max_length_q, window, scaling)[None], None
+
+
+@torch.compiler.disable  # sizes that depend on data, for a way that is not about speed
+def _attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """The same for CPUs and FP32: the sequences are padded here, and nowhere else."""
+    is_token = torch.arange(longest, device=q.device) < bounds.diff()[:, None]  # [B, T]
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(*is_token.shape, *x.shape[1:])
+        padded[is_token] = x
+        return padded.transpose(1, 2)  # [B, H, T, D]
+
+    out = F.scaled_dot_product_attention(
+        pad(q),
+        pad(k),
+        pad(v),
+        attn_mask=None if window is None else _band(longest, window, q.device),
+        is_causal=window is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2)[is_token]
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """[T, T]: each position sees itself and the `window - 1` before it."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to compute in, for operations that autocast does not know."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _check_plain(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse what neither of the two ways to attend computes."""
+    extras = ("softcap", "s_aux", "position_bias", "cache")
+    found = [name for name in extras if options.get(name) is not None]
+    if options.get("dropout"):
+        found.append("dropout")
+    is_causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        found.append("attention to later tokens")
+    if found:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(found)}")

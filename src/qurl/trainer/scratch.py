@@ -1,0 +1,71 @@
+"""A tiny model made from scratch, warm-started on worked answers: RL for a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qurl.config import ScratchConfig
+from qurl.seeds import generator
+
+IGNORED = -100  # of cross_entropy: prompt and padding are not learned
+Example = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its worked answer, end token included."""
+
+
+def build_tiny_llama(config: ScratchConfig, tokenizer: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=4 * config.hidden_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=1024,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def warm_start_(
+    model: Any,
+    example: Callable[[int], Example],
+    num_examples: int,
+    config: ScratchConfig,
+    seed: int,
+) -> None:
+    """A short supervised pass over worked answers; `example(row)` gives each of them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_lr, weight_decay=0.0)
+    for step in range(config.warm_start_steps):
+        draw = generator(seed, "warm start", step)
+        rows = torch.randint(num_examples, (config.warm_start_batch,), generator=draw)
+        tokens, labels = _pad([example(row) for row in rows.tolist()], model.config.pad_token_id)
+        logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
+        loss = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1),
+            labels[:, 1:].flatten().to(model.device),
+            ignore_index=IGNORED,
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _pad(examples: list[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Tokens, right-padded, and labels on the answers only."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
+    tokens = torch.full((len(examples), longest), pad_token_id)
+    labels = torch.full((len(examples), longest), IGNORED)
+    for i, (prompt, answer) in enumerate(examples):
+        tokens[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        labels[i, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    return tokens, labels

@@ -67,7 +67,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. A sampled end-of-sequence token is an action and stays in `token_ids`."""
+    """One sampled answer, token by token. A sampled end-of-sequence token is part of it.
+
+    The policy writes "3*4=", a calculator adds "12", and the policy ends the turn after a sync:
+
+        Completion(
+            token_ids=[3, 14, 4, 11, 1, 2, 0],
+            logprobs=[-0.1, -0.7, -0.2, -0.1, 0.0, 0.0, -0.3],
+            text="3*4=12",
+            finish="stop",
+            trained=[True, True, True, True, False, False, True],
+            versions=[7, 7, 7, 7, 7, 7, 8],
+        )
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -75,6 +87,16 @@ class Completion:
     (quantized weights, temperature, top-p and top-k); for greedy decoding, at temperature 1."""
     text: str
     finish: Literal["stop", "length"]
+    trained: Sequence[bool] = ()
+    """Whether the policy chose the token, so that it is trained; by default, all of them."""
+    versions: Sequence[int] = ()
+    """Version of the weights that sampled each token; by default, 0."""
+
+    def __post_init__(self) -> None:
+        if not self.trained:
+            object.__setattr__(self, "trained", (True,) * len(self.token_ids))
+        if not self.versions:
+            object.__setattr__(self, "versions", (0,) * len(self.token_ids))
 
 
 @dataclass(frozen=True)

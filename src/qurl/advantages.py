@@ -5,13 +5,13 @@ Shapes: B sequences, T positions, G completions of one problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from qurl.config import AlgoConfig
-from qurl.types import Batch
+from qurl.objectives import ADVANTAGES, with_facts
+from qurl.types import Corrected, Scored, Trainable
 
 WHITEN_EPS = 1e-8
 GRPO_EPS = 1e-6
@@ -96,32 +96,77 @@ def group_advantages(
     return advantages.reshape(rewards.shape).to(dtype)
 
 
-def estimate(batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with its advantages, and returns where a critic is trained."""
-    if algo.advantage == "gae":
-        assert batch.values is not None
-        advantages, returns = gae(
-            token_rewards(batch, algo), batch.values, batch.mask, gamma=algo.gamma, lam=algo.lam
+Estimator = Callable[[Corrected], Tensor | tuple[Tensor, Tensor]]
+"""An advantage: a batch to advantages [B, T], or to advantages and returns.
+
+Its facts may be attached by `with_facts(Advantage(...))`. Without returns of its own, the critic
+learns advantages + values.
+"""
+
+
+@with_facts(ADVANTAGES["gae"])
+def critic_advantages(
+    batch: Corrected, *, gamma: float = 1.0, lam: float = 1.0, kl_coef: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`gae` of the outcomes, less `kl_coef` times the KL to the reference on each token."""
+    rewards = token_rewards(batch, kl_coef)
+    return gae(rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
+
+
+@with_facts(ADVANTAGES["grpo"])
+def grpo(batch: Corrected) -> Tensor:
+    return _on_tokens(batch, "grpo")
+
+
+@with_facts(ADVANTAGES["dr_grpo"])
+def dr_grpo(batch: Corrected) -> Tensor:
+    return _on_tokens(batch, "dr_grpo")
+
+
+@with_facts(ADVANTAGES["rloo"])
+def rloo(batch: Corrected) -> Tensor:
+    return _on_tokens(batch, "rloo")
+
+
+@with_facts(ADVANTAGES["reinforce_pp"])
+def reinforce_pp(batch: Corrected) -> Tensor:
+    return _on_tokens(batch, "reinforce_pp")
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae": critic_advantages,
+    **{f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp)},
+}
+
+
+def compare(batch: Corrected, estimator: Estimator, *, is_whitened: bool = False) -> Trainable:
+    """The batch with each token's advantage, and with the returns that a critic learns."""
+    found = estimator(batch)
+    advantages = found if isinstance(found, Tensor) else found[0]
+    returns = advantages + batch.values if isinstance(found, Tensor) else found[1]
+    if advantages.shape != batch.mask.shape:
+        raise ValueError(
+            f"advantage {getattr(estimator, '__name__', estimator)!r} returned the shape "
+            f"{tuple(advantages.shape)}; it must be that of batch.mask, {tuple(batch.mask.shape)}"
         )
-        batch = batch.replace(returns=returns)
-    else:
-        sequence = group_advantages(batch.rewards, algo.advantage, group=batch.group)
-        advantages = sequence[:, None] * batch.mask  # [B, T]
-    if algo.whiten:
+    if is_whitened:
         advantages = whiten(advantages, batch.mask)
-    return batch.replace(advantages=advantages)
+    return batch.into(Trainable, advantages=advantages, returns=returns)
 
 
-def token_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
+def token_rewards(batch: Scored, kl_coef: float = 0.0) -> Tensor:
     """[B, T]: the outcome on the last trained token, less beta (logp_prox - logp_ref) on each."""
     keep = batch.mask.bool()
     is_last = keep & (keep.cumsum(-1) == keep.sum(-1, keepdim=True))
     rewards = batch.rewards[:, None] * is_last
-    if algo.kl_in_reward and algo.kl_coef > 0:
-        assert batch.logp_prox is not None
-        assert batch.logp_ref is not None
-        rewards = rewards - algo.kl_coef * (batch.logp_prox - batch.logp_ref) * batch.mask
+    if kl_coef > 0:
+        rewards = rewards - kl_coef * (batch.logp_prox - batch.logp_ref) * batch.mask
     return rewards
+
+
+def _on_tokens(batch: Corrected, kind: str) -> Tensor:
+    """Each completion's advantage against its group, on all of its trained tokens."""
+    return group_advantages(batch.rewards, kind, group=batch.group)[:, None] * batch.mask
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:

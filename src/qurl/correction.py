@@ -11,13 +11,13 @@ is computed once per batch and detached: rho does not depend on the weights bein
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from qurl.config import CorrectionConfig
-from qurl.config.rules import parse_rejection
-from qurl.types import Batch
+from qurl.objectives import parse_rejection
+from qurl.types import Corrected, Scored
 
 LOG_CLAMP = 20.0
 """Log-ratios are clamped to +-20 before exp, as verl does."""
@@ -44,44 +44,54 @@ def icepop_weights(log_mismatch: Tensor, low: float, high: float) -> tuple[Tenso
 
 
 def correct(
-    batch: Batch, config: CorrectionConfig, *, cap: float | None, is_weighted: bool = True
-) -> tuple[Batch, dict[str, float]]:
-    """The batch with rejected tokens out of its mask and, where the objective is weighted, with its
-    weights; and the metrics, which tell of the others what a weight would be. In bypass mode there
-    is no mismatch to speak of.
-    """
-    assert batch.logp_prox is not None
-    if config.mode == "bypass":
-        return batch, {}
-    log_mismatch = (batch.logp_prox - batch.logp_behav) * batch.mask  # [B, T]
-    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=cap)
-    mask = batch.mask * acceptance(log_mismatch, batch.mask, config)
-    metrics |= _rejection_metrics(batch.mask, mask)
+    scored: Scored,
+    *,
+    cap: float | None,
+    mode: str = "decoupled",
+    level: str = "token",
+    kind: str = "truncate",
+    icepop_low: float = 0.5,
+    icepop_high: float = 5.0,
+    batch_normalize: bool = False,
+    reject: Sequence[str] = (),
+    veto: float | None = None,
+) -> tuple[Corrected, dict[str, float]]:
+    """The batch with its weights, rejected tokens out of its mask; and the mismatch metrics.
 
-    level = log_mismatch
-    if config.level == "sequence":
-        level = log_mismatch.sum(-1, keepdim=True).expand_as(log_mismatch)
-    if config.kind == "icepop":
-        weight, shrink = icepop_weights(level, config.icepop_low, config.icepop_high)
+    `cap` is C as the objective applies it (`Objective.cap`); the other options are those of the
+    recipe's [correction] section. In bypass mode prox is behav: nothing is weighted or rejected.
+    """
+    ones = torch.ones_like(scored.mask)
+    if mode == "bypass":
+        return scored.into(Corrected, weight=ones, shrink=ones), {}
+    log_mismatch = (scored.logp_prox - scored.logp_behav) * scored.mask  # [B, T]
+    metrics = mismatch_metrics(scored.logp_prox, scored.logp_behav, scored.mask, cap=cap)
+    mask = scored.mask * acceptance(log_mismatch, scored.mask, reject=reject, veto=veto)
+    metrics |= _rejection_metrics(scored.mask, mask)
+
+    if level == "sequence":
+        log_mismatch = log_mismatch.sum(-1, keepdim=True).expand_as(log_mismatch)
+    if kind == "icepop":
+        weight, shrink = icepop_weights(log_mismatch, icepop_low, icepop_high)
     else:
-        weight, shrink = importance_weights(level, cap)
-    if config.batch_normalize:
+        weight, shrink = importance_weights(log_mismatch, cap)
+    if batch_normalize:
         factor = (weight * mask).sum() / mask.sum().clamp(min=1)
         weight = weight / factor.clamp(min=1e-8)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(factor)
     metrics |= weight_metrics(weight, shrink, mask)
-    if not is_weighted:
-        return batch.replace(mask=mask), metrics
-    return batch.replace(mask=mask, weight=weight * mask, shrink=shrink), metrics
+    return scored.into(Corrected, mask=mask, weight=weight * mask, shrink=shrink), metrics
 
 
-def acceptance(log_mismatch: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
+def acceptance(
+    log_mismatch: Tensor, mask: Tensor, *, reject: Sequence[str] = (), veto: float | None = None
+) -> Tensor:
     """[B, T] of 0 and 1: tokens that no rejection rule and no veto drops."""
     accepted = torch.ones_like(mask)
-    for rule in config.reject:
+    for rule in reject:
         accepted = accepted * _accept(rule, log_mismatch, mask)
-    if config.veto is not None:
-        catastrophic = ((log_mismatch < math.log(config.veto)) & mask.bool()).any(-1, keepdim=True)
+    if veto is not None:
+        catastrophic = ((log_mismatch < math.log(veto)) & mask.bool()).any(-1, keepdim=True)
         accepted = accepted * ~catastrophic
     return accepted
 

@@ -19,35 +19,117 @@ All are maximised; a loss is minus the objective. Shapes: B sequences, T positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qurl.correction import LOG_CLAMP, importance_weights
+from qurl.objectives import OBJECTIVES, Objective, with_facts
+
+Stats = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class ObjectiveSpec:
-    """What tells one objective from another."""
+class TokenTerms:
+    """What an objective sees, [B, T] each; only the ratio has a gradient."""
 
-    is_against_behav: bool = False
-    """The ratio is taken against the sampler instead of the proximal policy."""
-    is_weighted: bool = False
-    """The surrogate is multiplied by the importance weight."""
-    is_truncated: bool = False
-    """That weight is capped at C."""
-    is_widened: bool = False
-    """The upper clip bound is divided by r where the weight was truncated."""
+    ratio: Tensor
+    """R, or R_hat for objectives against the sampler."""
+    advantages: Tensor
+    weight: Tensor
+    """w for truncated objectives, else rho."""
+    shrink: Tensor
+    """r = w / rho."""
+    keep: Tensor
+    """Whether the token is trained."""
+    lower: float
+    """1 - el."""
+    upper: Tensor
+    """1 + eh."""
+    max_upper: float | None = None
+    """How far the upper bound may be widened."""
+    dual_clip: float | None = None
+    """Bounds the loss of tokens with A < 0 at `dual_clip * |A|`."""
+
+    def clipped(self, upper: Tensor | None = None) -> tuple[Tensor, Stats]:
+        """min(R A, clip(R, lower, upper) A), not below dual_clip A where A < 0; and statistics."""
+        upper = self.upper if upper is None else upper
+        clipped = torch.minimum(self.ratio.clamp(min=self.lower), upper)
+        surrogate = torch.minimum(self.ratio * self.advantages, clipped * self.advantages)
+        if self.dual_clip is not None:
+            floored = torch.maximum(surrogate, self.dual_clip * self.advantages)
+            surrogate = torch.where(self.advantages < 0, floored, surrogate)
+        return surrogate, self._clip_stats(upper)
+
+    @torch.no_grad()
+    def _clip_stats(self, upper: Tensor) -> Stats:
+        """Which tokens the clip stopped, and which only a wider bound lets through ("rescued")."""
+        is_positive, is_negative = self.advantages > 0, self.advantages < 0
+        is_high = is_positive & (self.ratio > upper)
+        is_low = is_negative & (self.ratio < self.lower)
+        is_rescued = is_positive & (self.ratio > self.upper) & (self.ratio <= upper)
+        is_floored = is_negative & (self.ratio > (self.dual_clip or float("inf")))
+        return {
+            "actor/pg_clipfrac": _mean(is_high | is_low, self.keep),
+            "actor/clip_frac_high": _mean(is_high, self.keep),
+            "actor/clip_frac_low": _mean(is_low, self.keep),
+            "acr/rescued_frac": _mean(is_rescued, self.keep),
+            "acr/max_upper": torch.where(self.keep, upper, self.upper).max(),
+            "actor/pg_clipfrac_lower": _mean(is_floored, self.keep),
+        }
 
 
-OBJECTIVES: Mapping[str, ObjectiveSpec] = {
-    "ppo_prox": ObjectiveSpec(),
-    "ppo_behav": ObjectiveSpec(is_against_behav=True),
-    "decoupled": ObjectiveSpec(is_weighted=True),
-    "tis": ObjectiveSpec(is_weighted=True, is_truncated=True),
-    "acr": ObjectiveSpec(is_weighted=True, is_truncated=True, is_widened=True),
+Surrogate = Callable[[TokenTerms], Tensor | tuple[Tensor, Stats]]
+"""An objective: per-token terms to what is maximised, [B, T], and statistics if it has any.
+
+Its facts are attached by `with_facts`. Statistics are scalars: means over the kept tokens, or
+maxima if their name contains "max".
+"""
+
+
+@with_facts(OBJECTIVES["ppo_prox"])
+def ppo_prox(tokens: TokenTerms) -> tuple[Tensor, Stats]:
+    """Eq. (1): plain PPO on the full-precision old actor."""
+    return tokens.clipped()
+
+
+@with_facts(OBJECTIVES["ppo_behav"])
+def ppo_behav(tokens: TokenTerms) -> tuple[Tensor, Stats]:
+    """Eq. (3): the same, with the ratio against the sampler."""
+    return tokens.clipped()
+
+
+@with_facts(OBJECTIVES["decoupled"])
+def decoupled(tokens: TokenTerms) -> tuple[Tensor, Stats]:
+    """Eq. (4): PPO weighted by the mismatch."""
+    surrogate, stats = tokens.clipped()
+    return tokens.weight * surrogate, stats
+
+
+@with_facts(OBJECTIVES["tis"])
+def tis(tokens: TokenTerms) -> tuple[Tensor, Stats]:
+    """Eq. (5): PPO weighted by the truncated mismatch."""
+    surrogate, stats = tokens.clipped()
+    return tokens.weight * surrogate, stats
+
+
+@with_facts(OBJECTIVES["acr"])
+def acr(tokens: TokenTerms) -> tuple[Tensor, Stats]:
+    """Eq. (9): the upper bound (1 + eh) / r is wider where the weight was truncated.
+
+    Without a limit on the bound, the surrogate of a token is bounded only by rho (1 + eh).
+    """
+    upper = tokens.upper / tokens.shrink
+    if tokens.max_upper is not None:
+        upper = torch.maximum(tokens.upper, upper.clamp(max=tokens.max_upper))
+    surrogate, stats = tokens.clipped(upper)
+    return tokens.weight * surrogate, stats
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    f.__name__: f for f in (ppo_prox, ppo_behav, decoupled, tis, acr)
 }
 
 
@@ -58,7 +140,7 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    objective: str = "acr",
+    objective: str | Surrogate = "acr",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     cap: float | None = 2.0,
@@ -69,87 +151,67 @@ def policy_loss(
     weight: Tensor | None = None,
     shrink: Tensor | None = None,
     denominator: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Stats]:
     """The policy's loss and its statistics (means over the masked tokens, detached).
 
-    `weight` and `shrink` are what `correction.correct` made of a whole batch; without them they
-    are the token-level w and r of the inputs. `denominator` is that of the global mini-batch when
-    the inputs are only a part of it. With rho = 1 everything but ppo_behav is plain PPO, and with
-    R = 1 everywhere (one update per rollout batch) acr is tis.
-
-    Dual clip bounds the loss of tokens with A < 0 at `dual_clip * |A|`, before the weight.
-    `acr_max_bound` limits how far acr may widen: unlimited, the surrogate of a token is bounded
-    only by rho (1 + eh).
+    `objective` is a built-in name or a function of your own. `weight` and `shrink` are what
+    `correction.correct` made of a whole batch; by default they are the token-level w and r of the
+    inputs. `denominator` is that of the global mini-batch when the inputs are only a part of it.
+    With rho = 1 everything but ppo_behav is plain PPO, and with R = 1 everywhere (one update per
+    rollout batch) acr is tis.
     """
-    spec = _spec(objective)
+    surrogate_of = find_surrogate(objective)
+    facts = facts_of(surrogate_of)
     _check_cap(cap)
+    if (weight is None) != (shrink is None):
+        raise ValueError("weight and shrink come together, from correction.correct")
     keep = mask.bool()
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp, logp_prox, logp_behav = logp.to(dtype), logp_prox.to(dtype), logp_behav.to(dtype)
-
-    if (weight is None) != (shrink is None):
-        raise ValueError("weight and shrink come together, from correction.correct")
     if weight is None or shrink is None:
         log_mismatch = torch.where(keep, logp_prox - logp_behav, 0.0)
-        weight, shrink = importance_weights(log_mismatch, cap if spec.is_truncated else None)
+        weight, shrink = importance_weights(log_mismatch, facts.cap(cap))
 
-    base = logp_behav if spec.is_against_behav else logp_prox
+    base = logp_behav if facts.against == "behav" else logp_prox
     log_ratio = torch.where(keep, logp - base.detach(), 0.0)
     ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).exp()  # [B, T]
-
-    lower, upper = 1.0 - clip_low, torch.full_like(ratio, 1.0 + clip_high)
-    if spec.is_widened:
-        upper = _widen(upper, shrink, acr_max_bound)
-    surrogate = _clipped_surrogate(ratio, advantages, lower, upper, dual_clip)
-    if spec.is_weighted:
-        surrogate = weight * surrogate
-
+    found = surrogate_of(
+        TokenTerms(
+            ratio=ratio,
+            advantages=advantages,
+            weight=weight,
+            shrink=shrink,
+            keep=keep,
+            lower=1.0 - clip_low,
+            upper=torch.full_like(ratio, 1.0 + clip_high),
+            max_upper=acr_max_bound,
+            dual_clip=dual_clip,
+        )
+    )
+    surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
-    stats = _clip_stats(ratio, advantages, keep, lower, upper, 1.0 + clip_high)
-    is_floored = (advantages < 0) & (ratio > (dual_clip or float("inf")))
-    stats["actor/pg_clipfrac_lower"] = _mean(is_floored, keep)
-    stats["actor/ppo_kl"] = _mean(logp_prox - logp, keep)
-    return loss, stats
+    return loss, {**stats, "actor/ppo_kl": _mean(logp_prox - logp, keep)}
 
 
-def _widen(upper: Tensor, shrink: Tensor, max_bound: float | None) -> Tensor:
-    """(1 + eh) / r of Eq. (9): wider where the weight was truncated, up to `max_bound`."""
-    widened = upper / shrink
-    return widened if max_bound is None else torch.maximum(upper, widened.clamp(max=max_bound))
+def find_surrogate(objective: str | Surrogate) -> Surrogate:
+    """The function of a built-in objective, or one's own as it is."""
+    if not isinstance(objective, str):
+        return objective
+    if objective not in SURROGATES:
+        raise ValueError(f"objective = {objective!r} is not one of {', '.join(SURROGATES)}")
+    return SURROGATES[objective]
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, lower: float, upper: Tensor, dual_clip: float | None
-) -> Tensor:
-    """min(R A, clip(R, lower, upper) A), and not below dual_clip A where A < 0."""
-    clipped = torch.minimum(ratio.clamp(min=lower), upper)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    if dual_clip is None:
-        return surrogate
-    floor = dual_clip * advantages
-    return torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
-
-
-@torch.no_grad()
-def _clip_stats(
-    ratio: Tensor,
-    advantages: Tensor,
-    keep: Tensor,
-    lower: float,
-    upper: Tensor,
-    plain_upper: float,
-) -> dict[str, Tensor]:
-    """Which tokens the clip stopped, and which only ACR's wider bound lets through ("rescued")."""
-    is_high = (advantages > 0) & (ratio > upper)
-    is_low = (advantages < 0) & (ratio < lower)
-    is_rescued = (advantages > 0) & (ratio > plain_upper) & (ratio <= upper)
-    return {
-        "actor/pg_clipfrac": _mean(is_high | is_low, keep),
-        "actor/clip_frac_high": _mean(is_high, keep),
-        "actor/clip_frac_low": _mean(is_low, keep),
-        "acr/rescued_frac": _mean(is_rescued, keep),
-        "acr/max_upper": torch.where(keep, upper, plain_upper).max(),
-    }
+def facts_of(surrogate: Surrogate) -> Objective:
+    """What `with_facts` attached to an objective."""
+    facts = getattr(surrogate, "facts", None)
+    if not isinstance(facts, Objective):
+        raise ValueError(
+            f"objective {getattr(surrogate, '__name__', surrogate)!r} has no facts; decorate it "
+            "with @with_facts(Objective(is_weighted=..., is_truncated=..., against=...)) of "
+            "qurl.objectives"
+        )
+    return facts
 
 
 def aggregate(
@@ -258,15 +320,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
         return 0.0
     total = returns[keep].var()
     return float(1 - (returns - values)[keep].var() / total) if total > 0 else 0.0
-
-
-def _spec(objective: str) -> ObjectiveSpec:
-    try:
-        return OBJECTIVES[objective]
-    except KeyError:
-        raise ValueError(
-            f"objective = {objective!r} is not one of {', '.join(OBJECTIVES)}"
-        ) from None
 
 
 def _check_cap(cap: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Facts about objectives and advantages: one table each, free of torch.
+"""Facts about objectives, advantages and rejection rules: one table each, free of torch.
 
 The recipe, its rules, the losses and the loop read these tables; nothing else tells one objective
 from another. A part of your own carries its facts in the same form:
@@ -9,6 +9,7 @@ from another. A part of your own carries its facts in the same form:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -63,6 +64,13 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "reinforce_pp": Advantage(),
 }
 
+_DIVERGENCES = ("k1", "k2", "k3")
+REJECTIONS = (
+    *(f"token_{k}" for k in _DIVERGENCES),
+    *(f"seq_{how}_{k}" for how in ("sum", "mean", "max") for k in _DIVERGENCES),
+)
+"""Names of rejection rules: a divergence per token, or its sum, mean or maximum per sequence."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -74,3 +82,23 @@ def with_facts(facts: Objective | Advantage) -> Callable[[Function], Function]:
         return function
 
     return attach
+
+
+def parse_rejection(rule: str) -> tuple[str, float | None, float]:
+    """ "seq_mean_k1:0.999_1.001" -> (name, low, high); "token_k3:0.01" -> (name, None, high)."""
+    name, _, bounds = rule.partition(":")
+    if name not in REJECTIONS:
+        raise ValueError(f"{rule!r} does not start with one of {', '.join(REJECTIONS)}")
+    try:
+        numbers = [float(x) for x in bounds.split("_")]
+    except ValueError:
+        numbers = []
+    has_band = name.endswith("k1")
+    if len(numbers) != (2 if has_band else 1):
+        wanted = "a band, like 0.999_1.001" if has_band else "one upper bound, like 0.01"
+        raise ValueError(f"{rule!r} needs {wanted} after the colon")
+    if has_band and not 0 < numbers[0] < numbers[1] < math.inf:
+        raise ValueError(f"{rule!r} needs 0 < low < high")
+    if not has_band and not 0 < numbers[0] < math.inf:
+        raise ValueError(f"{rule!r} needs a bound above 0: as it is, no token would be kept or all")
+    return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

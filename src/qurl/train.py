@@ -4,22 +4,24 @@
                         ▲  theta_hat (quantized)                                    theta │
                         └───────────────── sync: quantize in place, verify ◀──────────────┘
 
-Row `step` of metrics.jsonl speaks of the weights after `step` updates: they are synchronised,
-evaluated where due, sampled from, and then trained.
+Row `step` of metrics.jsonl describes one step: the sync before it, its rollouts, its updates and,
+when due, the evaluation of the weights that it leaves. Row -1 evaluates the untrained model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from qurl.advantages import estimate
+from qurl.advantages import Estimator, compare
 from qurl.config import Config, check_combinations
 from qurl.correction import correct
 from qurl.errors import QurlError
-from qurl.losses import OBJECTIVES
+from qurl.losses import Surrogate
 from qurl.ops.device import peak_memory
-from qurl.run.assembly import Parts, assemble
+from qurl.run.assembly import Own, Parts, assemble
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run, Stopwatch
 from qurl.run.evaluation import evaluate_recipe
@@ -27,68 +29,83 @@ from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
 from qurl.sampling import Sampler, collect
-from qurl.trainer.batches import pack, sample_records
+from qurl.trainer.batches import pad, sample_records
 from qurl.types import Batch
 
 
-def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
+def train(
+    config: Config,
+    *,
+    objective: Surrogate | None = None,
+    advantage: Estimator | None = None,
+    engine: Any = None,
+    task: Any = None,
+    reward: Any = None,
+    select: Any = None,
+    episode: Any = None,
+    trackers: Sequence[Tracker] = (),
+) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory.
 
     Make the config with `load_config`, which adds all that `algo.name` sets; `Config(...)` has the
-    plain defaults. `trackers` are called besides those that the recipe asks for.
+    plain defaults. Parts given here take the place of those that the recipe names; they have the
+    same form (docs/extending.md). `trackers` are called besides those that the recipe asks for.
     """
     check_combinations(config)
-    algo, objective = config.algo, OBJECTIVES[config.algo.objective]
-    # Uncorrected objectives ignore it; their metrics tell what truncation at C would do.
-    cap = algo.cap if objective.is_truncated or not objective.is_weighted else None
+    own = Own(objective, advantage, engine, task, reward, select, episode)
     opened = Run.open(config, trackers=trackers)
-    with opened as run, assemble(config, run) as parts, Interrupt() as interrupt:
+    with opened as run, assemble(config, run, own) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
+        if parts.first_step == 0 and config.eval.every:
+            with keep_evidence(config, parts, run, step=0):
+                run.log(-1, evaluate(config, parts, run, num_updates=0) | timer.lap())
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
-                metrics = sync(parts, run, step) | parts.known(step)
-                if is_due(step, config.eval.every) and not parts.known(step):
-                    metrics |= evaluate_policy(config, parts, run, step)
-
+                metrics = sync(parts, run, step)
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
-                collected = collect(sampler, config.batch.problems, algo)
+                collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
 
-                batch = pack(collected.graded).to(learner.policy.device)
+                batch = pad(collected.graded).to(learner.policy.device)
                 with timer("prox"):
-                    batch, scores = learner.recompute(batch)
-                batch, mismatch = correct(
-                    batch, config.correction, cap=cap, is_weighted=objective.is_weighted
-                )
-                batch = estimate(batch, algo)
+                    scored, scores = learner.recompute(batch)
+                corrected, mismatch = correct(scored, cap=parts.cap, **vars(config.correction))
+                trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
-                    metrics |= scores | mismatch | learner.update(batch, step)
-                metrics |= performance(config, batch, timer)
+                    metrics |= scores | mismatch | learner.update(trainable, step)
+                metrics |= performance(config, trainable, timer)
 
-            for record in sample_records(collected.graded, batch, config.track.samples):
+            with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
+                if config.eval.every and is_due(step, config.eval.every, config.steps):
+                    metrics |= evaluate(config, parts, run, num_updates=step + 1)
+            for record in sample_records(collected.graded, trainable, config.track.samples):
                 run.sample(step, record)
-            # Logged before it is saved: a kill in between repeats the step and loses no row.
-            run.log(step, metrics | timer.lap())
-            warn(run, step, metrics)
             is_stopping = interrupt.is_requested
-            is_last = step + 1 == config.steps or is_stopping
-            if config.save.keep and (is_due(step + 1, config.save.every) or is_last):
+            if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):
                 with timer("save"):
                     parts.save(config, run, step + 1)
             if is_stopping:
                 raise KeyboardInterrupt
-
-        with keep_evidence(config, parts, run, config.steps):
-            metrics = sync(parts, run, config.steps) | parts.known(config.steps)
-            if config.eval.every and not parts.known(config.steps):
-                metrics |= evaluate_policy(config, parts, run, config.steps)
-        run.log(config.steps, metrics | timer.lap())
         report(run)
         return run.path
 
 
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Is something that is done every so many steps due after this one? It is after the last."""
+    return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
+
+
+@contextmanager
+def logged(run: Run, step: int, metrics: dict[str, float]) -> Iterator[None]:
+    """Log the row of a step at the end, whatever happens: its weights have been updated.
+
+    A row is logged before the step is saved: a kill in between repeats the step and loses no row.
+    """
+    try:
+        yield
+    finally:
+        run.log(step, metrics | run.timer.lap())
+        warn(run, step, metrics)
 
 
 def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
@@ -104,17 +121,15 @@ def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
     return metrics | {"sync/seconds": report.seconds}
 
 
-def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
-    """Held-out accuracy in each precision that the recipe asks for."""
+def evaluate(config: Config, parts: Parts, run: Run, *, num_updates: int) -> dict[str, float]:
+    """Held-out accuracy of the present weights, in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
         for precision in config.eval_precisions:
-            engine = parts.engine
-            if precision == "full" and parts.full_engine is not None:
-                engine = parts.full_engine
-                engine.sync(parts.learner.policy.model, version=step)
+            engine = parts.engine_of(precision)
+            engine.sync(parts.learner.policy.model, version=num_updates)
             result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
-            run.evaluation(step, precision, result.outcomes)
+            run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics
 
@@ -125,7 +140,7 @@ def performance(config: Config, batch: Batch, timer: Stopwatch) -> dict[str, flo
     return speed | peak_memory(batch.mask.device)
 
 
-def warn(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+def warn(run: Run, step: int, metrics: dict[str, float]) -> None:
     if killed := metrics["reward/timeouts"]:
         run.event("warning", f"step {step}: {killed:g} graders were killed at task.grade_timeout")
     if skipped := metrics["actor/skipped_updates"]:
@@ -136,5 +151,5 @@ def report(run: Run) -> None:
     try:
         path = write_report(run.path)
         run.progress.print(f"report: {path}")
-    except (QurlError, OSError) as error:  # what was trained is saved, whatever comes of this
+    except (QurlError, OSError) as error:  # the trained model is saved, whatever comes of this
         run.event("warning", f"no report.html: {error}")

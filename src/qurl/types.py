@@ -1,6 +1,8 @@
 """The nouns: small frozen records that flow one way through the loop.
 
-    Problem ─▶ Rollout (Completions) ─▶ Graded ─▶ Batch ─▶ loss
+    Problem ─▶ Rollout (Completions) ─▶ Graded ─▶ Batch ─▶ Scored ─▶ Corrected ─▶ Trainable ─▶ loss
+
+Each stage of a batch has all that the one before it had, and no tensor that may be absent.
 
 Shapes: B sequences, T positions, G completions of one problem.
 """
@@ -9,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,12 +148,17 @@ class SyncReport:
     """For the canary prompt and the spot check, where they are timed apart; else in `seconds`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Right-padded sequences, prompt and response together. `mask` is 1 on response tokens.
+    """Completions as sampled: one right-padded row each, prompt and response together.
 
-    Per-token tensors are aligned with `token_ids`: `logp[b, t]` is the log-prob of
-    `token_ids[b, t]` given everything before it, and 0 where `mask` is 0.
+    `mask` is 1 on the tokens that are trained. Per-token tensors are aligned with `token_ids`:
+    `logp_behav[b, t]` is the log-prob of `token_ids[b, t]` given everything before it, and 0 where
+    `mask` is 0. A prompt of two tokens with completions of two and one:
+
+        token_ids   [[5, 6, 7, 0], [5, 6, 0, 0]]    lengths  [4, 3]
+        mask        [[0, 0, 1, 1], [0, 0, 1, 0]]    rewards  [1, 0]
+        logp_behav  [[0, 0, -0.2, -0.1], ...]       group    [0, 0]
     """
 
     token_ids: Tensor  # [B, T] int64
@@ -160,15 +167,8 @@ class Batch:
     logp_behav: Tensor  # [B, T]
     rewards: Tensor  # [B] outcome of each sequence
     group: Tensor  # [B] int64, which rollout of the step
+    problem_ids: Sequence[str]  # [B]
     temperature: float
-    problem_ids: Sequence[str] = ()  # [B], where they are known
-    logp_prox: Tensor | None = None  # [B, T]
-    logp_ref: Tensor | None = None  # [B, T]
-    values: Tensor | None = None  # [B, T]
-    weight: Tensor | None = None  # [B, T] importance weight, truncated
-    shrink: Tensor | None = None  # [B, T] r = weight / mismatch, in (0, 1]
-    advantages: Tensor | None = None  # [B, T]
-    returns: Tensor | None = None  # [B, T]
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -178,37 +178,78 @@ class Batch:
         """Trained tokens."""
         return int(self.mask.sum())
 
-    def replace(self, **changes: Any) -> Batch:
-        return dataclasses.replace(self, **changes)
+    def into(self, stage: type[Stage], **added: Tensor) -> Stage:
+        """The next stage: everything in this batch, and what `added` names."""
+        fields: dict[str, Any] = {**vars(self), **added}
+        return stage(**fields)
 
-    def map(self, function) -> Batch:
-        """Apply `function` to every tensor field."""
-        changes = {
-            f.name: function(value)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return self.replace(**changes)
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply `function` to every tensor."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **{name: function(x) for name, x in tensors.items()})
 
-    def select(self, rows: Tensor) -> Batch:
+    def select(self, rows: Tensor) -> Self:
         """The given sequences, trimmed to the longest of them."""
         longest = int(self.lengths[rows].max())
         picked = self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
-        return picked.replace(problem_ids=self._ids(rows))
+        return picked._with_ids(rows)
 
-    def _ids(self, rows: Tensor) -> Sequence[str]:
-        return [self.problem_ids[int(row)] for row in rows.tolist()] if self.problem_ids else ()
-
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
         return self.map(lambda x: x.to(device))
 
-    def shuffle(self, generator: torch.Generator) -> Batch:
+    def shuffle(self, generator: torch.Generator) -> Self:
         rows = torch.randperm(len(self), generator=generator)
-        shuffled = self.map(lambda x: x[rows.to(x.device)])
-        return shuffled.replace(problem_ids=self._ids(rows))
+        return self.map(lambda x: x[rows.to(x.device)])._with_ids(rows)
 
-    def split(self, parts: int) -> Iterator[Batch]:
+    def split(self, parts: int) -> Iterator[Self]:
         """`parts` consecutive pieces whose sizes differ by at most one."""
         for rows in torch.arange(len(self), device=self.mask.device).tensor_split(parts):
             if len(rows):
                 yield self.select(rows)
+
+    def _with_ids(self, rows: Tensor) -> Self:
+        ids = [self.problem_ids[row] for row in rows.tolist()]
+        return dataclasses.replace(self, problem_ids=ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Batch):
+    """A batch with what the trainer's forwards add, all [B, T] and 0 where `mask` is 0.
+
+    A run without a reference has `logp_ref = logp_prox` (its KL is 0), one without a critic has
+    `values = 0`. For the batch above, where quantization made the first token too likely:
+
+        logp_behav  [[0, 0, -0.2, -0.1], ...]
+        logp_prox   [[0, 0, -0.3, -0.1], ...]    mismatch rho = exp(-0.1) = 0.90 on that token
+    """
+
+    logp_prox: Tensor  # [B, T]
+    logp_ref: Tensor  # [B, T]
+    values: Tensor  # [B, T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected(Scored):
+    """A scored batch with its importance weights; rejected tokens are out of `mask`.
+
+    With C = 2, a token with mismatch rho = 8 has weight 2 and shrink 1/4; one with rho = 0.9 has
+    weight 0.9 and shrink 1.
+    """
+
+    weight: Tensor  # [B, T] w = min(rho, C)
+    shrink: Tensor  # [B, T] r = w / rho, in (0, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable(Corrected):
+    """What the losses read.
+
+    With GRPO, rewards [1, 0] of one group give the advantages [0.71, -0.71], on every trained token
+    of the sequence. Without a critic, returns are the advantages.
+    """
+
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T] what the critic learns: advantages + values
+
+
+Stage = TypeVar("Stage", bound=Batch)

@@ -60,9 +60,7 @@ class Engine(Protocol):
         ...
 
 
-def generate(
-    engine: Engine, problems: Sequence[Problem], params: SamplingParams
-) -> list[Rollout]:
+def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
     """What every `Engine.generate` is: all rollouts of one stream, in the order of the problems."""
     with engine.stream(params) as stream:
         stream.submit(problems)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from qurl.advantages import ESTIMATORS, Estimator
 from qurl.config import Config
 from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
 from qurl.errors import CheckpointError, ConfigError
+from qurl.losses import SURROGATES, Surrogate, facts_of
+from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
+from qurl.plugins import is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
@@ -31,7 +36,7 @@ from qurl.run.checkpoint import (
     save_checkpoint,
     staged_folder,
 )
-from qurl.run.directory import INITIAL, Run, evaluation_of
+from qurl.run.directory import INITIAL, Run
 from qurl.run.scratch import make_scratch_model
 from qurl.sampling import ProblemStream
 from qurl.tasks import load_task
@@ -43,25 +48,38 @@ from qurl.types import Problem
 
 
 @dataclass(frozen=True)
+class Own:
+    """Parts that the caller of `train` brings; None takes what the recipe names."""
+
+    objective: Surrogate | None = None
+    advantage: Estimator | None = None
+    engine: Any = None
+    task: Any = None
+    reward: Any = None
+    select: Any = None
+    episode: Any = None
+
+
+@dataclass(frozen=True)
 class Parts:
     """What the loop works with."""
 
     learner: Learner
+    advantage: Estimator
+    cap: float | None
+    """C as the objective applies it."""
+    engines: Mapping[str, Engine]
+    """By precision: the actor's format, and "full" if evaluations need the weights unquantized."""
     engine: Engine
     """The quantized actor."""
-    full_engine: Engine | None
-    """The same weights unquantized, for evaluation; None where it is not asked for."""
     stream: ProblemStream
     held_out: list[Problem]
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
-    evaluation: dict[str, float]
-    """Of the weights at `first_step`, where the run was resumed and had evaluated them."""
 
-    def known(self, step: int) -> dict[str, float]:
-        """The evaluation of a step that need not be made again."""
-        return self.evaluation if step == self.first_step else {}
+    def engine_of(self, precision: str) -> Engine:
+        return self.engines.get(precision, self.engine)
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
@@ -70,30 +88,26 @@ class Parts:
         return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
-        """Write a checkpoint of `step`; with another state where that has gone on already."""
+        """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
         folder, state = run.path / "checkpoints", state or self.state()
         path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
         run.event("checkpoint", f"saved {path.name}", step=step)
 
 
 @contextmanager
-def assemble(config: Config, run: Run) -> Iterator[Parts]:
-    """Load or make everything, and resume from the newest checkpoint where there is one."""
+def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
+    """Load or make everything, and resume from the newest checkpoint if there is one."""
     for warning in find_warnings(config):
         run.event("warning", warning)
     check_reward(config.task.reward)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
-
     if checkpoint:
         policy = load_saved_policy(checkpoint, config.model, device)
     else:
         policy = load_policy(initial, config.model, device)
-    reference = None
-    if config.algo.kl_coef > 0:
-        reference = load_policy(initial, config.model, device).freeze_()
-    learner = Learner(policy, config, reference=reference)
+    learner, advantage = _build_learner(config, policy, initial, own)
     prompts = (config, policy.tokenizer, policy.model.config)
     task = training_task(*prompts)
     held_out = held_out_problems(*prompts) if config.eval.every else []
@@ -101,46 +115,83 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
         run.event("warning", note)
     stream = ProblemStream(task, config.seed)
     tracker = _build_tracker(config, policy, run)
-    state = {"step": 0}
+    first_step = 0
     if checkpoint:
-        state = load_checkpoint(checkpoint, learner)
-        stream.position = state["position"]
-        if (num_problems := state.get("problems", len(task))) != len(task):
-            run.event(
-                "warning",
-                f"the task had {num_problems} problems when the run was saved, and has {len(task)} "
-                "now: their order is another one, so that some come twice in this epoch",
-            )
-        if tracker is not None:
-            tracker.load_state_dict(state["tracker"])
+        first_step = _resume(checkpoint, learner, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, task.reward) as pool:
-        yield Parts(
+        engine = build_actor(config, policy, config.quant.format)
+        parts = Parts(
             learner=learner,
-            engine=build_actor(config, policy, config.quant.format),
-            full_engine=_build_full_engine(config, policy),
+            advantage=advantage,
+            cap=facts_of(learner.objective).cap(config.algo.cap),
+            engine=engine,
+            engines=_build_engines(config, policy, engine),
             stream=stream,
             held_out=held_out,
             pool=pool,
             tracker=tracker,
-            first_step=state["step"],
-            # Last: where anything above fails, nothing that was logged is touched.
-            evaluation=_rewind(run, state["step"]),
+            first_step=first_step,
         )
+        _rewind(run, first_step)  # last: if anything above fails, nothing logged is touched
+        yield parts
 
 
-def _rewind(run: Run, step: int) -> dict[str, float]:
-    """Go back to `step`, say what that costs, and return what is known of its weights."""
-    rows = run.rewind(step)
-    if num_lost := sum("reward/mean" in row for row in rows):  # the last row has none
+def _build_learner(
+    config: Config, policy: Policy, initial: str | Path, own: Own
+) -> tuple[Learner, Estimator]:
+    algo = config.algo
+    objective = own.objective or _find(algo.objective, "algo.objective", SURROGATES)
+    advantage = own.advantage or _find(algo.advantage, "algo.advantage", ESTIMATORS)
+    facts = getattr(advantage, "facts", Advantage())
+    if advantage is ESTIMATORS["gae"]:
+        kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
+        advantage = functools.partial(advantage, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
+    reference = None
+    if algo.kl_coef > 0:
+        reference = load_policy(initial, config.model, policy.device).freeze_()
+    learner = Learner(
+        policy, config, reference=reference, objective=objective, has_critic=facts.needs_critic
+    )
+    return learner, advantage
+
+
+def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:
+    """A built-in part, or one's own behind `module:name`."""
+    return load_plugin(name, key) if is_users_own(name) else built_in[name]
+
+
+def _resume(
+    checkpoint: Path,
+    learner: Learner,
+    stream: ProblemStream,
+    tracker: UpdateTracker | None,
+    run: Run,
+) -> int:
+    """Take over the state of a checkpoint; returns the step to go on with."""
+    state, num_problems = load_checkpoint(checkpoint, learner), len(stream.task)
+    stream.position = state["position"]
+    if (num_saved := state.get("problems", num_problems)) != num_problems:
         run.event(
             "warning",
-            f"{num_lost} logged steps have no checkpoint after them and are made again, from step "
+            f"the task had {num_saved} problems when the run was saved and has {num_problems} now: "
+            "their order has changed, so some come twice in this epoch",
+        )
+    if tracker is not None:
+        tracker.load_state_dict(state["tracker"])
+    return state["step"]
+
+
+def _rewind(run: Run, step: int) -> None:
+    """Go back to `step`, and say what that costs."""
+    rows = run.rewind(step)
+    if num_lost := sum(row["step"] >= 0 for row in rows):
+        run.event(
+            "warning",
+            f"{num_lost} logged steps have no checkpoint after them and are repeated, from step "
             f"{step} on; save.every says how often one is saved",
         )
-    row = next((row for row in rows if row["step"] == step), {})
-    return {name: float(value) for name, value in evaluation_of(row).items()}
 
 
 def prepare_torch(config: Config) -> torch.device:
@@ -268,11 +319,12 @@ def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool 
     return build_engine(rollout.engine, policy.model, policy.tokenizer, quant=quant, **options)
 
 
-def _build_full_engine(config: Config, policy: Policy) -> Engine | None:
-    if not config.has_full_engine:
-        return None
-    # Between evaluations its cache is the trainer's: two that stay would leave little for moments.
-    return build_actor(config, policy, "none", release_kv=True)
+def _build_engines(config: Config, policy: Policy, engine: Engine) -> dict[str, Engine]:
+    engines = {config.quant.format: engine}
+    if config.has_full_engine:
+        # Between evaluations its cache is the trainer's: two caches would leave little for moments.
+        engines["full"] = build_actor(config, policy, "none", release_kv=True)
+    return engines
 
 
 def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:

@@ -1,9 +1,9 @@
 """The run directory: everything a run leaves behind.
 
     config.json      the resolved recipe
-    metrics.jsonl    {"step": n, name: value, ...}, one line a step
+    metrics.jsonl    {"step": n, name: value, ...}, one line a step; -1: the untrained model
     samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
-    evals.jsonl      {"step": n, "precision": ..., "outcomes": "0110..."}, one digit a problem
+    evals.jsonl      {"step": updates, "precision": ..., "outcomes": "0110..."}, a digit a problem
     events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
     initial/         the untrained model, where it was made from scratch
     checkpoints/     written by qurl.run.checkpoint
@@ -49,7 +49,8 @@ CHANGEABLE = (
 """Keys (or sections) of the recipe that may differ when a run is resumed: what it is to do is the
 same, as far as memory, patience and the order of sums allow."""
 
-_LOUD = {"warning": "yellow", "alarm": "bold red"}
+PRINTED = {"warning": "yellow", "alarm": "bold red"}
+"""Kinds of events that are also printed, and how."""
 
 
 class Run:
@@ -60,8 +61,6 @@ class Run:
         self.progress = progress
         self.timer = Stopwatch()
         self._lock: IO[str] | None = None
-        self._provisional: int | None = None
-        """The step whose row holds an evaluation only, and is replaced when it is logged."""
         self._trackers: list[Tracker] = []
 
     @classmethod
@@ -92,9 +91,6 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
-        if step == self._provisional:
-            _rewrite(self.path / METRICS, lambda record: record["step"] < step)
-            self._provisional = None
         _append(self.path / METRICS, {"step": step} | values)
         if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
             named = ", ".join(f"{name} = {x}" for name, x in broken.items())
@@ -116,23 +112,20 @@ class Run:
         """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
-        if kind in _LOUD:
-            self.progress.print(f"{kind.upper()}: {message}", style=_LOUD[kind])
+        if kind in PRINTED:
+            self.progress.print(f"{kind.upper()}: {message}", style=PRINTED[kind])
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Forget what was logged from `step` on, so that a run resumed there writes it again.
 
-        An evaluation of `step` stays, in evals.jsonl and as a row of its own until `step` is
-        logged: it is of the weights that the run goes on from. Returns the rows that are gone.
+        Step 0 starts anew, the evaluation of the untrained model included. Returns the rows that
+        are gone.
         """
-        path = self.path / METRICS
-        rows = [row for row in read_jsonl(path) if row["step"] >= step] if path.exists() else []
-        kept = [evaluation_of(row) for row in rows if row["step"] == step and evaluation_of(row)]
-        for name, first in ((METRICS, step), (SAMPLES, step), (EVALS, step + len(kept))):
-            _rewrite(self.path / name, lambda record, first=first: record["step"] < first)
-        for evaluation in kept:
-            _append(path, {"step": step} | evaluation)
-            self._provisional = step
+        first, path = step or -1, self.path / METRICS
+        rows = [row for row in read_jsonl(path) if row["step"] >= first] if path.exists() else []
+        # evals.jsonl counts updates: the weights of this step have been evaluated already.
+        for name, first_gone in ((METRICS, first), (SAMPLES, first), (EVALS, first + 1)):
+            _rewrite(self.path / name, lambda record, n=first_gone: record["step"] < n)
         return rows
 
     def close(self) -> None:
@@ -159,10 +152,6 @@ class Run:
 
     def _warn(self, message: str) -> None:
         self.event("warning", message)
-
-
-def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name.startswith("eval/")}
 
 
 class Stopwatch:

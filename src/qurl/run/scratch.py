@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,8 +36,9 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
 
     def example(row: int) -> Example:
         problem = task[row]
-        answer = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
-        return list(problem.prompt_ids), [*answer, tokenizer.eos_token_id]
+        answer: Any = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
+        end: Any = tokenizer.eos_token_id
+        return list(problem.prompt_ids), [*answer, end]
 
     with torch.random.fork_rng():
         torch.manual_seed(derive_seed(config.seed, "scratch"))

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from qurl.types import Batch, Graded
+from qurl.types import Batch, Graded, Scored
 
 
-def pack(graded: Sequence[Graded]) -> Batch:
+def pad(graded: Sequence[Graded]) -> Batch:
     """One row per completion: prompt and response, right-padded to the longest.
 
     Causal attention never looks to the right, so padding needs no attention mask.
@@ -29,8 +29,9 @@ def pack(graded: Sequence[Graded]) -> Batch:
     for b, (_, problem, completion, _) in enumerate(rows):
         response = slice(len(problem.prompt_ids), lengths[b])
         token_ids[b, : lengths[b]] = torch.tensor([*problem.prompt_ids, *completion.token_ids])
-        mask[b, response] = 1.0
-        logp_behav[b, response] = torch.tensor(completion.logprobs, dtype=torch.float32)
+        trained = torch.tensor(completion.trained, dtype=torch.float32)
+        mask[b, response] = trained
+        logp_behav[b, response] = trained * torch.tensor(completion.logprobs, dtype=torch.float32)
     return Batch(
         token_ids=token_ids,
         lengths=torch.tensor(lengths),
@@ -44,9 +45,9 @@ def pack(graded: Sequence[Graded]) -> Batch:
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows of pieces of at most `max_tokens` tokens: few pieces, of about equal size.
+    """The rows of each micro-batch: few of them, of about equal size, of at most `max_tokens`.
 
-    A row longer than `max_tokens` makes a piece of its own.
+    A row longer than `max_tokens` gets a micro-batch of its own.
     """
     tokens = sum(min(length, max_tokens) for length in lengths)
     count = -(-tokens // max_tokens)
@@ -86,9 +87,8 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
-def sample_records(graded: Sequence[Graded], batch: Batch, count: int) -> Iterator[dict]:
-    """Readable records of `count` rows, evenly spread over the batch that `pack` made."""
-    assert batch.logp_prox is not None
+def sample_records(graded: Sequence[Graded], batch: Scored, count: int) -> Iterator[dict]:
+    """Readable records of `count` completions, evenly spread over the batch."""
     completions = [
         (group, index) for group in graded for index in range(len(group.rollout.completions))
     ]

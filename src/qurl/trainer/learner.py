@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from qurl.config import Config
 from qurl.errors import TrainingError
-from qurl.losses import aggregate, count, explained_variance, kl_penalty, policy_loss, value_loss
+from qurl.losses import (
+    Stats,
+    Surrogate,
+    aggregate,
+    count,
+    explained_variance,
+    kl_penalty,
+    policy_loss,
+    value_loss,
+)
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, padded_microbatches
 from qurl.trainer.critic import Critic
+from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import Layout
 from qurl.trainer.policy import Policy
-from qurl.types import Batch
+from qurl.types import Batch, Scored, Stage, Trainable
 
 K3_LIMIT = 10.0
 """Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Generic[Stage]):
     """A micro-batch: what one forward and backward sees."""
 
     rows: Tensor  # [b] of the batch that it is a piece of
-    batch: Batch
+    batch: Stage
     layout: Layout
 
     @property
@@ -48,8 +57,17 @@ class Learner:
     into pieces, and to see that losses and gradients are finite before they touch the weights.
     """
 
-    def __init__(self, policy: Policy, config: Config, *, reference: Policy | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        *,
+        reference: Policy | None = None,
+        objective: Surrogate,
+        has_critic: bool,
+    ) -> None:
         self.config = config
+        self.objective = objective
         self.policy = policy
         self.reference = reference
         self.optimizer = build_optimizer(
@@ -57,56 +75,51 @@ class Learner:
         )
         self.critic: Critic | None = None
         self.critic_optimizer = None
-        if config.algo.advantage == "gae":
+        if has_critic:
             self.critic = Critic(policy)
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
 
     @torch.no_grad()
-    def recompute(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with logp_prox, and logp_ref and values where the algorithm wants them.
+    def recompute(self, batch: Batch) -> tuple[Scored, dict[str, float]]:
+        """The batch with logp_prox, logp_ref and values, and the metrics of these forwards.
 
         logp_prox comes from the trainer's own weights, never from the engine. In bypass mode it is
-        logp_behav and this forward is saved.
+        logp_behav, which saves that forward.
         """
-        with _within_memory(self.config):
-            return self._recompute(batch)
-
-    def _recompute(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         is_bypassed = self.config.correction.mode == "bypass"
         prox, entropy, ref, values = (torch.zeros_like(batch.mask) for _ in range(4))
-        for piece in self._pieces(batch):
-            rows, width = piece.rows, piece.batch.mask.shape[1]
-            if not is_bypassed:
-                scores = self.policy.score(piece.batch, piece.layout)
-                prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
-            if self.reference is not None:
-                is_alike = self.reference.is_packed == self.policy.is_packed
-                layout = piece.layout if is_alike else None
-                ref[rows, :width] = self.reference.score(piece.batch, layout).logp
-            if self.critic is not None:
-                values[rows, :width] = self.critic(piece.batch, piece.layout)
-        batch = batch.replace(
-            logp_prox=batch.logp_behav if is_bypassed else prox,
-            logp_ref=ref if self.reference is not None else None,
-            values=values if self.critic is not None else None,
-        )
+        with _within_memory(self.config):
+            for piece in self._pieces(batch):
+                rows, width = piece.rows, piece.batch.mask.shape[1]
+                if not is_bypassed:
+                    scores = self.policy.score(piece.batch, piece.layout)
+                    prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
+                if self.reference is not None:
+                    is_alike = self.reference.is_packed == self.policy.is_packed
+                    layout = piece.layout if is_alike else None
+                    ref[rows, :width] = self.reference.score(piece.batch, layout).logp
+                if self.critic is not None:
+                    values[rows, :width] = self.critic(piece.batch, piece.layout)
+        prox = batch.logp_behav if is_bypassed else prox
+        ref = prox if self.reference is None else ref
+        scored = batch.into(Scored, logp_prox=prox, logp_ref=ref, values=values)
         metrics = {}
         if not is_bypassed:
             metrics["actor/entropy"] = float(aggregate(entropy, batch.mask))
         if self.reference is not None and not is_bypassed:
             metrics["actor/ref_kl"] = float(aggregate(kl_penalty(prox, ref, "k3"), batch.mask))
-        return batch, metrics
+        return scored, metrics
 
-    def update(self, batch: Batch, step: int) -> dict[str, float]:
+    def update(self, batch: Trainable, step: int) -> dict[str, float]:
         """All optimizer updates of a step: epochs over mini-batches of micro-batches."""
         try:
-            with fixed_sums(self.config.model.deterministic), _within_memory(self.config):
+            with deterministic_sums(self.config.model.deterministic), _within_memory(self.config):
                 return self._update(batch, step)
         except TrainingError as error:
             error.batch = batch
             raise
 
-    def _update(self, batch: Batch, step: int) -> dict[str, float]:
+    def _update(self, batch: Trainable, step: int) -> dict[str, float]:
         config, meter = self.config, Meter()
         is_pretraining = self.critic is not None and step < config.critic.pretrain_steps
         num_skipped = 0
@@ -122,12 +135,12 @@ class Learner:
                 if self.critic is not None:
                     self._update_critic(pieces, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
-        if batch.values is not None and batch.returns is not None:
+        if self.critic is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
             metrics["critic/vf_explained_var"] = variance
         return metrics
 
-    def _pieces(self, batch: Batch) -> list[Piece]:
+    def _pieces(self, batch: Stage) -> list[Piece[Stage]]:
         """All micro-batches of a batch, cut before the first forward."""
         cut = microbatches if self.policy.is_packed else padded_microbatches
         pieces = []
@@ -138,7 +151,7 @@ class Learner:
         return pieces
 
     def _update_policy(
-        self, minibatch: Batch, pieces: Sequence[Piece], step: int, meter: Meter
+        self, minibatch: Trainable, pieces: Sequence[Piece[Trainable]], step: int, meter: Meter
     ) -> None:
         config = self.config
         denominator = count(minibatch.mask, config.algo.aggregation)
@@ -149,11 +162,9 @@ class Learner:
         norm = apply_gradients(self.optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
 
-    def _policy_terms(self, piece: Piece, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""
         algo, batch = self.config.algo, piece.batch
-        assert batch.logp_prox is not None
-        assert batch.advantages is not None
         shape = {
             "aggregation": algo.aggregation,
             "horizon": float(self.config.sampling.max_tokens),
@@ -166,7 +177,7 @@ class Learner:
             batch.logp_behav,
             batch.advantages,
             batch.mask,
-            objective=algo.objective,
+            objective=self.objective,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
             cap=algo.cap,
@@ -178,11 +189,9 @@ class Learner:
         )
         stats["actor/pg_loss_sum"] = loss.detach()
         if algo.kl_coef > 0 and not algo.kl_in_reward:
-            assert batch.logp_ref is not None
             limit = K3_LIMIT if algo.kl_estimator == "k3" else None
             kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=limit)
             if algo.kl_is_correct:
-                assert batch.weight is not None
                 kl = kl * batch.weight
             kl_loss = aggregate(kl, batch.mask, **shape)
             loss = loss + algo.kl_coef * kl_loss
@@ -191,7 +200,7 @@ class Learner:
             loss = loss - algo.entropy_coef * aggregate(scores.entropy, batch.mask, **shape)
         return loss, stats
 
-    def _update_critic(self, pieces: Sequence[Piece], step: int, meter: Meter) -> None:
+    def _update_critic(self, pieces: Sequence[Piece[Trainable]], step: int, meter: Meter) -> None:
         config = self.config
         assert self.critic_optimizer is not None
         num_tokens = sum(piece.num_tokens for piece in pieces)
@@ -200,10 +209,9 @@ class Learner:
         norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
-    def _critic_terms(self, piece: Piece, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         batch = piece.batch
         assert self.critic is not None
-        assert batch.returns is not None
         loss, stats = value_loss(
             self.critic(batch, piece.layout),
             batch.returns,
@@ -217,7 +225,7 @@ class Learner:
 
 
 @contextmanager
-def fixed_sums(is_wanted: bool) -> Iterator[None]:
+def deterministic_sums(is_wanted: bool) -> Iterator[None]:
     """torch's deterministic mode, for as long as gradients are computed.
 
     Not for the whole process: it also slows down or refuses what engines do, which is exact.
@@ -254,59 +262,9 @@ def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] |
     return None if scale == 1 else learning_rate_scales(policy.model, scale)
 
 
-Number = Tensor | float
-
-
-class Meter:
-    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
-
-    The pieces of an update share one denominator: their `_sum` names add up to that update's value,
-    and the mean over updates is reported without the suffix. Tensors are read in `summary` only.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[Number]] = defaultdict(list)
-        self._weights: dict[str, list[float]] = defaultdict(list)
-        self._sums: dict[str, Number] = {}
-
-    def add(self, stats: Mapping[str, Number], weight: float = 1.0) -> None:
-        for name, value in stats.items():
-            if name.endswith("_sum"):
-                name = name.removesuffix("_sum")
-                value = value.double() if isinstance(value, Tensor) else value
-                self._sums[name] = self._sums.get(name, 0.0) + value
-            else:
-                self._values[name].append(value)
-                self._weights[name].append(weight)
-
-    def finish_update(self, stats: Mapping[str, Number]) -> None:
-        """Close the sums of an update and add what is known of it as a whole."""
-        self.add({**self._sums, **stats})
-        self._sums.clear()
-
-    def summary(self) -> dict[str, float]:
-        values = iter(_read([value for column in self._values.values() for value in column]))
-        columns = {name: [next(values) for _ in column] for name, column in self._values.items()}
-        return {
-            name: max(column) if "max" in name else _mean(column, self._weights[name])
-            for name, column in columns.items()
-        }
-
-
-def _read(values: Sequence[Number]) -> list[float]:
-    """Numbers and tensors as numbers; the device is asked once."""
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(read) if isinstance(value, Tensor) else value for value in values]
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(x * w for x, w in zip(values, weights, strict=True)) / sum(weights)
-
-
 def _backward(
-    pieces: Sequence[Piece],
-    terms: Callable[[Piece], tuple[Tensor, dict[str, Tensor]]],
+    pieces: Sequence[Piece[Trainable]],
+    terms: Callable[[Piece[Trainable]], tuple[Tensor, Stats]],
     step: int,
     meter: Meter,
 ) -> None:

@@ -26,7 +26,7 @@ from qurl.losses import kl_penalty
 from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
 from qurl.tasks import load_task
-from qurl.trainer.batches import pack
+from qurl.trainer.batches import pad
 from qurl.trainer.packing import Layout
 from qurl.trainer.policy import Policy, load_policy
 from qurl.types import Batch, Graded, SamplingParams
@@ -57,7 +57,7 @@ def main() -> None:
     for quant, kv in itertools.product(args.formats.split(","), caches):
         engine = build_engine("local", policy.model, policy.tokenizer, quant=quant, kv=kv)
         rollouts = engine.generate(problems, params)
-        batch = pack([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
+        batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
         row = {"format": quant, "kv": kv, **compare(score(policy, batch), batch.logp_behav, batch)}
         rows.append(row)
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,14 @@ from contextlib import contextmanager
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qurl.config import ModelConfig
+from qurl.config import Config, ModelConfig
+from qurl.correction import importance_weights
+from qurl.losses import SURROGATES
+from qurl.objectives import ADVANTAGES
 from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
-from qurl.types import Batch, Completion, Graded, Problem, Rollout
+from qurl.types import Batch, Completion, Graded, Problem, Rollout, Scored, Trainable
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -84,7 +89,7 @@ def group(prompt, responses, rewards, *, accuracies=None, id="p", temperature=1.
 
 def random_batch(
     policy: Policy, *, seed: int = 0, rows: int = 6, longest: int = 11, temperature: float = 1.0
-) -> Batch:
+) -> Trainable:
     """Rows of different lengths with advantages, and log-probs near those of the policy."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, longest + 1, (rows,), generator=draw)
@@ -99,13 +104,48 @@ def random_batch(
         logp_behav=torch.zeros_like(mask),
         rewards=torch.rand(rows, generator=draw),
         group=torch.arange(rows) // 2,
+        problem_ids=[f"problem-{row // 2}" for row in range(rows)],
         temperature=temperature,
     )
     with torch.no_grad():
         prox = policy.score(batch).logp
     noise = 0.3 * torch.randn(mask.shape, generator=draw) * mask
-    return batch.replace(
+    weight, shrink = importance_weights(-noise, 2.0)
+    return batch.replace(logp_behav=prox + noise).into(
+        Trainable,
         logp_prox=prox,
-        logp_behav=prox + noise,
+        logp_ref=prox,
+        values=torch.zeros_like(mask),
+        weight=weight,
+        shrink=shrink,
         advantages=torch.randn(mask.shape, generator=draw) * mask,
+        returns=torch.zeros_like(mask),
     )
+
+
+def score(batch: Batch, **tensors: torch.Tensor) -> Scored:
+    """The batch as a trainer without critic and reference scores it: prox is behav by default."""
+    prox = tensors.pop("logp_prox", batch.logp_behav)
+    defaults = {"logp_ref": prox, "values": torch.zeros_like(batch.mask)}
+    return batch.into(Scored, logp_prox=prox, **(defaults | tensors))
+
+
+def build_learner(config: Config, policy: Policy, reference: Policy | None = None) -> Learner:
+    """A learner with the objective that a recipe names, and a critic if its advantage needs one."""
+    algo = config.algo
+    return Learner(
+        policy,
+        config,
+        reference=reference,
+        objective=SURROGATES[algo.objective],
+        has_critic=ADVANTAGES[algo.advantage].needs_critic,
+    )
+
+
+def recompute(learner: Learner, batch: Trainable) -> tuple[Trainable, dict[str, float]]:
+    """A trainable batch with the log-probs and values of a learner."""
+    sampled = Batch(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)})
+    scored, metrics = learner.recompute(sampled)
+    return batch.replace(
+        logp_prox=scored.logp_prox, logp_ref=scored.logp_ref, values=scored.values
+    ), metrics

@@ -183,10 +183,13 @@ class Batch:
         fields: dict[str, Any] = {**vars(self), **added}
         return stage(**fields)
 
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Apply `function` to every tensor."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return dataclasses.replace(self, **{name: function(x) for name, x in tensors.items()})
+        return self.replace(**{name: function(x) for name, x in tensors.items()})
 
     def select(self, rows: Tensor) -> Self:
         """The given sequences, trimmed to the longest of them."""
@@ -208,8 +211,7 @@ class Batch:
                 yield self.select(rows)
 
     def _with_ids(self, rows: Tensor) -> Self:
-        ids = [self.problem_ids[row] for row in rows.tolist()]
-        return dataclasses.replace(self, problem_ids=ids)
+        return self.replace(problem_ids=[self.problem_ids[row] for row in rows.tolist()])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import yaml
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
-from qurl.losses import OBJECTIVES
+from qurl.objectives import OBJECTIVES
 from qurl.quant.tracking import GROUPS, Sums
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from qurl.advantages import estimate, gae, group_advantages, token_rewards, whiten
-from qurl.config import AlgoConfig
-from qurl.types import Batch
+from qurl.advantages import (
+    ESTIMATORS,
+    compare,
+    gae,
+    group_advantages,
+    token_rewards,
+    whiten,
+)
+from qurl.types import Corrected
 
 
 def test_gae_vectors(vectors):
@@ -95,13 +101,16 @@ def _batch(**fields):
         "logp_behav": torch.zeros(2, 3),
         "rewards": torch.tensor([1.0, 0.0]).double(),
         "group": torch.tensor([0, 0]),
+        "problem_ids": ["a", "a"],
         "temperature": 1.0,
+        **dict.fromkeys(("logp_prox", "logp_ref", "values", "shrink"), torch.zeros(2, 3)),
+        "weight": torch.ones(2, 3),
     }
-    return Batch(**(defaults | fields))
+    return Corrected(**(defaults | fields))
 
 
 def test_group_advantage_is_spread_over_the_response():
-    batch = estimate(_batch(), AlgoConfig(advantage="dr_grpo"))
+    batch = compare(_batch(), ESTIMATORS["dr_grpo"])
     assert batch.advantages.tolist() == [[0.0, 0.5, 0.5], [0.0, -0.5, 0.0]]
 
 
@@ -110,16 +119,16 @@ def test_outcome_lands_on_the_last_token_less_the_kl():
         logp_prox=torch.tensor([[0.0, -1.0, -2.0], [0.0, -1.0, 0.0]]).double(),
         logp_ref=torch.tensor([[0.0, -1.5, -2.0], [0.0, -0.5, 0.0]]).double(),
     )
-    plain = token_rewards(batch, AlgoConfig(advantage="gae"))
+    plain = token_rewards(batch)
     assert plain.tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
-    with_kl = token_rewards(batch, AlgoConfig(advantage="gae", kl_coef=0.1, kl_in_reward=True))
+    with_kl = token_rewards(batch, kl_coef=0.1)
     assert with_kl.flatten().tolist() == pytest.approx([0.0, -0.05, 1.0, 0.0, 0.05, 0.0])
 
 
 def test_gae_in_a_batch():
-    batch = estimate(
+    batch = compare(
         _batch(values=torch.tensor([[0.0, 0.25, 0.5], [0.0, 0.5, 0.0]]).double()),
-        AlgoConfig(advantage="gae"),
+        ESTIMATORS["gae"],
     )
     assert batch.advantages.flatten().tolist() == pytest.approx([0, 0.75, 0.5, 0, -0.5, 0])
     assert batch.returns.flatten().tolist() == pytest.approx([0, 1.0, 1.0, 0, 0.0, 0])

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import group
+from models import group, score
 
-from qurl.trainer.batches import microbatches, pack, padded_microbatches, sample_records
+from qurl.trainer.batches import microbatches, pad, padded_microbatches, sample_records
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def graded():
 
 def test_pack_by_hand(graded):
     """Prompts of 2, 2 and 1 tokens; responses of 3, 1 and 2: lengths 5, 3, 3."""
-    batch = pack(graded)
+    batch = pad(graded)
     assert batch.token_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 10, 0, 0], [11, 12, 13, 0, 0]]
     assert batch.mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]
     expected = [[0, 0, 0, -0.1, -0.2], [0, 0, -1, 0, 0], [0, 0, -0.1, 0, 0]]
@@ -82,28 +82,27 @@ def test_padded_microbatches_hold_every_row_once_within_the_budget(max_tokens):
 
 
 def test_select_trims_to_the_longest_chosen_row(graded):
-    batch = pack(graded).select(torch.tensor([2, 1]))
+    batch = pad(graded).select(torch.tensor([2, 1]))
     assert batch.token_ids.tolist() == [[11, 12, 13], [5, 6, 10]]
     assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 1]]
     assert batch.rewards.tolist() == [0.5, 0.0]
     assert batch.group.tolist() == [1, 0]
     assert batch.problem_ids == [graded[1].rollout.problem.id, graded[0].rollout.problem.id]
-    assert batch.logp_prox is None
 
 
 def test_split_keeps_order_and_loses_nothing(graded):
-    batch = pack(graded + graded)
+    batch = pad(graded + graded)
     parts = list(batch.split(4))
     assert [len(p) for p in parts] == [2, 2, 1, 1]
     assert torch.cat([p.rewards for p in parts]).tolist() == batch.rewards.tolist()
     assert parts[2].token_ids.tolist() == [[5, 6, 10]]
     assert sum(p.num_tokens for p in parts) == batch.num_tokens
-    assert len(list(pack(graded).split(5))) == 3, "no empty parts"
+    assert len(list(pad(graded).split(5))) == 3, "no empty parts"
 
 
 def test_shuffle_moves_whole_rows_and_repeats_with_its_seed(graded):
-    batch = pack(graded * 4)
-    batch = batch.replace(rewards=torch.arange(12.0), logp_prox=batch.logp_behav * 2)
+    batch = pad(graded * 4)
+    batch = score(batch.replace(rewards=torch.arange(12.0)), logp_prox=batch.logp_behav * 2)
     shuffled = batch.shuffle(torch.Generator().manual_seed(3))
     order = shuffled.rewards.long()
     assert order.tolist() != list(range(12))
@@ -118,15 +117,15 @@ def test_shuffle_moves_whole_rows_and_repeats_with_its_seed(graded):
 
 
 def test_to_moves_every_tensor(graded):
-    batch = pack(graded).replace(advantages=torch.zeros(3, 5)).to("meta")
+    batch = score(pad(graded), values=torch.zeros(3, 5)).to("meta")
     tensors = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
-    assert len(tensors) == 7
+    assert len(tensors) == 9
     assert {t.device.type for t in tensors} == {"meta"}
 
 
 def test_sample_records_read_the_right_rows(graded):
-    batch = pack(graded)
-    batch = batch.replace(logp_prox=batch.logp_behav - 0.25 * batch.mask)
+    batch = pad(graded)
+    batch = score(batch, logp_prox=batch.logp_behav - 0.25 * batch.mask)
     first, last = sample_records(graded, batch, 2)
     assert first == {
         "problem": "a",
@@ -146,7 +145,7 @@ def test_sample_records_read_the_right_rows(graded):
 
 @pytest.mark.parametrize(("count", "written"), [(0, 0), (1, 1), (3, 3), (50, 3)])
 def test_sample_records_writes_no_row_twice(graded, count, written):
-    batch = pack(graded)
-    batch = batch.replace(logp_prox=batch.logp_behav)
+    batch = pad(graded)
+    batch = score(batch)
     records = [tuple(r["token_ids"]) for r in sample_records(graded, batch, count)]
     assert len(records) == len(set(records)) == written

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 import torch
-from models import CPU, full_disk, random_batch, tiny_policy
+from models import CPU, build_learner, full_disk, random_batch, recompute, tiny_policy
 
 from qurl.config import ModelConfig, build_config
 from qurl.errors import CheckpointError
@@ -15,7 +15,6 @@ from qurl.run.checkpoint import (
     load_saved_policy,
     save_checkpoint,
 )
-from qurl.trainer.learner import Learner
 
 CONFIG = build_config(
     {
@@ -29,11 +28,11 @@ CONFIG = build_config(
 
 
 def make_learner(policy=None):
-    return Learner(policy or tiny_policy(), CONFIG, reference=None)
+    return build_learner(CONFIG, policy or tiny_policy())
 
 
 def update(learner, step):
-    batch, _ = learner.recompute(random_batch(learner.policy, seed=step))
+    batch, _ = recompute(learner, random_batch(learner.policy, seed=step))
     return learner.update(batch.replace(returns=batch.mask * (step + 1)), step)
 
 

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from qurl.config import CorrectionConfig
-from qurl.config.rules import parse_rejection
 from qurl.correction import correct, icepop_weights, importance_weights, mismatch_metrics
-from qurl.types import Batch
+from qurl.objectives import OBJECTIVES, parse_rejection
+from qurl.types import Scored
 
 
 def make_batch(mismatch, mask=None):
@@ -17,14 +16,18 @@ def make_batch(mismatch, mask=None):
     mask = torch.ones_like(log_mismatch) if mask is None else torch.tensor(mask).double()
     behav = torch.full_like(log_mismatch, -1.0)
     rows = len(log_mismatch)
-    return Batch(
+    prox = behav + log_mismatch
+    return Scored(
         token_ids=torch.zeros(log_mismatch.shape, dtype=torch.int64),
         lengths=torch.full((rows,), log_mismatch.shape[1]),
         mask=mask,
         logp_behav=behav,
-        logp_prox=behav + log_mismatch,
+        logp_prox=prox,
+        logp_ref=prox,
+        values=torch.zeros_like(prox),
         rewards=torch.zeros(rows),
         group=torch.zeros(rows, dtype=torch.int64),
+        problem_ids=[""] * rows,
         temperature=1.0,
     )
 
@@ -50,23 +53,19 @@ def test_icepop_keeps_the_band_only():
 
 def test_sequence_level_is_the_product():
     """rho = 2, 3 -> 6 on both tokens; C = 4: w = 4, r = 2/3."""
-    batch, _ = correct(make_batch([[2.0, 3.0]]), CorrectionConfig(level="sequence"), cap=4.0)
+    batch, _ = correct(make_batch([[2.0, 3.0]]), level="sequence", cap=4.0)
     assert batch.weight[0].tolist() == pytest.approx([4.0, 4.0])
     assert batch.shrink[0].tolist() == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_masked_tokens_have_no_weight_and_no_say():
-    batch, metrics = correct(
-        make_batch([[2.0, 100.0]], [[1.0, 0.0]]), CorrectionConfig(level="sequence"), cap=4.0
-    )
+    batch, metrics = correct(make_batch([[2.0, 100.0]], [[1.0, 0.0]]), level="sequence", cap=4.0)
     assert batch.weight[0].tolist() == pytest.approx([2.0, 0.0])
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
 
 
 def test_batch_normalisation_divides_by_the_mean_and_leaves_r():
-    batch, metrics = correct(
-        make_batch([[4.0, 1.0]]), CorrectionConfig(batch_normalize=True), cap=2.0
-    )
+    batch, metrics = correct(make_batch([[4.0, 1.0]]), batch_normalize=True, cap=2.0)
     assert batch.weight[0].tolist() == pytest.approx([2 / 1.5, 1 / 1.5])
     assert batch.shrink[0].tolist() == pytest.approx([0.5, 1.0])
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
@@ -88,7 +87,7 @@ def test_batch_normalisation_divides_by_the_mean_and_leaves_r():
 )
 def test_rejection_rules(rule, expected):
     batch, metrics = correct(
-        make_batch([[1.0, 1.0], [2.0, 0.5], [3.0, 3.0]]), CorrectionConfig(reject=(rule,)), cap=2.0
+        make_batch([[1.0, 1.0], [2.0, 0.5], [3.0, 3.0]]), reject=(rule,), cap=2.0
     )
     assert batch.mask.tolist() == expected
     lost = 1 - sum(map(sum, expected)) / 6
@@ -96,9 +95,7 @@ def test_rejection_rules(rule, expected):
 
 
 def test_veto_drops_the_whole_sequence():
-    batch, metrics = correct(
-        make_batch([[1.0, 1e-5], [1.0, 1e-3]]), CorrectionConfig(veto=1e-4), cap=2.0
-    )
+    batch, metrics = correct(make_batch([[1.0, 1e-5], [1.0, 1e-3]]), veto=1e-4, cap=2.0)
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
 
@@ -133,7 +130,7 @@ def test_mismatch_metrics_by_hand():
 
 
 def test_raw_and_truncated_are_both_reported():
-    _, metrics = correct(make_batch([[1e4, 1.0]]), CorrectionConfig(), cap=2.0)
+    _, metrics = correct(make_batch([[1e4, 1.0]]), cap=2.0)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1e4)
     assert metrics["rollout_corr/weight_max"] == pytest.approx(2.0)
     assert metrics["rollout_corr/truncated_frac"] == 0.5
@@ -141,15 +138,12 @@ def test_raw_and_truncated_are_both_reported():
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(9 / (2 * 5))
 
 
-def test_unweighted_objectives_get_a_mask_and_no_weights():
+def test_metrics_of_unweighted_objectives_say_what_truncation_would_do():
     batch, metrics = correct(
         make_batch([[1.0, 1e-5], [1.0, 3.0]]),
-        CorrectionConfig(veto=1e-4),
-        cap=2.0,
-        is_weighted=False,
+        veto=1e-4,
+        cap=OBJECTIVES["ppo_prox"].cap(2.0),
     )
-    assert batch.weight is None
-    assert batch.shrink is None
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     assert metrics["rollout_corr/truncated_frac"] == 0.5  # what truncation would do
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(9 / (2 * 5))
@@ -158,6 +152,7 @@ def test_unweighted_objectives_get_a_mask_and_no_weights():
 
 def test_bypass_measures_nothing():
     given = make_batch([[1.0, 2.0]])
-    batch, metrics = correct(given, CorrectionConfig(mode="bypass"), cap=2.0)
-    assert batch is given
+    batch, metrics = correct(given, mode="bypass", cap=2.0)
     assert metrics == {}
+    assert batch.weight.tolist() == batch.shrink.tolist() == [[1.0, 1.0]]
+    assert torch.equal(batch.mask, given.mask)

@@ -9,7 +9,7 @@ from qurl.rollout.local import LocalEngine
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.reference import rotate
 from qurl.rollout.local.weights import Architecture
-from qurl.trainer.batches import pack
+from qurl.trainer.batches import pad
 from qurl.types import Graded, Problem, SamplingParams
 
 LONGEST = 4096
@@ -65,7 +65,7 @@ def mean_gap(model):
     engine = LocalEngine(model, policy.tokenizer, kv="fp8")
     problems = [Problem(str(i), [3 + i, 5, 7 + i]) for i in range(6)]
     rollouts = engine.generate(problems, SamplingParams(max_tokens=24, ignore_eos=True))
-    batch = pack([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts])
+    batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts])
     return (
         float((policy.score(batch).logp - batch.logp_behav).detach().abs().sum()) / batch.num_tokens
     )

@@ -5,17 +5,16 @@ import math
 
 import pytest
 import torch
-from models import random_batch, tiny_llama, tiny_policy
+from models import build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qurl.trainer.learner
 import qurl.trainer.packing
-from qurl.advantages import estimate
 from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.losses import aggregate, kl_penalty, policy_loss
 from qurl.seeds import generator
-from qurl.trainer.learner import Learner, Meter
+from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.policy import Policy
 
@@ -37,7 +36,7 @@ def make_config(algo=None, batch=None, **sections):
 
 
 def make_learner(config, *, reference=None, seed=0):
-    return Learner(tiny_policy(seed), config, reference=reference)
+    return build_learner(config, tiny_policy(seed), reference)
 
 
 def weights(model):
@@ -94,9 +93,8 @@ def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage, monkeypatch):
     found = []
     for _ in range(3):
         policy = Policy(tiny_llama(), None, config.model, torch.device("cuda"))
-        learner = Learner(policy, config, reference=None)
-        scored, _ = learner.recompute(batch)
-        learner.update(estimate(scored, config.algo), step=0)
+        learner = build_learner(config, policy)
+        learner.update(recompute(learner, batch)[0], step=0)
         found.append(weights(policy.model))
     for again in found[1:]:
         assert all(torch.equal(again[name], found[0][name]) for name in again)
@@ -161,7 +159,7 @@ def test_recompute_scores_with_policy_reference_and_critic():
     learner = make_learner(config, reference=reference)
     torch.nn.init.ones_(learner.critic.head.weight)
     batch = random_batch(learner.policy)
-    found, metrics = learner.recompute(batch.replace(logp_prox=None, advantages=None))
+    found, metrics = recompute(learner, batch)
     policy_scores, ref_scores = learner.policy.score(batch), reference.score(batch)
     torch.testing.assert_close(found.logp_prox, policy_scores.logp, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.logp_ref, ref_scores.logp, atol=1e-5, rtol=0)
@@ -181,7 +179,7 @@ def test_bypass_takes_the_sampler_for_the_proximal_policy(monkeypatch):
     batch = random_batch(learner.policy)
     with monkeypatch.context() as patch:
         patch.setattr(learner.policy, "score", lambda *_: pytest.fail("this forward is saved"))
-        found, metrics = learner.recompute(batch.replace(logp_prox=None))
+        found, metrics = recompute(learner, batch)
     assert torch.equal(found.logp_prox, batch.logp_behav)
     assert metrics == {}
     before = weights(learner.policy.model)
@@ -202,7 +200,7 @@ def test_the_kl_term_pulls_towards_the_reference():
             parameter.add_(0.02 * torch.randn(parameter.shape))
     learner = make_learner(config, reference=reference.freeze_())
     batch = random_batch(learner.policy)
-    batch, _ = learner.recompute(batch.replace(advantages=torch.zeros_like(batch.mask)))
+    batch, _ = recompute(learner, batch.replace(advantages=torch.zeros_like(batch.mask)))
     kls = []
     for _ in range(3):
         kl = kl_penalty(learner.policy.score(batch).logp, batch.logp_ref, "k3")
@@ -216,7 +214,7 @@ def test_the_kl_term_pulls_towards_the_reference():
 def test_a_corrected_kl_is_weighted():
     config = make_config({"kl_coef": 0.5, "kl_is_correct": True, "aggregation": "token-mean"})
     learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
-    batch, _ = learner.recompute(random_batch(learner.policy))
+    batch, _ = recompute(learner, random_batch(learner.policy))
     weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5))
     batch = batch.replace(weight=weight, shrink=torch.ones_like(weight))
     kl = kl_penalty(batch.logp_prox, batch.logp_ref, "k3", limit=10.0)
@@ -229,7 +227,7 @@ def test_only_k3_is_limited(monkeypatch, estimator, expected):
     """It alone grows exponentially; a limit would end the pull of the others."""
     config = make_config({"kl_coef": 0.5, "kl_estimator": estimator, "aggregation": "token-mean"})
     learner = make_learner(config, reference=tiny_policy().freeze_())
-    batch, _ = learner.recompute(random_batch(learner.policy))
+    batch, _ = recompute(learner, random_batch(learner.policy))
     sign = 1 if estimator == "k3" else -1  # k3 is large where the reference says more
     batch = batch.replace(logp_ref=batch.logp_prox + sign * 15.0)
     assert learner.update(batch, step=0)["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
@@ -252,7 +250,7 @@ def ppo_learner(microbatch_tokens=10_000, **critic):
         critic={"lr": 1e-2} | critic,
     )
     learner = make_learner(config)
-    batch, _ = learner.recompute(random_batch(learner.policy))
+    batch, _ = recompute(learner, random_batch(learner.policy))
     return learner, batch.replace(returns=(1 + batch.mask.cumsum(-1) / 10) * batch.mask)
 
 
@@ -358,8 +356,8 @@ def test_padded_forwards_make_the_same_update(aggregation):
     for is_packed in (True, False):
         policy = tiny_policy()
         policy.is_packed = is_packed
-        learner = Learner(policy, config, reference=None)
-        batch, metrics = learner.recompute(random_batch(learner.policy))
+        learner = build_learner(config, policy)
+        batch, metrics = recompute(learner, random_batch(learner.policy))
         metrics |= learner.update(batch.replace(returns=batch.mask.clone()), step=0)
         results.append((learner, metrics))
     (packed, expected), (padded, found) = results
@@ -393,7 +391,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
         {"microbatch_tokens": 25},
     )
     learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
-    batch, _ = learner.recompute(random_batch(learner.policy))
+    batch, _ = recompute(learner, random_batch(learner.policy))
     pieces = learner._pieces(batch.replace(returns=batch.mask.clone()))
     assert len(pieces) > 1
     monkeypatch.setattr(qurl.trainer.packing, "_attend_padded", lambda q, *_: q)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from qurl.losses import OBJECTIVES, aggregate, count, kl_penalty, policy_loss, value_loss
+from qurl.losses import aggregate, count, kl_penalty, policy_loss, value_loss
+from qurl.objectives import OBJECTIVES
 
 AGGREGATIONS = (
     "token-mean",

@@ -137,28 +137,21 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
     assert (run.path / "metrics.jsonl").read_bytes() == b"".join(before[:3])
     assert [r["step"] for r in read_jsonl(run.path / "samples.jsonl")] == [0, 1, 2]
     evals = [(r["step"], r["outcomes"]) for r in read_jsonl(run.path / "evals.jsonl")]
-    assert evals == [(0, "100"), (1, "100"), (2, "101")]
+    assert evals == [(0, "100"), (1, "100"), (2, "101"), (3, "101")], "of the weights of step 3 too"
     assert len(read_jsonl(run.path / "events.jsonl")) == 5
     run.log(3, {"x": 1.0})
     assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_rewind_keeps_the_evaluation_of_the_weights_that_it_goes_back_to(config):
-    """Until the step is logged again, however often the run is resumed before that."""
+def test_rewind_to_the_start_forgets_the_untrained_model_too(config):
     run = open_run(config)
-    for step in range(3):
-        run.evaluation(step, "full", [True])
-        run.log(step, {"x": 1.0, "eval/full/accuracy": step / 4})
-    for _ in range(2):
-        row = run.rewind(1)[0]
-        assert (row["step"], row["eval/full/accuracy"]) == (1, 0.25)
-        assert read_jsonl(run.path / "metrics.jsonl")[1:] == [
-            {"step": 1, "eval/full/accuracy": 0.25}
-        ]
-        assert [line["step"] for line in read_jsonl(run.path / "evals.jsonl")] == [0, 1]
-    run.log(1, {"x": 3.0})
-    assert read_jsonl(run.path / "metrics.jsonl")[1:] == [{"step": 1, "x": 3.0}]
+    run.evaluation(0, "full", [True])
+    run.log(-1, {"eval/full/accuracy": 0.5})
+    run.log(0, {"x": 1.0})
+    assert [row["step"] for row in run.rewind(0)] == [-1, 0]
+    assert read_jsonl(run.path / "metrics.jsonl") == []
+    assert read_jsonl(run.path / "evals.jsonl") == []
 
 
 def test_rewind_of_an_empty_run_is_nothing(config):

@@ -8,7 +8,8 @@ The loss is a plain function of log-probs, so it fits into any trainer.
 
 import torch
 
-from qurl.losses import OBJECTIVES, policy_loss
+from qurl.losses import policy_loss
+from qurl.objectives import OBJECTIVES
 
 TOKENS = {
     "on-policy sampler": (1.0, 1.3, 1.0),

@@ -12,7 +12,7 @@ from qurl.config import ModelConfig
 from qurl.correction import mismatch_metrics
 from qurl.quant import rescale_
 from qurl.rollout import build_engine
-from qurl.trainer.batches import pack
+from qurl.trainer.batches import pad
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Graded, Problem, Rollout, SamplingParams
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def to_batch(rollouts: list[Rollout]) -> Batch:
     """Ungraded rollouts as tensors: every reward is 0."""
-    return pack(
+    return pad(
         [
             Graded(r, [0.0] * len(r.completions), [{"accuracy": 0.0}] * len(r.completions))
             for r in rollouts

@@ -77,3 +77,20 @@ def test_uaq_run_learns_and_records_its_updates(tmp_path):
         assert 0 < row["uaq/code_flip_frac"] < 1
         assert 0 < row["uaq/update_cosine"] <= 1
         assert 1e-6 < row["uaq/quant_error"] < 1e-3
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize(("objective", "is_truncated"), [("decoupled", False), ("tis", True)])
+def test_the_loop_truncates_the_weights_of_truncated_objectives_only(
+    tmp_path, objective, is_truncated
+):
+    """INT4 makes a mismatch far above C = 1.01; Eq. (4) must keep it, Eq. (5) must not."""
+    rows = run(
+        tmp_path,
+        **{"steps": 2, "model__scratch__warm_start_steps": 20, "eval__every": 0},
+        **{"quant__format": "int4", "algo__objective": objective, "algo__cap": 1.01},
+    )
+    for row in rows:
+        assert row["rollout_corr/rollout_is_max"] > 1.1
+        assert (row["rollout_corr/weight_max"] < 1.0101) == is_truncated
+        assert (row["rollout_corr/truncated_frac"] > 0) == is_truncated

@@ -114,19 +114,39 @@ def test_bad_rules(rule, message):
         parse_rejection(rule)
 
 
-def test_mismatch_metrics_by_hand():
-    """rho = 2, 1/2, 1: kl = -mean(log rho) = 0; k3 = mean(rho - log rho - 1) = 0.5/3;
-    chi2 = mean(rho^2) - 1 = 5.25/3 - 1; ESS of w with C = 2."""
-    batch = make_batch([[2.0, 0.5, 1.0]])
+def test_every_mismatch_metric_by_hand():
+    """pi_behav = 1/e everywhere; rho = 2, 1/2 in one sequence and 4 in another of one token.
+
+    d = log rho = log 2, -log 2, 2 log 2; the ratios of the sequences are 1 and 4.
+    """
+    batch = make_batch([[2.0, 0.5], [4.0, 9.0]], [[1.0, 1.0], [1.0, 0.0]])
     metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, batch.mask, cap=1.5)
-    assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-12)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.5 / 3)
-    assert metrics["rollout_corr/chi2_token"] == pytest.approx(5.25 / 3 - 1)
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
-    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(0.5)
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(math.exp(-1))
-    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.e)
+    log2, e = math.log(2), math.e
+    assert metrics == pytest.approx(
+        {
+            "rollout_corr/kl": -2 * log2 / 3,  # -mean d
+            "rollout_corr/k3_kl": (1.0 - 0.5 + 3.0 - 2 * log2) / 3,  # mean(rho - 1 - d)
+            "rollout_corr/chi2_token": (4 + 0.25 + 16) / 3 - 1,  # mean(rho^2) - 1
+            "rollout_corr/chi2_seq": (1 + 16) / 2 - 1,
+            "rollout_corr/rollout_is_mean": 6.5 / 3,
+            "rollout_corr/rollout_is_std": math.sqrt(20.25 / 3 - (6.5 / 3) ** 2),
+            "rollout_corr/rollout_is_max": 4.0,
+            "rollout_corr/rollout_is_min": 0.5,
+            "rollout_corr/rollout_is_seq_max": 4.0,
+            "rollout_corr/rollout_is_seq_min": 1.0,
+            # mean log-probs of the sequences: behav -1, -1; prox -1, log 4 - 1
+            "rollout_corr/training_ppl": (e + e / 4) / 2,
+            "rollout_corr/rollout_ppl": e,
+            "rollout_corr/log_ppl_diff": -log2,  # mean of behav - prox = 0, -log 4
+            "rollout_corr/log_ppl_abs_diff": log2,
+            # |pi_prox - pi_behav| = 1/e, 0.5/e, 3/e
+            "training/rollout_probs_diff_mean": 1.5 / e,
+            "training/rollout_probs_diff_max": 3 / e,
+            "training/rollout_probs_diff_std": math.sqrt(10.25 / 3 - 1.5**2) / e,
+            "rollout_corr/rollout_is_ratio_fraction_high": 2 / 3,  # rho > C
+            "rollout_corr/rollout_is_ratio_fraction_low": 1 / 3,  # rho < 1 / C
+        }
+    )
 
 
 def test_raw_and_truncated_are_both_reported():

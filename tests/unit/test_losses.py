@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 
-from qurl.losses import aggregate, count, kl_penalty, policy_loss, value_loss
-from qurl.objectives import OBJECTIVES
+from qurl.losses import (
+    SURROGATES,
+    aggregate,
+    count,
+    explained_variance,
+    facts_of,
+    kl_penalty,
+    policy_loss,
+    value_loss,
+)
+from qurl.objectives import OBJECTIVES, Objective, with_facts
 
 AGGREGATIONS = (
     "token-mean",
@@ -187,6 +196,63 @@ def test_acr_max_bound_limits_widening():
     assert free.item() == pytest.approx(-40.0)
     assert bound.item() == pytest.approx(-20.0)
     assert stats["acr/max_upper"].item() == pytest.approx(10.0)
+
+
+def test_acr_max_bound_never_narrows_the_plain_bound():
+    """R = 1.15 and 1 + eh = 1.2: a limit of 1.1 leaves the bound at 1.2, and R unclipped."""
+    prox = torch.zeros(1, 1).double()
+    logp = torch.full((1, 1), math.log(1.15)).double()
+    arguments = (logp, prox, prox, torch.ones(1, 1).double(), torch.ones(1, 1))
+    loss, stats = policy_loss(*arguments, acr_max_bound=1.1)
+    assert loss.item() == pytest.approx(-1.15)
+    assert stats["acr/max_upper"].item() == pytest.approx(1.2)
+
+
+def test_explained_variance_by_hand():
+    """Returns 1, 2, 3, 4 have variance 5/3. Errors of one value by 1: variance 1/4, so 0.85.
+
+    A critic that says the mean explains nothing; one with the wrong sign is worse than that.
+    """
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0]]), torch.tensor([[1, 1, 1, 1, 0]])
+    assert explained_variance(returns - torch.tensor([0, 0, 0, 1.0, 7]), returns, mask) == (
+        pytest.approx(0.85)
+    )
+    assert explained_variance(torch.full((1, 5), 2.5), returns, mask) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
+
+
+def test_each_built_in_objective_is_a_function_with_the_facts_of_its_name():
+    assert list(SURROGATES) == list(OBJECTIVES)
+    assert {name: facts_of(f) for name, f in SURROGATES.items()} == OBJECTIVES
+
+
+@pytest.mark.parametrize(
+    ("objective", "cap"),
+    [("ppo_prox", 2.0), ("ppo_behav", 2.0), ("decoupled", None), ("tis", 2.0), ("acr", 2.0)],
+)
+def test_only_decoupled_has_weights_without_a_cap(objective, cap):
+    """Eq. (4) is not truncated; unweighted objectives use C for their metrics only."""
+    assert OBJECTIVES[objective].cap(2.0) == cap
+
+
+def test_an_objective_of_ones_own():
+    """rho = 4, C = 2: the function sees w = 2, r = 1/2 and R = 3."""
+
+    @with_facts(Objective(is_weighted=True, is_truncated=True))
+    def my_objective(tokens):
+        return tokens.weight * tokens.shrink * tokens.ratio * tokens.advantages
+
+    prox = torch.zeros(1, 1).double()
+    arguments = (prox + math.log(3.0), prox, prox - math.log(4.0), torch.full((1, 1), 0.5).double())
+    loss, stats = policy_loss(*arguments, torch.ones(1, 1), objective=my_objective)
+    assert loss.item() == pytest.approx(-2.0 * 0.5 * 3.0 * 0.5)
+    assert stats.keys() == {"actor/ppo_kl"}
+
+
+def test_an_objective_without_facts_is_refused():
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"'<lambda>' has no facts; decorate it with @with_facts"):
+        policy_loss(x, x, x, x, torch.ones(1, 1), objective=lambda tokens: tokens.ratio)
 
 
 def test_dual_clip_bounds_negative_advantages_only():

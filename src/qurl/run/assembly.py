@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,9 @@ from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
 from qurl.types import Problem
 
+EngineFactory = Callable[..., Engine]
+"""`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
+
 
 @dataclass(frozen=True)
 class Own:
@@ -53,7 +56,7 @@ class Own:
 
     objective: Surrogate | None = None
     advantage: Estimator | None = None
-    engine: Any = None
+    engine: EngineFactory | None = None
     task: Any = None
     reward: Any = None
     select: Any = None
@@ -121,13 +124,13 @@ def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, task.reward) as pool:
-        engine = build_actor(config, policy, config.quant.format)
+        engine = build_actor(config, policy, config.quant.format, own=own.engine)
         parts = Parts(
             learner=learner,
             advantage=advantage,
             cap=facts_of(learner.objective).cap(config.algo.cap),
             engine=engine,
-            engines=_build_engines(config, policy, engine),
+            engines=_build_engines(config, policy, engine, own.engine),
             stream=stream,
             held_out=held_out,
             pool=pool,
@@ -300,12 +303,23 @@ def build_pool(config: Config, reward: str) -> GradingPool:
     )
 
 
-def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool = False) -> Engine:
+def build_actor(
+    config: Config,
+    policy: Policy,
+    quant: str,
+    *,
+    own: EngineFactory | None = None,
+    release_kv: bool = False,
+) -> Engine:
     """The engine of the recipe, holding a copy of the policy in the given format.
 
     In another format than the recipe's it answers for the full precision, cache included.
     """
     rollout, options = config.rollout, {"compute_dtype": policy.compute_dtype}
+    if own is None and is_users_own(rollout.engine):
+        own = load_plugin(rollout.engine, "rollout.engine")
+    if own is not None:
+        return own(policy.model, policy.tokenizer, quant=quant, **options)
     if rollout.engine == "local":
         options |= {
             "kv": config.quant.kv if quant == config.quant.format else "none",
@@ -319,11 +333,13 @@ def build_actor(config: Config, policy: Policy, quant: str, *, release_kv: bool 
     return build_engine(rollout.engine, policy.model, policy.tokenizer, quant=quant, **options)
 
 
-def _build_engines(config: Config, policy: Policy, engine: Engine) -> dict[str, Engine]:
+def _build_engines(
+    config: Config, policy: Policy, engine: Engine, own: EngineFactory | None
+) -> dict[str, Engine]:
     engines = {config.quant.format: engine}
     if config.has_full_engine:
         # Between evaluations its cache is the trainer's: two caches would leave little for moments.
-        engines["full"] = build_actor(config, policy, "none", release_kv=True)
+        engines["full"] = build_actor(config, policy, "none", own=own, release_kv=True)
     return engines
 
 

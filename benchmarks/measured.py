@@ -59,7 +59,7 @@ def build_mark(entry: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 def with_note(text: str) -> str:
     """Tells what the mark means where there is one."""
-    note = f"{OTHER_BUILD} over BF16 that was measured with another commit."
+    note = f"{OTHER_BUILD} relative to BF16 measured at another commit."
     return f"{text}\n\n{note}" if OTHER_BUILD in text else text
 
 

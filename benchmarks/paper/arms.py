@@ -1,4 +1,4 @@
-"""What is compared: the arms of each experiment, most wanted first, and which metrics are kept."""
+"""The arms of each experiment, in the order they run, and the metrics that are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOY = "recipes/arithmetic-cpu.toml"
 UNSAVED = {"save.every": 0, "save.keep": 0}
 FULL_PRECISION = {"quant.format": "none", "algo.objective": "ppo_prox"}
 GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
-"""GRPO with as many completions as the recipe of PPO."""
+"""GRPO with as many completions as the PPO recipe."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class Arm:
 
     name: str
     label: str
-    """On the page."""
+    """Name on the page."""
     recipe: str
-    """Seen from the root of the repository."""
+    """Path relative to the repository root."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     paper: float | None = None
-    """The accuracy that the paper states, in percent."""
+    """The paper's accuracy, in percent."""
     tier: int = 0
-    """Arms of a lower tier run first, in all seeds."""
+    """All seeds of a lower tier run before the next tier."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that are compared with each other."""
+    """A set of arms to compare."""
 
     name: str
     arms: Sequence[Arm]
     seeds: Sequence[int] = (0, 1)
     is_timed: bool = False
-    """Its seconds are the result, so its arms run one at a time."""
+    """Measures time, so its arms run one at a time."""
 
     def arm(self, name: str) -> Arm:
         for arm in self.arms:
@@ -61,8 +61,8 @@ def _ppo(format: str, objective: str, label: str, paper: float | None, tier: int
 
 
 def _fast(format: str, objective: str, label: str) -> Arm:
-    """At the learning rate that the paper states, at which even BF16 arms fail here."""
-    arm = _ppo(format, objective, f"{label}, rate 1e-5", None)
+    """An arm at the paper's learning rate, where our BF16 arm fails too."""
+    arm = _ppo(format, objective, f"{label}, lr 1e-5", None)
     return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
 
 
@@ -91,15 +91,15 @@ DAPO_UAQ = Experiment(
         Arm("int8-uaq1.5", "INT8, UAQ s = 1.5", DAPO, {"quant.update_scale": 1.5}, 31.25),
         Arm(
             "int8-layers1.5",
-            "INT8, rate x 1.5 on UAQ's layers",
+            "INT8, lr x 1.5 on UAQ's layers",
             DAPO,
             {"optim.norm_fed_lr_scale": 1.5},
         ),
-        Arm("int8-lr1.5", "INT8, rate x 1.5 everywhere", DAPO, {"optim.lr": 1.5e-6}, 29.06),
+        Arm("int8-lr1.5", "INT8, lr x 1.5 everywhere", DAPO, {"optim.lr": 1.5e-6}, 29.06),
         Arm("int8-dither", "INT8, dithered masters", DAPO, {"optim.dither": True}, tier=1),
         Arm("bf16", "BF16", DAPO, FULL_PRECISION, 31.67, tier=1),
         Arm("int8-uaq2", "INT8, UAQ s = 2", DAPO, {"quant.update_scale": 2.0}, 29.15, tier=1),
-        Arm("int8-lr2", "INT8, rate x 2 everywhere", DAPO, {"optim.lr": 2e-6}, 26.66, tier=1),
+        Arm("int8-lr2", "INT8, lr x 2 everywhere", DAPO, {"optim.lr": 2e-6}, 26.66, tier=1),
     ),
 )
 LONG_HORIZON = Experiment(
@@ -135,7 +135,7 @@ SPEED = Experiment(
 TOY_CHECK = Experiment(
     "toy", tuple(Arm(f"int8-{o}", f"INT8, {o}", TOY, {"algo.objective": o}) for o in ("tis", "acr"))
 )
-"""Not of the paper: shows on any machine that runs stop, resume and are collected."""
+"""Not in the paper: checks on any machine that arms stop, resume and get collected."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, SPEED, TOY_CHECK)
@@ -157,4 +157,4 @@ COLUMNS = (
     *(f"timing_s/{part}" for part in ("sync", "track", "rollout", "grade", "prox", "update")),
     *("timing_s/eval", "timing_s/save"),
 )
-"""Metrics that come back from a run; the rest stays in its metrics.jsonl."""
+"""Metrics copied from a run; the others stay in its metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""What the accuracies rest on: another evaluation of the same checkpoint, and another grader."""
+"""Checks of our accuracies: a second evaluation of the checkpoint, and a second grader."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.paper.page import MISSING, Section, accuracy, difference, points
 from benchmarks.paper.results import BASELINE, GRADERS, Eval, Results
 
 LISTED = 3
-"""Runs with the same outcomes that are named; more are counted."""
+"""Up to this many runs with the same outcomes are named; more are counted."""
 SHOWN = 10
-"""Differences between the graders that the page lists; the file has all."""
+"""Grader disagreements on the page; the file has all of them."""
 
 
 def render(results: Results) -> str:
@@ -26,10 +26,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def baseline_table(plain: dict[str, Any] | None, results: Results) -> str:
-    """Our evaluations before training, and whether they lie in the interval of the plain one."""
+    """Our evaluations before training, and whether transformers' interval contains them."""
     head = [
-        *("untrained checkpoint", "accuracy, % (95 %)", "less transformers, points (95 %)"),
-        "within the interval of transformers",
+        *("untrained checkpoint", "accuracy, % (95 %)", "minus transformers, points (95 %)"),
+        "inside transformers' interval",
     ]
     if plain is None:
         return table(head, [["transformers alone", MISSING, "", ""]])
@@ -52,16 +52,16 @@ def baseline_table(plain: dict[str, Any] | None, results: Results) -> str:
 
 def grader_text(found: dict[str, Any] | None) -> str:
     if found is None:
-        return f"Graders compared: {MISSING}."
-    head = ["ours", "last number", "truth", "end of the completion"]
+        return f"Comparison of the graders: {MISSING}."
+    head = ["our grader", "last number", "right answer", "end of the completion"]
     differences = found["differences"]
     rows = [
         [_word(d["ours"]), _word(d["last_number"]), d["answer"], _cell(d["completion"])]
         for d in differences[:SHOWN]
     ]
     text = (
-        f"Of {found['completions']} completions our grader calls {found['ours_right']} right, the "
-        f"last number {found['last_number_right']}; they differ on {len(differences)}."
+        f"Our grader accepts {found['ours_right']} of {found['completions']} completions, the "
+        f"last-number grader {found['last_number_right']}. They disagree on {len(differences)}."
     )
     return f"{text}\n\n{table(head, rows)}" if rows else text
 
@@ -71,7 +71,7 @@ def _word(is_right: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line that a table can hold and no markup changes."""
+    """The text as one line of code, safe inside a Markdown table."""
     return "`" + " ".join(text.split()).replace("|", "/").replace("`", "'") + "`"
 
 

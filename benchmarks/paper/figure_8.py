@@ -1,4 +1,4 @@
-"""Figure 8: rollout speed by model size and format, and what it makes of a whole step."""
+"""Figure 8: rollout speed by model size and format, and the time of a whole step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("sync", "rollout", "grade", "prox", "update")
 WARM_UP_STEPS = 2
 STEP_HEAD = (
     *("arm", "timed steps", "tokens per completion", "thousand tokens/s", *PARTS),
-    *("sum of these", "over BF16, per token"),
+    *("total", "speed per token over BF16"),
 )
 
 Rollouts = Mapping[Key, Mapping[str, Any]]
@@ -30,12 +30,12 @@ def render(results: Results) -> str:
     rollouts = local_rollouts(ROLLOUTS)
     return "\n\n".join(
         [
-            "Thousand tokens per second, and over our BF16 (random weights of Qwen2.5's shapes, "
-            "`benchmarks/results/rollout.json`):",
+            "Thousand tokens per second, and the speedup over our BF16 (random weights with the "
+            "shapes of Qwen2.5, `benchmarks/results/rollout.json`):",
             with_note(rollout_table(rollouts)),
             plot(rollouts).link(),
-            "One step on GSM8K with 0.5B and 256 completions, one arm on the card, seconds, "
-            f"medians over the steps after the first {WARM_UP_STEPS}:",
+            "Seconds per step on GSM8K: 0.5B, 256 completions, one arm on the GPU. Medians, "
+            f"without the first {WARM_UP_STEPS} steps:",
             step_table(results),
         ]
     )
@@ -66,7 +66,7 @@ def _speed(entry: Mapping[str, Any]) -> float:
 
 
 def step_table(results: Results) -> str:
-    """Runs whose completions have different lengths compare by seconds per token only."""
+    """Runs differ in completion length, so the last column compares seconds per token."""
     rows, base = [], None
     for arm in SPEED.arms:
         found = [r for r in of_arm(results.get(SPEED.name, ()), arm.name) if has_timed_steps(r)]
@@ -77,7 +77,7 @@ def step_table(results: Results) -> str:
 
 
 def has_timed_steps(result: Result) -> bool:
-    """Not where it was stopped while it was warming up."""
+    """False if the run stopped during its warm-up."""
     return result.steps > WARM_UP_STEPS
 
 
@@ -96,14 +96,14 @@ def _step_cells(result: Result, base: Result | None) -> list[str]:
 
 
 def seconds_per_token(result: Result) -> float:
-    """Of a whole step, and of each token of one completion."""
+    """Seconds of a whole step per token of a mean completion."""
     return sum(step_seconds(result).values()) / _median(result, "response_length/mean")
 
 
 def step_seconds(result: Result) -> dict[str, float]:
     """The median of each part over the steps after the warm-up."""
     is_alone = all(attempt["jobs"] == 1 for attempt in result.record["attempts"])
-    assert is_alone, f"{result.arm} shared the machine: its times say nothing"
+    assert is_alone, f"{result.arm} shared the machine, so its times do not count"
     return {part: _median(result, f"timing_s/{part}") for part in PARTS}
 
 
@@ -124,7 +124,7 @@ def plot(rollouts: Rollouts) -> Plot:
                 and (base := rollouts.get((name, workload, "none", "none")))
             ]
             lines.append(Line(label, points))
-        panels.append(Panel(f"over BF16: {sizes}", lines, x_label="billion parameters"))
+        panels.append(Panel(f"speedup over BF16: {sizes}", lines, x_label="billion parameters"))
     return Plot("figure_8", panels)
 
 

@@ -21,13 +21,13 @@ from benchmarks.paper.results import Result, Results
 
 HEAD = (
     *("arm", "seed", "clipped, first fifth", "clipped, last fifth", "KL, first fifth"),
-    *("KL, last fifth", "largest ratio", "truncated, all", "rescued by ACR, all"),
+    *("KL, last fifth", "largest ratio", "truncated, all steps", "rescued by ACR, all steps"),
 )
-"""Fifths of the steps that all runs have, and all of these."""
+"""Fifths of the steps that every run has."""
 UNTRAINED, TRAINED = (
     ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("mismatch", "mismatch_trained")
 )
-"""The same model before and after 100 steps on BF16 rollouts, sampled from in each format."""
+"""One model before and after 100 steps on BF16 rollouts, sampled in each format."""
 CORRECTED = ("tis", "acr")
 
 
@@ -36,7 +36,7 @@ def render(results: Results) -> str:
         [
             mismatch_table(TABLE_1, results),
             plot(results).link(),
-            "KL(behav || prox), estimate k3, of the same model in each format:",
+            "KL(behav || prox), k3 estimate, when one model is sampled in each format:",
             growth_table(results),
         ]
     )
@@ -50,11 +50,11 @@ def mismatch_table(experiment: Experiment, results: Results) -> str:
         rows += [[arm.label, *mismatch_cells(result, num_steps)] for result in found]
         if not found:
             rows.append([arm.label, MISSING, *[""] * (len(HEAD) - 2)])
-    return f"Over the first {num_steps} steps, which all runs have:\n\n{table(HEAD, rows)}"
+    return f"Over the first {num_steps} steps, which every run reached:\n\n{table(HEAD, rows)}"
 
 
 def growth_table(results: Results) -> str:
-    """Whether the mismatch grows because quantized rollouts are trained on, or anyway."""
+    """Does the mismatch grow without training on quantized rollouts?"""
     before, after = (_k3_by_format(path) for path in (UNTRAINED, TRAINED))
     rows = []
     for format in ("none", "int8", "fp8"):
@@ -64,7 +64,7 @@ def growth_table(results: Results) -> str:
         rows.append([FORMATS[format, "none"], f"{before[format]:.1e}", f"{after[format]:.1e}", own])
     head = [
         *("rollouts", "before RL", "after 100 steps on BF16 rollouts"),
-        "on these rollouts (BF16, TIS, ACR of Table 1), mean of the last 20 steps (of how many)",
+        "trained on these rollouts (BF16, TIS, ACR of Table 1): last 20 steps (length of the run)",
     ]
     return table(head, rows)
 
@@ -79,7 +79,7 @@ def _k3_by_format(path: Path) -> dict[str, float]:
 
 
 def mismatch_cells(result: Result, num_steps: int) -> list[str]:
-    """Seed, clip fractions, KL, the largest ratio, what truncation and ACR touched."""
+    """Seed, clip fractions, KL, the largest ratio, shares of truncated and rescued tokens."""
     every, fifth = range(num_steps), max(1, num_steps // 5)
     ends = (every[:fifth], every[-fifth:])
     ratios = result.curve("rollout_corr/rollout_is_max")

@@ -1,4 +1,4 @@
-"""Figures 4 and 9: updates, Eq. (13), against the rounding, Eq. (14), by layer group."""
+"""Figures 4 and 9: size of updates, Eq. (13), and of rounding, Eq. (14), by layer group."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def render(results: Results) -> str:
         if not found:
             rows.append([label, MISSING, *[""] * 7])
     plots = "\n\n".join(plot(experiment, results).link() for experiment in (TABLE_1, DAPO_UAQ))
-    note = "Means over the steps that all runs of an experiment have:"
+    note = "Means over the steps that every run of an experiment reached:"
     return "\n\n".join([note, table(HEAD, rows), plots])
 
 
 def visibility_cells(result: Result, steps: range) -> list[list[str]]:
-    """A row for each layer group."""
+    """One row per layer group."""
     rows = []
     for group in LAYER_GROUPS:
         update, error, flips, cosine, projection = (
@@ -62,8 +62,8 @@ def plot(experiment: Experiment, results: Results) -> Plot:
             for title, metric, is_log in (
                 ("update, Eq. (13)", "update_norm", True),
                 ("share of changed codes", "code_flip_frac", True),
-                ("cosine of what is seen", "update_cosine", False),
-                ("projection of what is seen", "update_proj", False),
+                ("cosine with the update", "update_cosine", False),
+                ("projection on the update", "update_proj", False),
             )
         ]
     return Plot(f"figures_4_9_{experiment.name}", panels, columns=4)

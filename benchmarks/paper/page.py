@@ -1,4 +1,4 @@
-"""What the sections of docs/results.md are made of: tables, comparisons, curves and markers."""
+"""Parts of the sections of docs/results.md: tables, comparisons, curves and markers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Section:
     plots: Callable[[Results], Sequence[Plot]] = lambda _: ()
 
     def place(self, page: str, results: Results) -> str:
-        """The page with this section as the results have it."""
+        """The page with this section rewritten from the results."""
         begin, end = f"<!-- {self.name}: begin (make tables) -->", f"<!-- {self.name}: end -->"
         return replace_between(page, begin, end, self.render(results))
 
@@ -64,12 +64,12 @@ def of_arm(results: Sequence[Result], arm: str) -> list[Result]:
 
 
 def common_steps(results: Iterable[Result]) -> int:
-    """How many steps all of them have: means over more would compare different times."""
+    """Number of steps that every run has; means over more would compare different times."""
     return min((result.steps for result in results), default=0)
 
 
 def mean_of(result: Result, metric: str, steps: range) -> float | None:
-    """None where it was not logged."""
+    """None if the metric was not logged."""
     values = [value for step, value in result.curve(metric) if step in steps]
     return fmean(values) if values else None
 
@@ -83,7 +83,7 @@ def accuracy_table(experiment: Experiment, results: Results, paper: str) -> str:
         rows += [[arm.label, stated, *_accuracy_cells(result)] for result in found]
         if not found:
             rows.append([arm.label, stated, "", MISSING, "", "", ""])
-    head = ["arm", paper, "seed", "steps", "before", "last evaluation", "at step"]
+    head = ["arm", paper, "seed", "steps", "before RL", "last evaluation", "at step"]
     return table(head, rows)
 
 
@@ -103,13 +103,13 @@ def _accuracy_cells(result: Result) -> list[str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """That one arm ends above another, or that they do not differ."""
+    """The claim that one arm ends above another, or that the two do not differ."""
 
     text: str
     arm: str
     other: str
     paper: float | None = None
-    """The difference that the paper states, in points."""
+    """The paper's difference, in points."""
     is_equality: bool = False
 
 
@@ -126,7 +126,7 @@ def claims_table(results: Sequence[Result], claims: Sequence[Claim]) -> str:
 
 
 def mean_of_seeds(differences: Sequence[float]) -> list[str]:
-    """In points; from three seeds on with Student's interval over them."""
+    """Mean in points; three or more seeds add Student's interval over seeds."""
     if len(differences) < 2:
         return []
     text = f"mean {100 * fmean(differences):+.1f}"
@@ -138,11 +138,11 @@ def mean_of_seeds(differences: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much more one run answers right than another one with the same seed."""
+    """How many more problems one run solves than another run with the same seed."""
 
     seed: int
     steps: Sequence[int]
-    """Of the evaluations that were compared."""
+    """Steps of the compared evaluations."""
     difference: float
     interval: Interval
 
@@ -153,9 +153,9 @@ class Comparison:
 
 
 def compare_arms(results: Sequence[Result], others: Sequence[Result]) -> list[Comparison]:
-    """For each seed of both, over the later half of the evaluations that all of them have.
+    """One comparison per common seed, over the later half of the common evaluations.
 
-    Those of the untrained model are left out, and so is a seed that has no others.
+    Evaluations of the untrained model do not count. A seed that has only those is left out.
     """
     pairs = [
         (result.seed, trained_evals(result), trained_evals(other))
@@ -183,8 +183,8 @@ def trained_evals(result: Result) -> dict[int, Eval]:
 def difference(pairs: Sequence[tuple[Eval, Eval]], z: float = 1.96) -> tuple[float, Interval]:
     """Mean over problems of d_i, with mean -+ z std(d) / sqrt(n).
 
-    d_i is what one run answers of problem i minus what the other does, over all pairs of
-    evaluations. Both are asked the same problems, which is what makes small differences visible.
+    d_i is the outcome (0 or 1) of one run on problem i minus that of the other, averaged over
+    pairs of evaluations. Both answer the same problems, which makes small differences visible.
     """
     columns = [zip(a.outcomes, b.outcomes, strict=True) for a, b in pairs]
     by_problem = [
@@ -197,9 +197,9 @@ def difference(pairs: Sequence[tuple[Eval, Eval]], z: float = 1.96) -> tuple[flo
 
 
 def conclude(claim: Claim, found: Sequence[Comparison]) -> str:
-    """No more than the intervals of all seeds support, and the one over seeds where there is."""
+    """What the intervals of all seeds support, and the interval over seeds if there are three."""
     if len(found) < 2:
-        return "one seed: none" if found else ""
+        return "one seed: no conclusion" if found else ""
     intervals = [comparison.interval for comparison in found]
     if len(found) > 2:
         intervals.append(student_interval([comparison.difference for comparison in found]))
@@ -208,9 +208,9 @@ def conclude(claim: Claim, found: Sequence[Comparison]) -> str:
     if claim.is_equality and signs == {0}:
         return f"no difference seen in {seeds}"
     if signs in ({1}, {-1}):
-        what = "they differ" if claim.is_equality else "seen" if signs == {1} else "the opposite"
+        what = "they differ" if claim.is_equality else "seen" if signs == {1} else "opposite seen"
         return f"{what} in {seeds}"
-    return "not told apart"
+    return "inconclusive"
 
 
 # Curves
@@ -222,7 +222,7 @@ def curves(
     metric: str,
     summary: Callable[[list[float]], float] = fmean,
 ) -> list[Line]:
-    """A line for each arm and seed; the first seed is solid."""
+    """A line per arm and seed; the first seed is solid."""
     return [
         Line(arm.label, thin(result.curve(metric), summary), is_dashed=i > 0)
         for arm in experiment.arms

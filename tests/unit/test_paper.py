@@ -414,14 +414,14 @@ def test_seeds_are_compared_at_the_same_steps():
         ([], False, ""),
         ([0.1, 0.1], False, "seen in both seeds"),
         ([0.1, 0.11, 0.12], False, "seen in all 3 seeds"),
-        ([0.06, 0.07, 0.4], False, "not told apart"),  # over seeds: -30 to +66 points
-        ([0.1], False, "one seed: none"),
-        ([0.1, 0.01], False, "not told apart"),
-        ([0.1, -0.1], False, "not told apart"),
-        ([-0.1, -0.1], False, "the opposite in both seeds"),
+        ([0.06, 0.07, 0.4], False, "inconclusive"),  # over seeds: -30 to +66 points
+        ([0.1], False, "one seed: no conclusion"),
+        ([0.1, 0.01], False, "inconclusive"),
+        ([0.1, -0.1], False, "inconclusive"),
+        ([-0.1, -0.1], False, "opposite seen in both seeds"),
         ([0.01, -0.01], True, "no difference seen in both seeds"),
         ([0.1, 0.1], True, "they differ in both seeds"),
-        ([0.01, 0.1], True, "not told apart"),
+        ([0.01, 0.1], True, "inconclusive"),
     ],
 )
 def test_no_more_is_concluded_than_all_seeds_support(differences, is_equality, conclusion):
@@ -651,8 +651,8 @@ def test_step_0_is_held_against_the_plain_evaluation():
 
 def test_differences_between_graders_are_shown():
     found = {"completions": 9, "ours_right": 5, "last_number_right": 4, "differences": []}
-    assert checks.grader_text(found).endswith("they differ on 0.")
+    assert checks.grader_text(found).endswith("They disagree on 0.")
     difference = {"ours": True, "last_number": False, "answer": "72", "completion": "a|b\n`72`"}
     text = checks.grader_text({**found, "differences": [difference] * 11})
-    assert "they differ on 11." in text
+    assert "They disagree on 11." in text
     assert text.count("| right | wrong | 72 | `a/b '72'` |") == checks.SHOWN

@@ -353,15 +353,10 @@ GOALS = (
         "over our BF16, 8-bit weights", ".2f", Measured.factor, EIGHT_BITS, SHORT, bounds(1.15, 1.3)
     ),
     Goal(
-        "over our BF16, 8-bit + FP8 KV",
-        ".2f",
-        Measured.factor,
-        EIGHT_BITS_KV,
-        SHORT,
-        bounds(1.5, 1.6),
+        "over BF16, 8-bit + FP8 KV", ".2f", Measured.factor, EIGHT_BITS_KV, SHORT, bounds(1.5, 1.6)
     ),
     Goal(
-        "over our BF16, 8-bit + FP8 KV, long",
+        "over BF16, 8-bit + FP8 KV, long",
         ".2f",
         Measured.factor,
         EIGHT_BITS_KV,

@@ -19,7 +19,7 @@ from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from qurl.trainer.packing import Layout
+from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy
 from qurl.types import Batch
 
@@ -33,7 +33,7 @@ class Piece:
 
     rows: Tensor  # [b] of the batch that it is a piece of
     batch: Batch
-    layout: Layout
+    layout: BatchLayout
 
     @property
     def num_tokens(self) -> int:

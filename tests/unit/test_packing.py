@@ -92,10 +92,12 @@ def test_packed_by_hand():
     batch = by_hand()
     packed = Packed.of(batch.token_ids, [4, 2, 3])
     assert packed.token_ids.tolist() == [10, 11, 12, 13, 20, 21, 30, 31, 32]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2]
-    assert packed.bounds.tolist() == [0, 4, 6, 9]
-    assert packed.bounds.dtype == torch.int32
-    assert packed.longest == 4
+    assert packed.options["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    for side in "qk":
+        bounds = packed.options[f"cu_seq_lens_{side}"]
+        assert bounds.tolist() == [0, 4, 6, 9]
+        assert bounds.dtype == torch.int32
+        assert packed.options[f"max_length_{side}"] == 4
     assert packed.places.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10]
 
 

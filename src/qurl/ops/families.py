@@ -33,9 +33,10 @@ class Family:
     """The local engine runs it."""
     windows: Literal["none", "every layer", "layer types"] = "none"
     """Where the attention has sliding windows; "layer types": as `config.layer_types` says."""
-    fusible: tuple[str, ...] = ()
-    """Classes of transformers that fused modules may replace: a decoder layer stands for its norms
-    and its MLP."""
+    fusible_layer: str | None = None
+    """Class of transformers whose norms and MLP fused modules may replace."""
+    fusible_attention: str | None = None
+    """Class of transformers that fused attention may replace."""
 
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -44,21 +45,32 @@ _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", is_local=True, fusible=("LlamaDecoderLayer", "LlamaAttention")),
-        # Not MistralAttention: it does not say which window it applies.
-        Family("mistral", is_local=True, windows="every layer", fusible=("MistralDecoderLayer",)),
+        Family(
+            "llama",
+            is_local=True,
+            fusible_layer="LlamaDecoderLayer",
+            fusible_attention="LlamaAttention",
+        ),
+        Family(
+            "mistral",
+            is_local=True,
+            windows="every layer",
+            fusible_layer="MistralDecoderLayer",  # its attention does not tell its window
+        ),
         Family(
             "qwen2",
             is_local=True,
             windows="layer types",
-            fusible=("Qwen2DecoderLayer", "Qwen2Attention"),
+            fusible_layer="Qwen2DecoderLayer",
+            fusible_attention="Qwen2Attention",
         ),
         Family(
             "qwen3",
             other_norms=_QK_NORMS,
             is_local=True,
             windows="layer types",
-            fusible=("Qwen3DecoderLayer", "Qwen3Attention"),
+            fusible_layer="Qwen3DecoderLayer",
+            fusible_attention="Qwen3Attention",
         ),
         Family("gemma", norm_offset=1.0),
         Family("gemma2", "pre_feedforward_layernorm", norm_offset=1.0, other_norms=_POST_NORMS),

@@ -14,7 +14,7 @@ of the format, if any. Sums run over a sample of the output channels of every pr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ GROUPS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """The sums behind the metrics; those of several weights add."""
+    """The sums behind the metrics."""
 
     update: float = 0.0  # ||dtheta||^2
     before: float = 0.0  # ||theta_{t-1}||^2
@@ -44,9 +44,6 @@ class UpdateSums:
     inner: float = 0.0  # <dQ, dtheta>
     flips: float = 0.0
     codes: float = 0.0
-
-    def __add__(self, other: UpdateSums) -> UpdateSums:
-        return UpdateSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def ratios(self) -> dict[str, float]:
         """The metrics; 0 if the denominator is 0 (no update, zero weights)."""
@@ -82,24 +79,20 @@ class UpdateTracker:
             return {}
         _check_same(before, self._snapshot)
         stacks = self._stacks()
-        rows = [
-            update_sums(
-                torch.cat([before[name].to(self._snapshot[name].device) for name in names]),
-                torch.cat([self._snapshot[name] for name in names]),
-                self.format,
-                self.dtype,
-            )
-            for names in stacks
-        ]
-        sums: dict[str, UpdateSums] = {}
+        rows = []
+        for names in stacks:
+            new = [self._snapshot[name] for name in names]
+            old = [before[name].to(weight.device) for name, weight in zip(names, new, strict=True)]
+            rows.append(update_sums(torch.cat(old), torch.cat(new), self.format, self.dtype))
+        totals: dict[str, Tensor] = {}
         # One table, so that a GPU is read once and not per stack.
-        for names, row in zip(stacks, torch.stack(rows).tolist(), strict=True):
+        for names, row in zip(stacks, torch.stack(rows).cpu(), strict=True):
             for key in ("", "/" + GROUPS[_projection(names[0])]):
-                sums[key] = sums.get(key, UpdateSums()) + UpdateSums(*row)
+                totals[key] = totals[key] + row if key in totals else row
         return {
             f"uaq/{metric}{key}": value
-            for key, total in sums.items()
-            for metric, value in total.ratios().items()
+            for key, total in totals.items()
+            for metric, value in UpdateSums(*total.tolist()).ratios().items()
         }
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ under the same names, so optimizers, checkpoints and engines see no difference.
 Under autocast these modules return the compute dtype, rounded once, as the next product would
 round. The residual stream stays FP32: only products read what a norm of these layers returns.
 
-Shapes: B sequences, T positions, H heads, D head size.
+Importing this needs Triton. Shapes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
+from qurl.ops.gate import gate_gradients, gate_values
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 
-FUSIBLE = frozenset(name for family in FAMILIES.values() for name in family.fusible)
+LAYERS = {family.fusible_layer for family in FAMILIES.values()}
+ATTENTIONS = {family.fusible_attention for family in FAMILIES.values()}
 CHECK_BOUND = 1e-4
 """Largest relative difference between a fused module and the one that it replaces."""
 CHECK_POSITIONS = 5
@@ -104,8 +107,6 @@ class FusedAttention(nn.Module):
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        from qurl.ops import rms_norm
-
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse = rms_norm.normalize(flat, weight, eps, dtype)
         ctx.save_for_backward(flat, weight, inverse)
@@ -114,8 +115,6 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from qurl.ops import rms_norm
-
         x, weight, inverse = ctx.saved_tensors
         dx, dweight = rms_norm.gradients(dy.reshape(x.shape).contiguous(), x, weight, inverse)
         return dx.view(dy.shape), dweight.to(weight.dtype), None, None
@@ -124,8 +123,6 @@ class _Normalize(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from qurl.ops.gate import gate_values
-
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return gate_values(gate, up)
@@ -133,18 +130,13 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        from qurl.ops.gate import gate_gradients
-
         return gate_gradients(dy.contiguous(), *ctx.saved_tensors)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        # x is [B, T, H, D].
-        from qurl.ops import rotation
-
-        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))
+        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))  # x is [B, T, H, D]
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         return rotation.rotate(x.flatten(0, 1).contiguous(), cos, sin, dtype).view(x.shape)
@@ -152,21 +144,10 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from qurl.ops import rotation
-
         flat = dy.flatten(0, 1).contiguous()
         cos, sin = ctx.saved_tensors
         dx = rotation.rotate(flat, cos, sin, ctx.dtype, is_gradient=True)
         return dx.view(dy.shape), None, None, None
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The layers of a causal LM or of its backbone; an empty list if it has none."""
-    layers = getattr(getattr(model, "base_model", model), "layers", None)
-    if isinstance(layers, nn.ModuleList):
-        return layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=nn.ModuleList())
 
 
 def fuse_layers_(model: Any) -> int:
@@ -175,7 +156,7 @@ def fuse_layers_(model: Any) -> int:
     Each fused module is first checked to compute the same. The last norm of the model stays,
     because its result must not be rounded.
     """
-    layers = [layer for layer in decoder_layers(model) if type(layer).__name__ in FUSIBLE]
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     rotations = _sample_rotations(model, layers)
     # Innermost first: fused attention takes over its fused QK-norms.
     parents = [parent for layer in layers for parent in reversed(list(layer.modules()))]
@@ -196,7 +177,7 @@ def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
         return FusedRMSNorm(module.weight, module.variance_epsilon)
     if kind.endswith("MLP"):
         return FusedMLP(module.gate_proj, module.up_proj, module.down_proj)
-    if kind in FUSIBLE and rotations is not None:
+    if kind in ATTENTIONS and rotations is not None:
         return FusedAttention(module)
     return None
 

@@ -37,41 +37,29 @@ class Packed:
     """Sequences end to end."""
 
     token_ids: Tensor  # [N]
-    positions: Tensor  # [N] of the tokens in their sequences
-    bounds: Tensor  # [B + 1] int32, where sequences begin and end
-    longest: int
     places: Tensor  # [N] of the tokens in the flattened [B, T]
+    options: Mapping[str, Any]
+    """Further keywords of the backbone's forward: positions and bounds."""
 
     @classmethod
     def of(cls, token_ids: Tensor, lengths: Sequence[int]) -> Packed:
         """The first `lengths[b]` tokens of each row of [B, T]."""
         width, device = token_ids.shape[1], token_ids.device
         counts = torch.tensor(lengths, dtype=torch.int64)
-        bounds = F.pad(counts.cumsum(0), (1, 0))
+        starts = F.pad(counts.cumsum(0), (1, 0))  # [B + 1]
         rows = torch.arange(len(counts)).repeat_interleave(counts)  # [N]
-        positions = torch.arange(len(rows)) - bounds[rows]
+        positions = torch.arange(len(rows)) - starts[rows]
         places = (rows * width + positions).to(device)
-        return cls(
-            token_ids=token_ids.flatten()[places],
-            positions=positions.to(device),
-            bounds=bounds.int().to(device),
-            longest=max(lengths),
-            places=places,
-        )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keywords of the backbone's forward."""
-        return {
-            "position_ids": self.positions[None],
+        bounds = starts.int().to(device)
+        options = {
+            "position_ids": positions.to(device)[None],
             # transformers passes a mask of four dimensions on as it is. Without one it would wait
             # for the device to look for packing in the positions, and build [N, N].
-            "attention_mask": torch.empty(1, 1, 0, 0, device=self.positions.device),
-            "cu_seq_lens_q": self.bounds,
-            "cu_seq_lens_k": self.bounds,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+            "attention_mask": torch.empty(1, 1, 0, 0, device=device),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
+            **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
         }
+        return cls(token_ids.flatten()[places], places, options)
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class BatchLayout:
     """How a batch lies in the model's input, packed or padded, and where its scored tokens are."""
 
     token_ids: Tensor  # [1, N] packed, [B, T] padded
-    options: Mapping[str, Any]  # further keywords of the backbone's forward
+    options: Mapping[str, Any]  # see `Packed`
     scored: Tensor  # [M] places of the scored tokens in the flattened input
     places: Tensor  # [M] their places in the flattened [B, T]
     shape: tuple[int, int]  # B, T
@@ -221,9 +209,9 @@ def _attend_padded(
     if window is not None:
         ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
         band = ones.tril().triu(1 - window)
-    has_groups = q.shape[1] != k.shape[1]
+    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     out = F.scaled_dot_product_attention(
-        *map(pad, (q, k, v)), band, is_causal=band is None, scale=scale, enable_gqa=has_groups
+        pad(q), pad(k), pad(v), band, is_causal=band is None, **options
     )
     return out.transpose(1, 2)[is_token]
 

@@ -21,7 +21,6 @@ from qurl.config import ModelConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
-from qurl.trainer.layers import decoder_layers, fuse_layers_
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.types import Batch
 
@@ -60,9 +59,12 @@ class Policy:
         _check_head(self.model)
         notes = []
         is_fusing = device.type == "cuda" and not config.compile  # a compiler fuses by itself
-        if is_fusing and not fuse_layers_(self.model):
-            kind = type(self.model).__name__
-            notes.append(f"{kind} is trained without fused kernels; model.compile may help")
+        if is_fusing:
+            from qurl.trainer.layers import fuse_layers_  # needs Triton
+
+            if not fuse_layers_(self.model):
+                kind = type(self.model).__name__
+                notes.append(f"{kind} is trained without fused kernels; model.compile may help")
         obstacle = _pack_forwards_(self.model, self.compute_dtype)
         self.is_packed = obstacle is None
         if obstacle is not None:
@@ -214,6 +216,15 @@ def _check_packing(model: Any, compute_dtype: torch.dtype) -> None:
             f"its states differ by {gap:.3g} of their size from those of padded sequences, on two "
             f"test prompts in {compute_dtype}"
         )
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The layers of a causal LM or of its backbone; an empty list if it has none."""
+    layers = getattr(getattr(model, "base_model", model), "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
 
 
 def compile_layers_(model: nn.Module) -> None:

@@ -58,8 +58,7 @@ class Policy:
             self.model.train()
         _check_head(self.model)
         notes = []
-        is_fusing = device.type == "cuda" and not config.compile  # a compiler fuses by itself
-        if is_fusing:
+        if device.type == "cuda" and not config.compile:  # a compiler fuses by itself
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
             if not fuse_layers_(self.model):

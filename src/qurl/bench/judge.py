@@ -15,7 +15,8 @@ from qurl.bench.contenders import Setup
 from qurl.bench.workload import Workload
 from qurl.errors import EngineError
 from qurl.rollout.canary import canary_bound
-from qurl.trainer.policy import apply_head, autocast, hidden_states
+from qurl.trainer.head import apply_head, autocast
+from qurl.trainer.policy import hidden_states
 from qurl.types import Completion, Problem
 
 NUM_CHECKED = 4

@@ -28,7 +28,7 @@ from qurl.trainer.batches import microbatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from qurl.trainer.packing import Layout
+from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Scored, Stage, Trainable
 
@@ -42,7 +42,7 @@ class Piece(Generic[Stage]):
 
     rows: Tensor  # [b] of the batch that it is a piece of
     batch: Stage
-    layout: Layout
+    layout: BatchLayout
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from qurl.rollout.local.decoder import table_width
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import KEYS, attend_pages, write_pages_
-from qurl.rollout.local.weights import Architecture
+from qurl.rollout.local.architecture import Architecture
 
 CPU = torch.device("cpu")
 

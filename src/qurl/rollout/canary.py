@@ -45,10 +45,10 @@ def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
-def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: str = "") -> float:
+def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path: str = "") -> float:
     """The mean |log-prob gap| of the canary prompt; raises when it is not below the bound.
 
-    `by` says how the engine has computed its log-probs, where there are several ways.
+    `path` says how the engine computed its log-probs, if it can in several ways.
     """
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
     if math.isfinite(gap) and gap <= bound:
@@ -60,7 +60,7 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: s
         else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
     )
     raise SyncError(
-        f"sync of version {version} failed on the canary prompt{by and f' {by}'}: {cause}; the "
+        f"sync of version {version} failed on the canary prompt{path and f' {path}'}: {cause}; the "
         "engine's copy does not compute what the trainer's model does, and sampling from it would "
         "train on garbage"
     )

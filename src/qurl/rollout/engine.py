@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -60,14 +62,14 @@ class Engine(Protocol):
         ...
 
 
-def generate(
-    engine: Engine, problems: Sequence[Problem], params: SamplingParams
-) -> list[Rollout]:
+def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
     """What every `Engine.generate` is: all rollouts of one stream, in the order of the problems."""
+    found: dict[object, list[Rollout]] = defaultdict(list)
     with engine.stream(params) as stream:
         stream.submit(problems)
-        rollouts = {rollout.problem.id: rollout for rollout in stream}
-    return [rollouts[problem.id] for problem in problems]
+        for rollout in stream:
+            found[_key(rollout.problem)].append(rollout)
+    return [replace(found[_key(p)].pop(), problem=p) for p in problems]
 
 
 def build_engine(
@@ -89,3 +91,8 @@ def build_engine(
 
         return HFEngine(model, tokenizer, quant=quant, **options)
     raise ValueError(f"engine {kind!r} is not one of local, hf")
+
+
+def _key(problem: Problem) -> tuple[object, ...]:
+    """Problems that share it draw the same completions; ids alone may repeat."""
+    return (problem.id, *problem.prompt_ids)

@@ -60,10 +60,15 @@ class StopRule:
         return "length" if num_tokens >= self.max_tokens else None
 
     def complete(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Literal["stop", "length"]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish: Literal["stop", "length"],
+        versions: Sequence[int],
     ) -> Completion:
         """The finished record; its text is cut before the first stop string, its tokens are not."""
-        return Completion(tuple(token_ids), tuple(logprobs), self._text(token_ids), finish)
+        text = self._text(token_ids)
+        return Completion(tuple(token_ids), tuple(logprobs), text, finish, versions=tuple(versions))
 
     def _ends_in_string(self, token_ids: Sequence[int]) -> bool:
         if not self.strings:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.arena import Arena
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import FP8_MAX
-from qurl.rollout.local.weights import Architecture
 
 SCRATCH_PAGE = 0
 KV_MARGIN = 16.0

@@ -11,7 +11,6 @@ Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qurl.errors import EngineError
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams
@@ -130,34 +128,3 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B] and their log-probs [B]."""
         ...
-
-
-def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
-    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
-    if weights.device.type == "cuda":
-        try:
-            from qurl.rollout.local.fused import FusedOps
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            if deterministic:
-                raise EngineError(
-                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
-                    "torch's own products depend on the number of rows; install triton, or set "
-                    "rollout.deterministic = false"
-                ) from error
-            warnings.warn(
-                f"{error}: the engine runs on torch operations, which are many times slower; "
-                "install triton",
-                stacklevel=2,
-            )
-        else:
-            return FusedOps(weights, deterministic=deterministic)
-    elif deterministic and torch.get_num_threads() > 1:
-        raise EngineError(
-            "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
-            f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
-        )
-    from qurl.rollout.local.reference import ReferenceOps
-
-    return ReferenceOps(weights)

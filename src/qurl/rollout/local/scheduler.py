@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +25,7 @@ from qurl.rollout.local.requests import Request
 LOOKAHEAD = 64
 """Tokens that pages are reserved ahead for, so that the page table seldom changes."""
 GPU_PATIENCE = 4.0
-"""Decode steps that the prefill of a few prompts takes as long as, by estimate, where the host
-launches its kernels one by one."""
+"""Estimated cost of a small prefill in decode steps: the host launches its kernels one by one."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Sequence[Request],
         pool: PagePool,
         max_batch: int,
         *,
@@ -67,12 +66,11 @@ class Scheduler:
         """
         self.pool = pool
         self.max_batch = max_batch
-        self.waiting = deque(requests)
+        self.waiting: deque[Request] = deque()
         self.num_running = 0
         self.num_preemptions = 0
         self.is_table_changed = False
-        most_pages = max((pool.pages_for(r.most_cached) for r in self.waiting), default=0)
-        self.table = np.full((max_batch, most_pages), SCRATCH_PAGE, np.int32)
+        self.table = np.full((max_batch, 0), SCRATCH_PAGE, np.int32)
         self.indices = np.zeros(max_batch, np.int64)
         self.lengths = np.zeros(max_batch, np.int64)
         self._capacities = np.zeros(max_batch, np.int64)
@@ -84,6 +82,7 @@ class Scheduler:
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
         self._save = save
+        self.add(requests)
 
     @property
     def has_work(self) -> bool:
@@ -97,6 +96,20 @@ class Scheduler:
     def running(self) -> list[Request]:
         """In the order of their rows."""
         return [r for r in self._rows if r is not None]
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let more requests wait."""
+        self.waiting.extend(requests)
+        most_pages = max((self.pool.pages_for(r.most_cached) for r in requests), default=0)
+        if (missing := most_pages - self.table.shape[1]) > 0:
+            self.table = np.pad(self.table, ((0, 0), (0, missing)), constant_values=SCRATCH_PAGE)
+
+    def suspend(self) -> list[Request]:
+        """Preempt all that run, and return everybody in the order in which to go on."""
+        for request in sorted(self.running, key=lambda r: -r.serial):
+            self._preempt(request)
+        self._drop_prefixes()
+        return list(self.waiting)
 
     def admit(self) -> Admission:
         """Move requests from waiting to running."""
@@ -128,9 +141,10 @@ class Scheduler:
             while request.row is not None and self._num_missing(request) > 0:
                 if self.pool.num_free:
                     self._extend(request, 1)
-                elif not (self._drop_prefixes() or self._take_back()):
+                elif not (self._drop_prefixes() or self._reclaim()):
                     if not can_preempt:
                         return False
+                    assert self.num_running > 1, "a single request fits: the engine has checked"
                     self._preempt(max(self.running, key=lambda r: r.serial))
         self._look_ahead()
         return True
@@ -256,7 +270,7 @@ class Scheduler:
                 assert request is not None, "gaps need nothing"
                 self._extend(request, int(missing[row]))
 
-    def _take_back(self) -> bool:
+    def _reclaim(self) -> bool:
         """Free the pages that were reserved ahead; whether there were any."""
         before = self.pool.num_free
         for request in self.running:
@@ -268,7 +282,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; tokens are kept, keys and values saved or recomputed."""
-        assert self.num_running > 1, "a single request fits: the engine has checked"
         num_cached = request.num_tokens - 1
         if self._save is not None and num_cached > 0:
             request.saved = self._save(request.pages[: self.pool.pages_for(num_cached)])

@@ -605,14 +605,14 @@ def sync_with_damage(quant, monkeypatch, damage):
     """A sync whose copy is damaged before it is verified."""
     model = own_model()
     engine = build("local", model, quant)
-    load = engine.weights.load_
+    load = engine._sync.load_
 
     def load_and_damage(source):
         flips = load(source)
         damage(engine.weights)
         return flips
 
-    monkeypatch.setattr(engine.weights, "load_", load_and_damage)
+    monkeypatch.setattr(engine._sync, "load_", load_and_damage)
     engine.sync(model, version=3)
 
 

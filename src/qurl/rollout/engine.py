@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -70,27 +70,6 @@ def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams
         for rollout in stream:
             found[_key(rollout.problem)].append(rollout)
     return [replace(found[_key(p)].pop(), problem=p) for p in problems]
-
-
-def build_engine(
-    kind: str, model: nn.Module, tokenizer: Any = None, *, quant: str = "none", **options: Any
-) -> Engine:
-    """An engine of the given kind, synchronised with `model` as version 0.
-
-    `tokenizer=None` works when prompts and results are token ids: texts come back empty.
-    `compute_dtype`, an option of all engines, is the trainer's: weights are rounded to it before
-    they are quantized. Without it, they are rounded to the dtype in which the engine itself would
-    hold them.
-    """
-    if kind == "local":
-        from qurl.rollout.local import LocalEngine
-
-        return LocalEngine(model, tokenizer, quant=quant, **options)
-    if kind == "hf":
-        from qurl.rollout.hf import HFEngine
-
-        return HFEngine(model, tokenizer, quant=quant, **options)
-    raise ValueError(f"engine {kind!r} is not one of local, hf")
 
 
 def _key(problem: Problem) -> tuple[object, ...]:

@@ -71,7 +71,8 @@ def test_rows_start_move_and_empty():
 
 def run_steps(engine, num_steps: int):
     """An engine in the midst of a generation."""
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = engine.stream(PARAMS)
+    generation.submit(PROBLEMS)
     assert not generation.run(max_steps=num_steps)
     return generation
 
@@ -287,10 +288,11 @@ def test_a_released_cache_gives_its_memory_back_and_keeps_the_graphs(kv):
     size = engine.memory.num_pages * engine.memory.page_bytes
     assert size >= 2**29
     free, _ = torch.cuda.mem_get_info()
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = engine.stream(PARAMS)
+    generation.submit(PROBLEMS)
     generation.run(max_steps=1)
     assert torch.cuda.mem_get_info()[0] <= free - size
     assert generation.run()
     assert torch.cuda.mem_get_info()[0] > free - size / 8
-    assert results(generation.rollouts()) == results(first)
+    assert results(sorted(generation, key=lambda r: r.problem.id)) == results(first)
     assert engine.stepper._graphs == graphs != {}

@@ -49,15 +49,15 @@ def assert_holds(sync, model):
     """Every row, bias and tensor in full precision is the model's."""
     weights, body = sync.weights, model.model
     for number, layer in enumerate(weights.layers):
-        for name, module in projections(model, number).items():
-            view, source = layer.views[name], module.weight.detach()
+        for name, linear in projections(model, number).items():
+            view, source = layer.views[name], linear.weight.detach()
             if isinstance(view.weight, Quantized):
                 fresh = quantize(source.to(weights.compute_dtype), view.weight.format)
                 assert torch.equal(view.weight.codes.float(), fresh.codes.float())
                 assert torch.equal(view.weight.scale, fresh.scale)
             else:
                 assert torch.equal(view.weight, source.to(weights.dtype))
-            if module.bias is not None:
+            if linear.bias is not None:
                 assert torch.equal(view.bias, module.bias.to(weights.dtype))
     assert torch.equal(weights.embedding, body.embed_tokens.weight.to(weights.dtype))
     assert torch.equal(weights.lm_head, model.lm_head.weight.to(weights.dtype))

@@ -149,7 +149,7 @@ def test_graphs_are_captured_once_for_each_size(engine):
     assert engine.captured == [(16, 64, False)]
     engine.generate(PROBLEMS[:1], PARAMS)
     assert engine.captured[1:] == [(8, 64, False)]
-    assert engine.num_graphs == 2
+    assert engine.stepper.num_graphs == 2
 
 
 def test_filters_have_graphs_of_their_own(engine):
@@ -182,7 +182,7 @@ def test_a_sync_in_place_keeps_the_graphs_and_another_model_drops_them(engine):
     engine.sync(copy.deepcopy(engine._model), version=2)
     engine.generate(PROBLEMS, PARAMS)
     assert engine.captured == [(16, 64, False)] * 2
-    assert engine.num_graphs == 1
+    assert engine.stepper.num_graphs == 1
 
 
 def test_a_larger_cache_drops_the_graphs(engine):
@@ -256,8 +256,8 @@ def test_graphs_compute_what_single_launches_do(quant, kv):
         assert results(graphs.generate(problems, params)) == results(
             eager.generate(problems, params)
         )
-        assert graphs.num_graphs > 1
-        assert eager.num_graphs == 0
+        assert graphs.stepper.num_graphs > 1
+        assert eager.stepper.num_graphs == 0
 
 
 @pytest.mark.gpu

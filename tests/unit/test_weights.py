@@ -58,7 +58,7 @@ def assert_holds(sync, model):
             else:
                 assert torch.equal(view.weight, source.to(weights.dtype))
             if linear.bias is not None:
-                assert torch.equal(view.bias, module.bias.to(weights.dtype))
+                assert torch.equal(view.bias, linear.bias.to(weights.dtype))
     assert torch.equal(weights.embedding, body.embed_tokens.weight.to(weights.dtype))
     assert torch.equal(weights.lm_head, model.lm_head.weight.to(weights.dtype))
     assert torch.equal(weights.norm, body.norm.weight.float())

@@ -42,8 +42,7 @@ class StopRule:
 
     @property
     def tail_length(self) -> int:
-        """Last tokens that decide whether a completion ends: decoding everything for each new
-        token would be quadratic."""
+        """How many last tokens decide the end: decoding all of them each time is quadratic."""
         longest = max((len(s) for s in self.strings), default=0)
         return _TOKENS_PER_CHARACTER * (longest + 1)
 
@@ -52,7 +51,7 @@ class StopRule:
     ) -> Literal["stop", "length"] | None:
         """Why the completion ends with its last token, or None if it goes on.
 
-        The last `tail_length` tokens suffice where `num_tokens` says how many there are in all.
+        The last `tail_length` tokens suffice if `num_tokens` gives the length.
         """
         if token_ids[-1] in self.token_ids or self._ends_in_string(token_ids):
             return "stop"

@@ -54,14 +54,14 @@ class LocalEngine:
         compute_dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`; and
+        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`, and these:
 
         `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
-        of unfinished completions count. It may interrupt the generation, but not sync or generate.
+        of unfinished completions count. It may interrupt the stream, but not sync or generate.
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
@@ -103,11 +103,6 @@ class LocalEngine:
         self.sync(model, version=0)
 
     @property
-    def num_graphs(self) -> int:
-        """CUDA graphs captured and still valid."""
-        return self.stepper.num_graphs
-
-    @property
     def num_steps(self) -> int:
         """Decode steps so far."""
         return self.stepper.num_launched
@@ -115,8 +110,7 @@ class LocalEngine:
     def sync(self, source: nn.Module, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into the engine's buffers, in place, and verify them.
 
-        A generation under way gives its pages back, and goes on with the new weights when it is
-        resumed.
+        A stream under way gives its pages back, and goes on with the new weights.
         """
         self._release_active()
         self._is_sound = False
@@ -129,9 +123,15 @@ class LocalEngine:
         seconds, verify_seconds = loaded - start, self._clock() - loaded
         return SyncReport(version, seconds, num_bytes, flip_frac, True, gap, verify_seconds)
 
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill."""
-        return self._score(token_ids)
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
+        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill.
+
+        `kv_range` learns from the keys and values.
+        """
+        self._extend_rotations(len(token_ids))
+        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_range=kv_range)
+        return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
@@ -155,7 +155,7 @@ class LocalEngine:
             acquire=self._acquire,
             release=self._release,
             get_version=lambda: self.version,
-            report=self._report,
+            report=lambda *counts: self.on_progress(*counts) if self.on_progress else None,
             count_preemptions=self._count_preemptions,
         )
         return Generation(params, resources)
@@ -193,10 +193,6 @@ class LocalEngine:
         if self._active is not None:
             self._active.release()
 
-    def _report(self, num_completions: int, num_tokens: int) -> None:
-        if self.on_progress:
-            self.on_progress(num_completions, num_tokens)
-
     def _count_preemptions(self, number: int) -> None:
         self.num_preemptions += number
 
@@ -217,14 +213,8 @@ class LocalEngine:
             f"need, within {room}); raise {remedy}, or lower sampling.max_tokens"
         )
 
-    @torch.no_grad()
-    def _score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
-        self._extend_rotations(len(token_ids))
-        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_range=kv_range)
-        return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
-
     def _verify(self, model: nn.Module, version: int) -> float:
-        """The canary's mean |log-prob gap|; raises where the copy is not sound."""
+        """The canary's mean |log-prob gap|; raises if the copy is not sound."""
         ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
         expected = score_with(model, ids)
         bound = canary_bound(self.quant, *dtypes)
@@ -240,17 +230,17 @@ class LocalEngine:
         return gap
 
     def _score_canary(self, token_ids: Sequence[int]) -> Tensor:
-        """Its keys and values also give an FP8 cache its range."""
+        """Log-probs by prefill; the keys and values give an FP8 cache its range."""
         if self.memory.scale is None:
-            return self._score(token_ids)
+            return self.score(token_ids)
         sample = KVRange.empty(self.weights)
-        scores = self._score(token_ids, sample)
+        scores = self.score(token_ids, sample)
         self.memory.set_range_(sample)
         return scores
 
     @torch.no_grad()
     def _decode_canary(self, token_ids: Sequence[int]) -> Tensor:
-        """The same log-probs by what tokens are sampled with: the decode step and its cache."""
+        """The same log-probs from what samples the tokens: the decode step and its cache."""
         *prefix, _ = token_ids
         cache = self.memory.make_small(len(prefix))
         logits = decode_sequence(self.weights, self._ops, self._rotations, cache, prefix)
@@ -261,7 +251,7 @@ class LocalEngine:
             self._rotations = Rotations.up_to(length, self.weights)
 
     def _clock(self) -> float:
-        """Seconds, when the device has done all it was told to."""
+        """Seconds, once the device is idle."""
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()

@@ -1,7 +1,7 @@
 """Decode steps over fixed buffers: computed at once on a CPU, replayed CUDA graphs on a GPU.
 
-What a step needs to know of its rows lies on the device, and the step itself moves it on to the
-next token. So the host can launch step n + 1 before it has seen what step n sampled.
+The state of the rows lies on the device, and each step moves it on to the next token. So the host
+can launch step n + 1 before it has seen what step n sampled.
 
 Shapes: B rows of the buffers, P pages of a row.
 """
@@ -32,10 +32,7 @@ TOKEN, POSITION, COUNTER, KEY, ACTIVE = range(5)
 
 def row_bucket(num_rows: int) -> int:
     """Rows of the smallest graph that has so many."""
-    for bucket in ROW_BUCKETS:
-        if num_rows <= bucket:
-            return bucket
-    return _round_up(num_rows, ROW_STEP)
+    return next((b for b in ROW_BUCKETS if num_rows <= b), _round_up(num_rows, ROW_STEP))
 
 
 def key_bucket(num_keys: int) -> int:
@@ -44,8 +41,11 @@ def key_bucket(num_keys: int) -> int:
 
 
 class Rows:
-    """The state of the batch on the device. A row that nobody uses is all zero: token 0 at
-    position 0 of the scratch page, and it stays so because it is not active."""
+    """The state of the batch on the device.
+
+    An unused row is all zero: token 0 at position 0 of the scratch page. It stays so because it is
+    not active.
+    """
 
     def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
         self.numbers = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
@@ -149,14 +149,20 @@ class Stepper:
         num_columns = table_width(num_pages, page_size)
         if self.rows.table.shape[0] != num_rows or self.rows.table.shape[1] < num_columns:
             self.rows = Rows(num_rows, num_columns, self.device)
-            self._results = self._allocate_results(num_rows)
+            # A ring: while the host reads one, the steps in flight write the others.
+            ring, is_pinned = range(self.depth + 1), self.device.type == "cuda"
+            shape = (2, num_rows)
+            self._results = [
+                torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in ring
+            ]
         self.rows.clear_()
         self._set_params(params)
         if self.use_graphs:
             addresses = (*decoder.addresses(), self.rows.numbers.data_ptr(), num_rows)
             addresses = (*addresses, self.rows.table.data_ptr(), self.rows.table.shape)
             if addresses != self._addresses:
-                self._drop_graphs()
+                self._graphs.clear()
+                self._pool = torch.cuda.graph_pool_handle()
             self._addresses = addresses
 
     def launch(self, num_rows: int, num_keys: int) -> Step:
@@ -222,7 +228,7 @@ class Stepper:
         try:
             with torch.cuda.stream(self._stream):
                 self._compute(rows, columns)
-                # It has written the keys that it will write again, but as a step it does not count.
+                # It wrote keys that the replay writes again, but it does not count as a step.
                 self.rows.numbers.copy_(numbers)
         finally:
             main.wait_stream(self._stream)  # also what was launched before an exception
@@ -234,25 +240,12 @@ class Stepper:
             self._compute(rows, columns)
         return graph
 
-    def _drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
-
     def _set_params(self, params: SamplingParams) -> None:
         """In place: graphs hold the addresses."""
         fresh = RowParams.stack([params], self.device)
         for name in ("temperature", "top_p", "top_k"):
             getattr(self._params, name).copy_(getattr(fresh, name))
         self._params = replace(self._params, has_filter=fresh.has_filter)
-
-    def _allocate_results(self, num_rows: int) -> list[Tensor]:
-        """A ring: while the host reads one, the steps in flight write the others."""
-        is_pinned = self.device.type == "cuda"
-        shape = (2, num_rows)
-        return [
-            torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned)
-            for _ in range(self.depth + 1)
-        ]
 
     def _copy_results(self, num_rows: int) -> Step:
         results = self._results[self.num_launched % len(self._results)]

@@ -1,10 +1,9 @@
-"""The operations that the decoder is made of; there is one set for torch and one in Triton.
+"""The operations that the decoder is made of; one set uses torch, one Triton.
 
-An `Operand` is what a projection takes (numbers, or codes with a scale per token), a `Product` what
-it gives (finished, or parts that the next operation sums up). On one thread of a CPU and in
-deterministic mode a row's result does not depend on the other rows. Else the number of rows may
-decide how a GPU cuts a sum, ours by plan and cuBLAS's by its own choice, which shows in the last
-bits.
+A projection takes an `Operand` (numbers, or codes with a scale per token) and gives a `Product`
+(finished, or parts that the next operation sums up). On one thread of a CPU and in deterministic
+mode a row's result does not depend on the other rows. Otherwise the number of rows may decide how a
+GPU splits a sum, and the last bits depend on it.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -45,13 +44,13 @@ class LayerCache:
     """Keys and values of one layer."""
 
     data: Tensor  # [2, pages, page_size, H_kv, D]
-    scale: Tensor | None  # [2, H_kv]: value = code * scale, where the cache holds codes
-    center: Tensor | None = None  # [H_kv, D]: coded keys are stored less this (`kv_range`)
+    scale: Tensor | None  # [2, H_kv]: value = code * scale, if the cache holds codes
+    center: Tensor | None = None  # [H_kv, D]: subtracted from coded keys (`kv_range`)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where packed tokens stand: in their sequences, and in the cache."""
+    """Where packed tokens are, in their sequences and in the cache."""
 
     positions: Tensor  # [N] int64
     slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
@@ -66,7 +65,7 @@ class Ops(Protocol):
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
-        """Embeddings [B, hidden] of one token per sequence in FP32, and where they stand."""
+        """Embeddings [B, hidden] of one token per sequence in FP32, and their places."""
         ...
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:

@@ -1,9 +1,9 @@
-"""Continuous batching: who decodes now, who waits, and whose pages are taken when they run out.
+"""Continuous batching: who decodes now, who waits, and who is preempted when pages run out.
 
-A request's last token is never in the cache before it is decoded: prefill covers all tokens but
-the last, and every sampled token, the first included, comes out of a decode step. So a prompt is
-computed once for its whole group, each member starts by copying only the partly filled page that it
-will write to, and a preempted request resumes like a new one with a longer prompt.
+Prefill covers all tokens but the last, and every sampled token, the first included, comes out of a
+decode step. So a prompt is computed once for its whole group, each member copies only the partly
+filled page that it will write to, and a preempted request resumes like a new one with a longer
+prompt.
 
 Decode steps are launched before the tokens of earlier ones are read. The scheduler therefore counts
 launched steps, and the `Transcript` holds what has been read.
@@ -23,7 +23,7 @@ from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool
 from qurl.rollout.local.requests import Request
 
 LOOKAHEAD = 64
-"""Tokens that pages are reserved ahead for, so that the page table seldom changes."""
+"""Tokens ahead for which pages are reserved, so that the page table seldom changes."""
 GPU_PATIENCE = 4.0
 """Estimated cost of a small prefill in decode steps: the host launches its kernels one by one."""
 
@@ -60,9 +60,9 @@ class Scheduler:
     ) -> None:
         """`save` keeps the pages of a preempted request; without it they are computed again.
 
-        While others run, requests wait until the rows that they could have used have cost as much
-        as `patience` steps of the whole batch, which is what a prefill costs. So where completions
-        end one by one, prompts are not prefilled one by one.
+        While others run, requests wait until idle rows have cost as much as `patience` steps of the
+        whole batch, about the cost of a prefill. Completions that end one by one then do not cause
+        prefills one by one.
         """
         self.pool = pool
         self.max_batch = max_batch
@@ -120,7 +120,7 @@ class Scheduler:
             if not self._admit_next(admission):
                 break
         if not self.num_running and self.waiting:
-            # Alone and still no room: holding a prefix for later members is what does not fit.
+            # Alone and still no room: the prefix held for later members does not fit.
             self._drop_prefixes()
             self._admit_alone(self.waiting[0], admission)
         if admission.started:
@@ -130,8 +130,7 @@ class Scheduler:
     def reserve(self, *, can_preempt: bool = True) -> bool:
         """Room for the token of the coming step in every row.
 
-        When pages run out the newest requests are preempted, or where that may not happen the
-        answer is False.
+        If pages run out, it preempts the newest requests, or returns False if it may not.
         """
         short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
         if len(short) == 0:
@@ -162,7 +161,7 @@ class Scheduler:
         return moves
 
     def advance(self) -> None:
-        """A step has been launched; requests that have now sampled all they may leave the batch."""
+        """Count a launched step; requests that reach their longest length leave the batch."""
         if self.waiting:
             self._num_idle += self.max_batch - self.num_running
         lengths = self.lengths[: self.num_rows]
@@ -173,10 +172,10 @@ class Scheduler:
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Take a running request out of the batch, and its pages.
+        """Take a running request out of the batch and free its pages.
 
-        A step in flight may still write to these pages. Whoever gets them next writes later in
-        the same stream and reads only what it wrote.
+        A step in flight may still write to them. Their next holder writes later in the same stream
+        and reads only what it wrote.
         """
         row = request.row
         assert row is not None
@@ -209,7 +208,7 @@ class Scheduler:
             group.prefix = pool.allocate(num_prefix)
             admission.prefills.append((request.cached_tokens, group.prefix))
         if is_last:
-            # No further use for the prefix: the last member takes it over, partly filled page too.
+            # The last member takes the prefix over, including its partly filled page.
             request.pages, group.prefix = group.prefix, []
             request.pages += pool.allocate(wanted)
         else:
@@ -221,7 +220,7 @@ class Scheduler:
         return True
 
     def _admit_alone(self, request: Request, admission: Admission) -> None:
-        """With pages of its own for everything."""
+        """Admit a request that shares no page."""
         request.pages = self.pool.allocate(self.pool.pages_for(request.num_tokens))
         if request.saved is not None:
             admission.restores.append((request.saved, request.pages[: request.saved.shape[2]]))
@@ -246,11 +245,11 @@ class Scheduler:
         admission.started.append(request)
 
     def _has_room(self, num_pages: int) -> bool:
-        """Leaves a free page to each running request, or the newcomer would soon be preempted."""
+        """Whether a free page remains for each running request: else it would soon preempt."""
         return self.pool.num_free >= num_pages + self.num_running
 
     def _num_missing(self, request: Request) -> int:
-        """Pages that the request lacks for the coming step; negative: that it has in reserve."""
+        """Pages that the request lacks for the coming step; negative if it has some in reserve."""
         assert request.row is not None
         return self.pool.pages_for(int(self.lengths[request.row])) - len(request.pages)
 
@@ -259,7 +258,7 @@ class Scheduler:
         self._write_pages(request)
 
     def _look_ahead(self) -> None:
-        """Pages for some tokens more, unless that would leave no page to a newcomer."""
+        """Reserve pages for some more tokens, if enough remain for newcomers."""
         rows, page_size = slice(self.num_rows), self.pool.page_size
         lengths = np.minimum(self.lengths[rows] + self._lookahead, self._limits[rows])
         missing = -(-lengths // page_size) - self._capacities[rows] // page_size
@@ -308,7 +307,7 @@ class Scheduler:
         self.is_table_changed = True
 
     def _drop_prefixes(self) -> bool:
-        """Give up prompts held for members still waiting; whether that freed a page."""
+        """Give up prompts held for waiting members; whether that freed a page."""
         before = self.pool.num_free
         for group in dict.fromkeys(request.group for request in self.waiting):
             self.pool.release(group.prefix)

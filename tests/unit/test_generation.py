@@ -1,5 +1,6 @@
 import copy
 import functools
+import itertools
 import random
 import threading
 
@@ -194,12 +195,22 @@ def test_deterministic_preemption_saves_pages_and_changes_no_bit(depth, monkeypa
 # Interruption
 
 
-def drive(generation, rng: random.Random):
-    """Run to the end with stops at random steps, sometimes giving the pages back."""
-    while not generation.run(max_steps=rng.randrange(1, 6)):
+def drive(stream, problems, rng: random.Random):
+    """Run to the end with stops at random steps, sometimes giving the pages back.
+
+    Problems are submitted and rollouts are taken at random steps too.
+    """
+    waiting, rollouts = list(problems), []
+    while waiting or not stream.is_finished:
+        if waiting and rng.random() < 0.5:
+            stream.submit([waiting.pop() for _ in range(rng.randrange(1, 1 + len(waiting)))])
         if rng.random() < 0.3:
-            generation.release()
-    return in_order(generation)
+            rollouts += itertools.islice(stream, 1)
+        else:
+            stream.run(max_steps=rng.randrange(1, 6))
+        if rng.random() < 0.3:
+            stream.release()
+    return in_order([*rollouts, *stream])
 
 
 @settings(max_examples=25, deadline=None)
@@ -230,7 +241,7 @@ def test_any_course_gives_the_same_tokens(seed, depth, max_batch, spare_pages, d
         kv_tokens=(-(-longest // page_size) + spare_pages) * page_size,
         deterministic=deterministic,
     )
-    rollouts = drive(start(engine, problems, params), rng)
+    rollouts = drive(engine.stream(params), problems, rng)
     assert tokens_of(rollouts) == tokens_of(expected)
     assert largest_gap(rollouts, expected) < 1e-4
     assert [c.finish for c in completions(rollouts)] == [c.finish for c in completions(expected)]

@@ -35,7 +35,7 @@ class Stream(Protocol):
     def __enter__(self) -> Stream: ...
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the engine's memory; what is unfinished is dropped."""
+        """Give the engine's memory back and drop what is unfinished."""
         ...
 
 
@@ -54,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
-        """The rollouts of a whole stream, in the order of the problems."""
+        """All rollouts of one stream, in the order of the problems."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
 
 def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
-    """What every `Engine.generate` is: all rollouts of one stream, in the order of the problems."""
+    """The usual `Engine.generate`: all rollouts of one stream, in the order of the problems."""
     found: dict[object, list[Rollout]] = defaultdict(list)
     with engine.stream(params) as stream:
         stream.submit(problems)

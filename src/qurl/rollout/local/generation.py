@@ -116,6 +116,8 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+        self._submitted.clear()
+        self._open.clear()
 
     def run(self, max_steps: int | None = None) -> bool:
         """Go on, for at most so many decode steps; whether all completions have finished.
@@ -143,7 +145,7 @@ class Generation:
 
     @torch.no_grad()
     def _run(self, max_steps: int | None = None, *, until_rollout: bool = False) -> bool:
-        """Go on until a limit; whether it was interrupted."""
+        """Go on until all is finished or a limit is reached; whether it was interrupted."""
         self._refuse_while_running()
         self._is_running = True
         try:
@@ -301,7 +303,10 @@ class Generation:
         is_late = self._transcript.is_complete[indices]  # launched before the end was seen
         if is_late.any():
             indices, tokens, logprobs = indices[~is_late], tokens[~is_late], logprobs[~is_late]
-        self._check_finite(indices, logprobs)
+        if not np.isfinite(logprobs).all():
+            for index, logprob in zip(indices.tolist(), logprobs.tolist(), strict=True):
+                position = int(self._transcript.counts[index])
+                check_finite(logprob, self._group_of(index).problem, position)
         self._transcript.append(indices, tokens, logprobs, self._engine.get_version())
         counts = self._transcript.counts[indices]
         has_ended = self._is_end[tokens] | (counts == self.params.max_tokens)
@@ -309,13 +314,6 @@ class Generation:
         may_end = indices if self._engine.stop.strings else indices[has_ended]
         for index in may_end.tolist():
             self._complete(index)
-
-    def _check_finite(self, indices: np.ndarray, logprobs: np.ndarray) -> None:
-        is_bad = ~np.isfinite(logprobs)
-        if is_bad.any():
-            index, logprob = int(indices[is_bad][0]), float(logprobs[is_bad][0])
-            problem = self._group_of(index).problem
-            check_finite(logprob, problem, int(self._transcript.counts[index]))
 
     def _group_of(self, index: int) -> Group:
         return self._open[index - index % self.params.group_size]

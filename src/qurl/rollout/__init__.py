@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from qurl.rollout.engine import Engine
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Engine", "build_engine"]
 

@@ -65,13 +65,9 @@ class LocalEngine:
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
-        cache = CacheOptions(
-            page_size=page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE),
-            kv_tokens=kv_tokens,
-            memory_frac=kv_memory_frac,
-            is_fp8=kv == "fp8",
-            is_released=release_kv,
-        )
+        page_size = page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE)
+        is_fp8 = kv == "fp8"
+        cache = CacheOptions(page_size, kv_tokens, kv_memory_frac, is_fp8, is_released=release_kv)
         _check_options(kv, max_batch, depth, cache)
         _check_device(kv, device)
         self.quant = quant
@@ -89,12 +85,9 @@ class LocalEngine:
         self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
         self._sync = WeightSync(self.weights)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
+        depth, use_graphs = int(is_cuda) if depth is None else depth, is_cuda and cuda_graphs
         self.stepper = Stepper(
-            max_batch,
-            device,
-            use_graphs=is_cuda and cuda_graphs,
-            is_bucketed=is_cuda,
-            depth=int(is_cuda) if depth is None else depth,
+            max_batch, device, use_graphs=use_graphs, is_bucketed=is_cuda, depth=depth
         )
         self._ops = choose_ops(self.weights, deterministic=deterministic)
         self._rotations = Rotations.up_to(1, self.weights)

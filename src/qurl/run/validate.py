@@ -12,7 +12,7 @@ from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
 from qurl.rewards.reward import check_reward, is_users_own
-from qurl.rollout.local.weights import MODEL_TYPES, refusal
+from qurl.rollout.local.architecture import MODEL_TYPES, refusal
 from qurl.run.assembly import build_pool, held_out_problems, training_task
 from qurl.run.directory import find_changes
 from qurl.tasks.task import Task

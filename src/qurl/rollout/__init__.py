@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from qurl.rollout.engine import Engine
+from qurl.rollout.engine import Engine, Stream, generate
 
-__all__ = ["Engine", "build_engine"]
+__all__ = ["Engine", "Stream", "build_engine", "generate"]
 
 
 def build_engine(

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from qurl.errors import ModelError
+from qurl.ops.families import FAMILIES, local_engine_families
 from qurl.quant.linear import PROJECTIONS
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 """Modules of a layer that hold a norm; the last two only in some models."""
@@ -33,8 +33,7 @@ class Architecture:
 def read_architecture(model: Any) -> Architecture:
     """The shape of the model, or a ModelError that names what the local engine cannot compute."""
     config = model.config
-    if config.model_type not in MODEL_TYPES:
-        raise ModelError(refusal(f"model_type = {config.model_type!r}", MODEL_TYPES))
+    check_family(config.model_type)
     if config.hidden_act != "silu":
         raise ModelError(refusal(f"hidden_act = {config.hidden_act!r}", ("silu",)))
     rotary = model.model.rotary_emb
@@ -52,6 +51,12 @@ def read_architecture(model: Any) -> Architecture:
         norm_eps=config.rms_norm_eps,
         windows=_windows(config),
     )
+
+
+def check_family(model_type: str) -> None:
+    """Raise unless the local engine runs models of this type."""
+    if model_type not in (known := local_engine_families()):
+        raise ModelError(refusal(f"model_type = {model_type!r}", known))
 
 
 def refusal(what: str, supported: Sequence[str]) -> str:
@@ -76,11 +81,11 @@ def _check_layers(model: Any) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Sliding window of each layer, as transformers applies it to the four model types."""
-    if config.model_type == "llama":
-        return (None,) * config.num_hidden_layers
-    if config.model_type == "mistral":
-        return (config.sliding_window,) * config.num_hidden_layers
+    """Sliding window of each layer, as transformers applies it."""
+    windows = FAMILIES[config.model_type].windows
+    if windows != "layer types":
+        window = config.sliding_window if windows == "every layer" else None
+        return (window,) * config.num_hidden_layers
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     if unknown := set(config.layer_types) - set(known):
         raise ModelError(refusal(f"layer_types with {sorted(unknown)}", tuple(known)))

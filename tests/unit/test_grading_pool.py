@@ -175,7 +175,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_such_module:score", "No module named 'no_such_module'"),
+        ("no_such_module:score", "there is no module 'no_such_module'"),
         ("my_graders:no_such", "my_graders has no function 'no_such'; it has .*odd"),
     ],
 )

@@ -1,15 +1,16 @@
-"""From answers to rewards: one by one, or a step's rollouts at once."""
+"""From answers to rewards: one at a time, or rollouts as they arrive."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool, failure
+from qurl.rewards.pool import Grade, GradingPool, failure, wait_for
 from qurl.rewards.shaping import overlong_penalty
 
 if TYPE_CHECKING:
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
 def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
     """1.0 if the answer in a text equals the truth, else 0.0; RewardTimeout at the deadline.
 
-    A grading process is started by the first call and kept for the next ones.
+    The first call starts a grading process, and later calls use it again.
     """
-    item = (answer_text, truth, {})
-    [grade] = _math_pool(timeout).grade([item])
+    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
     if grade.timed_out:
-        raise failure(f"killed after {timeout} s", item, kind=RewardTimeout)
+        raise failure(f"killed after {timeout} s", (answer_text, truth), kind=RewardTimeout)
     return grade.score
 
 
@@ -35,38 +35,75 @@ def _math_pool(timeout: float) -> GradingPool:
     return pool
 
 
+class Grading:
+    """Grades rollouts from the moment they are submitted, while others are still generated."""
+
+    def __init__(self, pool: GradingPool) -> None:
+        self._pool = pool
+        self._submitted: list[tuple[Rollout, list[Future[list[Grade]]]]] = []
+        self._failed: list[Future[list[Grade]]] = []
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start to grade its completions; raises if an earlier grade failed."""
+        if self._failed:
+            wait_for(self._failed)
+        problem, texts = rollout.problem, [c.text for c in rollout.completions]
+        futures = self._pool.submit(texts, problem.answer, problem.extra)
+        for future in futures:
+            future.add_done_callback(self._watch)
+        self._submitted.append((rollout, futures))
+
+    def _watch(self, future: Future[list[Grade]]) -> None:
+        if not future.cancelled() and future.exception():
+            self._failed.append(future)
+
+    def grades(self) -> list[list[Grade]]:
+        """The grades of each rollout's completions, in the order of submission."""
+        grades = iter(wait_for(f for _, futures in self._submitted for f in futures))
+        return [[next(grades) for _ in rollout.completions] for rollout, _ in self._submitted]
+
+    def rewards(self, *, overlong_cache: int, max_tokens: int) -> list[Graded]:
+        """Every rollout with its rewards, in the order of submission.
+
+        reward = score + overlong penalty. In the details, `accuracy` is the score before shaping,
+        and `timed_out` is 1 if the grader was killed.
+        """
+        from qurl.types import Graded  # here, because it imports torch and the workers must not
+
+        groups = self.grades()
+        if groups and all(grade.timed_out for group in groups for grade in group):
+            raise RewardTimeout(
+                f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
+                f"completions after {self._pool.timeout:g} s each; raise task.grade_timeout, or "
+                "mend it"
+            )
+        graded = []
+        for (rollout, _), group in zip(self._submitted, groups, strict=True):
+            rewards = [
+                grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
+                for grade, c in zip(group, rollout.completions, strict=True)
+            ]
+            graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
+        return graded
+
+
 def grade_rollouts(
-    rollouts: Sequence[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
+    rollouts: Iterable[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
 ) -> list[Graded]:
-    """Grade every completion; reward = score + overlong penalty.
-
-    `accuracy` of the details is the score before any shaping, `timed_out` is 1 where the grader
-    was killed.
-    """
-    from qurl.types import Graded  # here, because it imports torch and the workers must not
-
-    groups = grade_groups(rollouts, pool)
-    grades = [grade for group in groups for grade in group]
-    if grades and all(grade.timed_out for grade in grades):
-        raise RewardTimeout(
-            f"reward {pool.reward!r} was killed on all {len(grades)} completions after "
-            f"{pool.timeout:g} s each; raise task.grade_timeout, or mend it"
-        )
-    graded = []
-    for rollout, group in zip(rollouts, groups, strict=True):
-        rewards = [
-            grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
-            for grade, c in zip(group, rollout.completions, strict=True)
-        ]
-        graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
-    return graded
+    """`Grading.rewards` of rollouts, graded as the iterable yields them."""
+    return _submit_all(rollouts, pool).rewards(overlong_cache=overlong_cache, max_tokens=max_tokens)
 
 
-def grade_groups(rollouts: Sequence[Rollout], pool: GradingPool) -> list[list[Grade]]:
-    """The grades of each rollout's completions, unshaped."""
-    items = [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
-    grades = iter(pool.grade(items))
-    return [[next(grades) for _ in rollout.completions] for rollout in rollouts]
+def grade_groups(rollouts: Iterable[Rollout], pool: GradingPool) -> list[list[Grade]]:
+    """The unshaped grades of each rollout's completions."""
+    return _submit_all(rollouts, pool).grades()
+
+
+def _submit_all(rollouts: Iterable[Rollout], pool: GradingPool) -> Grading:
+    grading = Grading(pool)
+    for rollout in rollouts:
+        grading.submit(rollout)
+    return grading
 
 
 def _details(grade: Grade) -> dict[str, float]:
@@ -74,7 +111,7 @@ def _details(grade: Grade) -> dict[str, float]:
 
 
 def _detail_means(graded: Sequence[Graded]) -> dict[str, float]:
-    """Means of what a reward returned beside its score."""
+    """Means of the other values that a reward returned."""
     details = [d for g in graded for d in g.details]
     names = dict.fromkeys(name for d in details for name in d)
     return {

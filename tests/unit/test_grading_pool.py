@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl.errors import ConfigError, RewardError
-from qurl.rewards import Grade, GradingPool, grade_rollouts, reward_metrics
+from qurl.rewards import Grade, Grading, GradingPool, reward_metrics
 from qurl.rewards.reward import check_value
 from qurl.types import Completion, Problem, Rollout
 
@@ -141,7 +141,7 @@ def test_the_built_in_graders_are_light():
 def test_timeouts_are_counted(pool):
     completions = [Completion([1], [0.0], text, "stop") for text in ("right", "hang")]
     rollout = Rollout(Problem("p", (), "right"), completions, version=0, temperature=1.0)
-    [graded] = grade_rollouts([rollout], pool, overlong_cache=0, max_tokens=5)
+    [graded] = Grading(pool, [rollout]).rewards(overlong_cache=0, max_tokens=5)
     assert list(graded.rewards) == [1.0, 0.0]
     assert reward_metrics([graded])["reward/timeouts"] == 1.0
 
@@ -166,7 +166,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
         rollout = Rollout(
             Problem("p", (), extra={"minus": 5}), [Completion([1], [0.0], "ab", "stop")], 0, 1.0
         )
-        [graded] = grade_rollouts([rollout], pool, overlong_cache=2, max_tokens=2)
+        [graded] = Grading(pool, [rollout]).rewards(overlong_cache=2, max_tokens=2)
     assert grades == [Grade(2.0, {"is_short": 1.0}), Grade(3.0, {"is_short": 0.0})]
     assert graded.details == [{"accuracy": -3.0, "timed_out": 0.0, "is_short": 1.0}]
     assert list(graded.rewards) == [-3.5]

@@ -1,6 +1,6 @@
-"""What an answer is worth. Nothing here imports torch: the grading processes start fast."""
+"""Rewards. Nothing here imports torch, so that grading processes start fast."""
 
-from qurl.rewards.grading import Grading, grade_math, grade_rollouts, reward_metrics
+from qurl.rewards.grading import Grading, grade_math, reward_metrics
 from qurl.rewards.pool import Grade, GradingPool
 from qurl.rewards.reward import Reward
 from qurl.rewards.shaping import overlong_penalty
@@ -11,7 +11,6 @@ __all__ = [
     "GradingPool",
     "Reward",
     "grade_math",
-    "grade_rollouts",
     "overlong_penalty",
     "reward_metrics",
 ]

@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool, failure, wait_for
+from qurl.rewards.pool import Grade, GradingPool, wait_for
 from qurl.rewards.shaping import overlong_penalty
 
 if TYPE_CHECKING:
@@ -22,9 +22,11 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
     The first call starts a grading process, and later calls use it again.
     """
-    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
+    pool = _math_pool(timeout)
+    [grade] = pool.grade([(answer_text, truth, {})])
     if grade.timed_out:
-        raise failure(f"killed after {timeout} s", (answer_text, truth), kind=RewardTimeout)
+        reply = {"error": f"killed after {timeout} s"}
+        raise pool.failure(reply, [answer_text], truth, kind=RewardTimeout)
     return grade.score
 
 
@@ -38,10 +40,12 @@ def _math_pool(timeout: float) -> GradingPool:
 class Grading:
     """Grades rollouts from the moment they are submitted, while others are still generated."""
 
-    def __init__(self, pool: GradingPool) -> None:
+    def __init__(self, pool: GradingPool, rollouts: Iterable[Rollout] = ()) -> None:
         self._pool = pool
         self._submitted: list[tuple[Rollout, list[Future[list[Grade]]]]] = []
         self._failed: list[Future[list[Grade]]] = []
+        for rollout in rollouts:
+            self.submit(rollout)
 
     def submit(self, rollout: Rollout) -> None:
         """Start to grade its completions; raises if an earlier grade failed."""
@@ -85,25 +89,6 @@ class Grading:
             ]
             graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
         return graded
-
-
-def grade_rollouts(
-    rollouts: Iterable[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
-) -> list[Graded]:
-    """`Grading.rewards` of rollouts, graded as the iterable yields them."""
-    return _submit_all(rollouts, pool).rewards(overlong_cache=overlong_cache, max_tokens=max_tokens)
-
-
-def grade_groups(rollouts: Iterable[Rollout], pool: GradingPool) -> list[list[Grade]]:
-    """The unshaped grades of each rollout's completions."""
-    return _submit_all(rollouts, pool).grades()
-
-
-def _submit_all(rollouts: Iterable[Rollout], pool: GradingPool) -> Grading:
-    grading = Grading(pool)
-    for rollout in rollouts:
-        grading.submit(rollout)
-    return grading
 
 
 def _details(grade: Grade) -> dict[str, float]:

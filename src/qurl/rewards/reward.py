@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
@@ -23,11 +25,10 @@ class Reward(Protocol):
 
     Two other forms need no configuration either:
 
-        async def judge(text, answer, extra): ...   # many calls wait at the same time
-        def rank(texts, answer, extra): ...         # all completions of one problem
+        async def judge(text, answer, extra): ...   # the calls for one problem run concurrently
+        def rank(texts, answer, extra): ...         # one call for all completions of a problem
 
-    A function whose first parameter is called `texts` sees a whole group and returns a list with
-    one score for each text. It may be async too.
+    A function whose first parameter is called `texts` returns a list with one score for each text.
     """
 
     def __call__(
@@ -73,26 +74,50 @@ def load_reward(spec: str) -> Callable[..., Any]:
 
 
 class Scorer:
-    """A reward of any form, called with the completions of one problem."""
+    """A reward of any form. Its replies are what grading processes send:
+
+    {"values": [{"score": ..., ...}, ...]} or {"error": ..., "traceback": ...}
+    """
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward = reward
         self.is_async = inspect.iscoroutinefunction(reward)
         self.is_grouped = next(iter(inspect.signature(reward).parameters), "") == "texts"
 
-    def call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
-        """What the reward returns; for an async one, that must be awaited."""
+    def reply(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Grade the texts of one call; an async one gets an event loop of its own."""
+        try:
+            value = self._call(texts, answer, extra)
+            value = asyncio.run(value) if self.is_async else value
+            return {"values": self._check(value, texts)}
+        except (Exception, SystemExit) as error:
+            return describe(error)
+
+    async def reply_async(
+        self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        try:
+            return {"values": self._check(await self._call(texts, answer, extra), texts)}
+        except (Exception, SystemExit) as error:
+            return describe(error)
+
+    def _call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
         return self._reward(texts if self.is_grouped else texts[0], answer, extra)
 
-    def check(self, value: Any, num_texts: int) -> list[dict[str, float]]:
-        """The values of each text, or RewardError."""
+    def _check(self, value: Any, texts: Sequence[str]) -> list[dict[str, float]]:
         values = value if self.is_grouped else [value]
-        if not isinstance(values, Sequence) or len(values) != num_texts:
+        if not isinstance(values, Sequence) or len(values) != len(texts):
             raise RewardError(
-                f"the reward returned {value!r} for {num_texts} texts; it must return a list with "
+                f"the reward returned {value!r} for {len(texts)} texts; it must return a list with "
                 "one score for each"
             )
         return [check_value(v) for v in values]
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """An error as a reply."""
+    evidence = "".join(traceback.format_exception(error))
+    return {"error": f"{type(error).__name__}: {error}", "traceback": evidence}
 
 
 def check_value(value: Any) -> dict[str, float]:

@@ -1,13 +1,10 @@
 """The process that grades: `python -m qurl.rewards.worker SPEC FD`.
 
 It exchanges JSON with `GradingPool` over the socket FD. The first message says what kind of reward
-it has. Then each request gets one reply per job, in any order.
+it has, or why there is none. Then each request gets a list with one reply per call.
 
-    first    {"is_grouped": ..., "is_async": ...}
-    request  {"jobs": [{"texts": [...], "answer": ..., "extra": {...}}, ...], "timeout": seconds}
-    reply    {"job": index, "values": [{"score": ..., ...}, ...]}
-             {"job": index, "timed_out": true}
-             {"job": index, "error": ..., "traceback": ...}
+    request  {"calls": [texts, ...], "answer": ..., "extra": {...}, "timeout": seconds}
+    reply    see `Scorer`, or {"timed_out": true} for an async call that was cancelled
 
 Imports stay light: no torch here.
 """
@@ -19,13 +16,11 @@ import faulthandler
 import json
 import os
 import sys
-import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from qurl.rewards.reward import Scorer, load_reward
-
-Message = dict[str, Any]
+from qurl.rewards.reward import Scorer, describe, load_reward
 
 
 def main(spec: str, fd: int) -> None:
@@ -34,64 +29,38 @@ def main(spec: str, fd: int) -> None:
     try:
         scorer = Scorer(load_reward(spec))
     except BaseException as error:
-        _send(pool, _describe(error))
+        _send(pool, [describe(error)])
         return
-    _send(pool, {"is_grouped": scorer.is_grouped, "is_async": scorer.is_async})
+    _send(pool, [{"is_grouped": scorer.is_grouped, "is_async": scorer.is_async}])
     with asyncio.Runner() as runner:  # one loop for all, so that a reward can keep connections
-        while request := _receive(pool):
+        while True:
+            try:
+                request = json.loads(pool.recv_bytes())
+            except (EOFError, OSError):  # the pool is gone
+                return
             # The pool kills at the deadline. If the pool itself is gone, this ends a hung grader.
             faulthandler.dump_traceback_later(2 * request["timeout"] + 10, exit=True)
             if scorer.is_async:
-                runner.run(_grade_together(pool, scorer, request))
+                _send(pool, runner.run(_reply_together(scorer, **request)))
             else:
-                for index, job in enumerate(request["jobs"]):
-                    _send(pool, {"job": index, **_grade(scorer, job)})
+                item = request["answer"], request["extra"]
+                _send(pool, [scorer.reply(texts, *item) for texts in request["calls"]])
             faulthandler.cancel_dump_traceback_later()
 
 
-def _grade(scorer: Scorer, job: Message) -> Message:
-    try:
-        return {"values": scorer.check(scorer.call(**job), len(job["texts"]))}
-    except BaseException as error:
-        return _describe(error)
-
-
-async def _grade_together(pool: Connection, scorer: Scorer, request: Message) -> None:
-    """Start all jobs at once, and cancel those that miss the deadline."""
-
-    async def grade(index: int, job: Message) -> None:
-        try:
-            reply = {"values": scorer.check(await scorer.call(**job), len(job["texts"]))}
-        except asyncio.CancelledError:
-            reply = {"timed_out": True}
-        except BaseException as error:
-            reply = _describe(error)
-        _send(pool, {"job": index, **reply})
-
-    tasks = [asyncio.create_task(grade(i, job)) for i, job in enumerate(request["jobs"])]
-    _, late = await asyncio.wait(tasks, timeout=request["timeout"])
+async def _reply_together(
+    scorer: Scorer, calls: Sequence[Sequence[str]], answer: str, extra: Any, timeout: float
+) -> list[dict[str, Any]]:
+    """Start all calls at once, and cancel those that miss the deadline."""
+    tasks = [asyncio.create_task(scorer.reply_async(texts, answer, extra)) for texts in calls]
+    _, late = await asyncio.wait(tasks, timeout=timeout)
     for task in late:
         task.cancel()
-    await asyncio.gather(*late)
+    return [{"timed_out": True} if task in late else task.result() for task in tasks]
 
 
-def _describe(error: BaseException) -> Message:
-    return {
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-
-
-def _send(pool: Connection, message: Message) -> None:
+def _send(pool: Connection, message: Any) -> None:
     pool.send_bytes(json.dumps(message).encode())
-
-
-def _receive(pool: Connection) -> Message | None:
-    """The next request; None when the pool is gone."""
-    try:
-        return json.loads(pool.recv_bytes())
-    except (EOFError, OSError):
-        return None
 
 
 if __name__ == "__main__":

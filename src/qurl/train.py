@@ -50,7 +50,7 @@ def train(config: Config, *, trackers: Sequence[Tracker] = ()) -> Path:
                 if is_due(step, config.eval.every) and not parts.known(step):
                     metrics |= evaluate_policy(config, parts, run, step)
 
-                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
+                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, algo)
                 metrics |= sampler.metrics() | collected.metrics()
 

@@ -112,7 +112,9 @@ class GradingPool:
 
     def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
         """The grade of each (text, truth, extra), in order, each as a problem of its own."""
-        return wait_for(future for text, *rest in items for future in self.submit([text], *rest))
+        return wait_for(
+            f for text, truth, extra in items for f in self.submit([text], truth, extra)
+        )
 
     def submit(
         self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]

@@ -16,12 +16,12 @@ from qurl.config import Config
 from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
 from qurl.errors import CheckpointError, ConfigError
 from qurl.ops.device import default_dtype, pick_device
+from qurl.plugins import check_plugin
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
-from qurl.rewards.reward import check_reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.checks import context_length
 from qurl.run.checkpoint import (
@@ -66,8 +66,8 @@ class Parts:
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
-        stream = self.stream
-        return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
+        num_problems = len(self.stream.task)
+        return {**self.stream.state_dict(), "problems": num_problems, "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; with another state where that has gone on already."""
@@ -81,7 +81,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint where there is one."""
     for warning in find_warnings(config):
         run.event("warning", warning)
-    check_reward(config.task.reward)
+    check_plugin(config.task.reward, "task.reward")
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
@@ -104,7 +104,7 @@ def assemble(config: Config, run: Run) -> Iterator[Parts]:
     state = {"step": 0}
     if checkpoint:
         state = load_checkpoint(checkpoint, learner)
-        stream.position = state["position"]
+        stream.load_state_dict(state)
         if (num_problems := state.get("problems", len(task))) != len(task):
             run.event(
                 "warning",

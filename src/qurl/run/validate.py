@@ -11,7 +11,7 @@ from qurl.config import Config, load_config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
-from qurl.rewards.reward import check_reward, is_users_own
+from qurl.plugins import check_plugin, is_users_own
 from qurl.rollout.local.weights import MODEL_TYPES, refusal
 from qurl.run.assembly import build_pool, held_out_problems, training_task
 from qurl.run.directory import find_changes
@@ -102,7 +102,7 @@ def _check_grader(config: Config, found: Found) -> str:
 
     The format that a reward of the user's own wants is not known here: it only has to run.
     """
-    check_reward(config.task.reward)
+    check_plugin(config.task.reward, "task.reward")
     task = found.task or training_task(config)
     problem = task[0]
     worked = getattr(task, "worked_answer", None)

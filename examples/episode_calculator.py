@@ -1,17 +1,18 @@
 """An episode of your own: the model writes a sum, a calculator appends the result.
 
     python examples/episode_calculator.py
-    qurl train recipes/arithmetic-cpu.toml --rollout.episode examples.episode_calculator:calculator \\
-        --sampling.stop = --task.reward examples.episode_calculator:last_number --run-dir runs/tool
+    qurl train recipes/arithmetic-cpu.toml --run-dir runs/calculator --sampling.stop = \\
+        --rollout.episode examples.episode_calculator:calculator \\
+        --task.reward examples.episode_calculator:last_number
 
-The first line plays one episode by hand. The second trains with it, on the model's own tokens only.
+The first line plays one episode by hand; the second trains with it.
 """
 
 import re
 
 
 def calculator(problem, tokenizer):
-    """Each turn ends at `=`, and the tool says what stands before it; any other end is the end."""
+    """Turns end at `=`, and the tool appends the sum; a turn with another end is the last."""
     [equals] = tokenizer("=").input_ids
     tokens = [*problem.prompt_ids]
     while True:

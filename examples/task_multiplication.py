@@ -16,7 +16,7 @@ from qurl.tasks import Draft, load_task
 def draw(rng: Random, difficulty: int) -> Draft:
     """A product of two numbers with up to `difficulty` digits."""
     a, b = (rng.randrange(10**difficulty) for _ in range(2))
-    # Equal keys are the same problem: 3*4 and 4*3 must not be split between training and evaluation.
+    # Equal keys are the same problem: 3*4 and 4*3 must be in the same split.
     return Draft(f"{a}*{b}=", str(a * b), key=f"{min(a, b)}*{max(a, b)}")
 
 

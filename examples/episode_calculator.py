@@ -34,8 +34,7 @@ if __name__ == "__main__":
     from qurl.types import Completion
 
     tokenizer = build_tokenizer()
-    problem = load_task("arithmetic", tokenizer=tokenizer)[0]
-    episode = calculator(problem, tokenizer)
+    episode = calculator(load_task("arithmetic", tokenizer=tokenizer)[0], tokenizer)
     print("the model gets ", tokenizer.decode(next(episode)))
     turn = Completion(tokenizer("3+8=").input_ids, [0.0] * 4, "3+8", "stop")
     print("and after 3+8= ", tokenizer.decode(episode.send(turn)))

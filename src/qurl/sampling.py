@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,29 +26,23 @@ _REMEMBERED = 8
 """Groups per problem whose accuracies are kept."""
 
 
-class Selector(Protocol):
-    """Chooses the indices of the next `count` problems; a plain function.
-
-    `num_taken` problems were handed out so far, with repetitions. `accuracies` maps the index of a
-    problem to the mean accuracy of its last groups, oldest first. The choice must depend on these
-    arguments alone, so that a resumed run goes on as the original would have.
-    """
-
-    def __call__(
-        self,
-        count: int,
-        num_problems: int,
-        num_taken: int,
-        accuracies: Mapping[int, Sequence[float]],
-        seed: int,
-        /,
-    ) -> Sequence[int]: ...
+Selector = Callable[[int, int, int, Mapping[int, Sequence[float]], int], Sequence[int]]
+"""Chooses the indices of the next problems, as `shuffle` does. The choice must depend on the
+arguments alone, so that a resumed run goes on as the original would have."""
 
 
 def shuffle(
-    count: int, num_problems: int, num_taken: int, accuracies: Mapping, seed: int
+    count: int,
+    num_problems: int,
+    num_taken: int,
+    accuracies: Mapping[int, Sequence[float]],
+    seed: int,
 ) -> list[int]:
-    """Every problem once per epoch, in a new random order each time."""
+    """Every problem once per epoch, in a new random order each time.
+
+    `num_taken` problems were handed out before these `count`. `accuracies` maps the index of a
+    problem to the mean accuracy of its last groups, oldest first; this selector ignores it.
+    """
     end, indices = num_taken + count, []
     for epoch in range(num_taken // num_problems, (end - 1) // num_problems + 1):
         order = torch.randperm(num_problems, generator=generator(seed, "epoch", epoch)).tolist()
@@ -68,9 +62,7 @@ class ProblemStream:
             raise DataError(f"task {task.name!r} has no problems")
         if isinstance(select, str):
             select = shuffle if select == "shuffle" else load_plugin(select, "sampling.select")
-        self.task = task
-        self.seed = seed
-        self.position = 0
+        self.task, self.seed, self.position = task, seed, 0
         self._select: Selector = select  # type: ignore[assignment]
         self._accuracies: dict[int, list[float]] = {}
         self._indices: dict[str, int] = {}
@@ -207,16 +199,13 @@ def collect(
     With dynamic sampling (DAPO), groups without signal are dropped and more are sampled from the
     same weights until there are enough; the surplus is cut off.
     """
-    if not algo.dynamic_sampling:
-        graded = list(sample(0, num_groups))
-        num = len(graded)
-        return Collected(graded, rounds=1, num_groups_sampled=num, num_groups_with_signal=num)
+    dynamic = algo.dynamic_sampling
     kept: list[Graded] = []
     num_sampled = 0
-    for round in range(algo.max_gen_rounds):
-        groups = sample(round, num_groups * algo.gen_multiple)
+    for round in range(algo.max_gen_rounds if dynamic else 1):
+        groups = sample(round, num_groups * (algo.gen_multiple if dynamic else 1))
         num_sampled += len(groups)
-        kept += [group for group in groups if has_signal(group)]
+        kept += [group for group in groups if has_signal(group) or not dynamic]
         if len(kept) >= num_groups:
             return Collected(kept[:num_groups], round + 1, num_sampled, len(kept))
     raise TrainingError(

@@ -42,7 +42,8 @@ class Grading:
 
     def __init__(self, pool: GradingPool, rollouts: Iterable[Rollout] = ()) -> None:
         self._pool = pool
-        self._submitted: list[tuple[Rollout, list[Future[list[Grade]]]]] = []
+        self._rollouts: list[Rollout] = []
+        self._futures: list[Future[list[Grade]]] = []
         self._failed: list[Future[list[Grade]]] = []
         for rollout in rollouts:
             self.submit(rollout)
@@ -50,12 +51,12 @@ class Grading:
     def submit(self, rollout: Rollout) -> None:
         """Start to grade its completions; raises if an earlier grade failed."""
         if self._failed:
-            wait_for(self._failed)
+            wait_for([*self._failed, *self._futures])
         problem, texts = rollout.problem, [c.text for c in rollout.completions]
-        futures = self._pool.submit(texts, problem.answer, problem.extra)
-        for future in futures:
+        self._rollouts.append(rollout)
+        for future in self._pool.submit(texts, problem.answer, problem.extra):
+            self._futures.append(future)
             future.add_done_callback(self._watch)
-        self._submitted.append((rollout, futures))
 
     def _watch(self, future: Future[list[Grade]]) -> None:
         if not future.cancelled() and future.exception():
@@ -63,8 +64,8 @@ class Grading:
 
     def grades(self) -> list[list[Grade]]:
         """The grades of each rollout's completions, in the order of submission."""
-        grades = iter(wait_for(f for _, futures in self._submitted for f in futures))
-        return [[next(grades) for _ in rollout.completions] for rollout, _ in self._submitted]
+        grades = iter(wait_for(self._futures))
+        return [[next(grades) for _ in rollout.completions] for rollout in self._rollouts]
 
     def rewards(self, *, overlong_cache: int, max_tokens: int) -> list[Graded]:
         """Every rollout with its rewards, in the order of submission.
@@ -82,43 +83,36 @@ class Grading:
                 "mend it"
             )
         graded = []
-        for (rollout, _), group in zip(self._submitted, groups, strict=True):
+        for rollout, group in zip(self._rollouts, groups, strict=True):
             rewards = [
                 grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
                 for grade, c in zip(group, rollout.completions, strict=True)
             ]
-            graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
+            details = [
+                {**g.details, "accuracy": g.accuracy, "timed_out": float(g.timed_out)}
+                for g in group
+            ]
+            graded.append(Graded(rollout, rewards, details))
         return graded
 
 
-def _details(grade: Grade) -> dict[str, float]:
-    return {**grade.details, "accuracy": grade.accuracy, "timed_out": float(grade.timed_out)}
-
-
-def _detail_means(graded: Sequence[Graded]) -> dict[str, float]:
-    """Means of the other values that a reward returned."""
-    details = [d for g in graded for d in g.details]
-    names = dict.fromkeys(name for d in details for name in d)
-    return {
-        f"reward/{name}": fmean(d[name] for d in details if name in d)
-        for name in names
-        if name not in ("accuracy", "timed_out")
-    }
-
-
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
-    """What a step's answers were worth, and how long they were."""
+    """Rewards and lengths of a step's completions, and means of the other values of a reward."""
     rewards = [reward for g in graded for reward in g.rewards]
     completions: list[Completion] = [c for g in graded for c in g.rollout.completions]
     lengths = [len(c.token_ids) for c in completions]
+    details = [d for g in graded for d in g.details]
+    names = dict.fromkeys(name for d in details for name in d)  # a set would not keep the order
+    means = {f"reward/{name}": fmean(d[name] for d in details if name in d) for name in names}
+    del means["reward/timed_out"]
     return {
-        "reward/timeouts": sum(d["timed_out"] for g in graded for d in g.details),
+        "reward/timeouts": sum(d["timed_out"] for d in details),
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
-        **_detail_means(graded),
+        **means,
         "response_length/mean": fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),

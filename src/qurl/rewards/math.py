@@ -21,8 +21,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     """1.0 if the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
 
-    The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds in
-    the text. An answer that does not parse is wrong. A truth that does not parse is compared as text.
+    The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds.
+    An answer that does not parse is wrong. A truth that does not parse is compared as text.
     """
     truths = [find_answer(t) or t.strip() for t in (answer, *extra.get("accepted_answers", ()))]
     if not all(truths):

@@ -7,6 +7,7 @@ failure is a RewardError that carries the answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -30,6 +31,8 @@ _START_SECONDS = 120.0
 """A grader's imports may take long on a busy machine; they do not count against its deadline."""
 _ASYNC_GRACE = 1.0
 """Seconds until a process that did not cancel its late async calls is killed."""
+_Calls = Sequence[Sequence[str]]
+"""The texts of each call of the reward."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,10 @@ class GradingPool:
     def close(self) -> None:
         """End the processes; grades that were not started are cancelled."""
         if self._inline is None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._kill()
-            self._threads.shutdown()
-            self._kill()  # what a retry has started meanwhile
-
-    def _kill(self) -> None:
-        for worker in self._workers:
-            worker.kill()
+            for wait in (False, True):  # again, because a retry may have started a process
+                self._threads.shutdown(wait=wait, cancel_futures=True)
+                for worker in self._workers:
+                    worker.kill()
 
     def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
         """The grade of each (text, truth, extra), in order, each as a problem of its own."""
@@ -130,10 +129,14 @@ class GradingPool:
     def _submit(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
         if self._inline is None:
             return self._threads.submit(self._grade, calls, answer, extra)
-        [texts], future = calls, Future()
+        [texts], scorer, future = calls, self._inline, Future()
+
+        def value() -> Any:
+            found = scorer.call(texts, answer, extra)
+            return asyncio.run(found) if scorer.is_async else found
+
         try:
-            reply = self._inline.reply(texts, answer, extra)
-            future.set_result(self._read(reply, texts, answer))
+            future.set_result(self._read(scorer.reply(texts, value), texts, answer))
         except RewardError as error:
             future.set_exception(error)
         return future
@@ -173,10 +176,6 @@ class GradingPool:
         return error
 
 
-_Calls = Sequence[Sequence[str]]
-"""The texts of each call of the reward."""
-
-
 class _Worker:
     """The pool's end of one grading process."""
 
@@ -189,13 +188,15 @@ class _Worker:
         self._deadline = time.monotonic() + _START_SECONDS
         self._socket, theirs = Pipe()
         fd = theirs.fileno()
+        # The worker imports what we import, wherever it runs.
+        path = filter(None, [str(Path(__file__).resolve().parents[2]), *sys.path])
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "qurl.rewards.worker", self._reward, str(fd)],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[fd],
             cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # so that what a grader started is killed with it
         )
         theirs.close()
@@ -241,12 +242,6 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _python_path() -> str:
-    """The worker imports what we import, wherever it runs."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, [root, *sys.path]))
 
 
 def wait_for(futures: Iterable[Future[list[Grade]]]) -> list[Grade]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import traceback
@@ -84,34 +83,23 @@ class Scorer:
         self.is_async = inspect.iscoroutinefunction(reward)
         self.is_grouped = next(iter(inspect.signature(reward).parameters), "") == "texts"
 
-    def reply(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Grade the texts of one call; an async one gets an event loop of its own."""
-        try:
-            value = self._call(texts, answer, extra)
-            value = asyncio.run(value) if self.is_async else value
-            return {"values": self._check(value, texts)}
-        except (Exception, SystemExit) as error:
-            return describe(error)
-
-    async def reply_async(
-        self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        try:
-            return {"values": self._check(await self._call(texts, answer, extra), texts)}
-        except (Exception, SystemExit) as error:
-            return describe(error)
-
-    def _call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
+    def call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
+        """What the reward returns for the texts of one call; a coroutine if it is async."""
         return self._reward(texts if self.is_grouped else texts[0], answer, extra)
 
-    def _check(self, value: Any, texts: Sequence[str]) -> list[dict[str, float]]:
-        values = value if self.is_grouped else [value]
-        if not isinstance(values, Sequence) or len(values) != len(texts):
-            raise RewardError(
-                f"the reward returned {value!r} for {len(texts)} texts; it must return a list with "
-                "one score for each"
-            )
-        return [check_value(v) for v in values]
+    def reply(self, texts: Sequence[str], get_value: Callable[[], Any]) -> dict[str, Any]:
+        """The checked value of a call, or the error that getting it raises."""
+        try:
+            value = get_value()
+            values = value if self.is_grouped else [value]
+            if not isinstance(values, Sequence) or len(values) != len(texts):
+                raise RewardError(
+                    f"the reward returned {value!r} for {len(texts)} texts; it must return a list "
+                    "with one score for each"
+                )
+            return {"values": [check_value(v) for v in values]}
+        except (Exception, SystemExit) as error:
+            return describe(error)
 
 
 def describe(error: BaseException) -> dict[str, str]:

@@ -43,20 +43,26 @@ def main(spec: str, fd: int) -> None:
             if scorer.is_async:
                 _send(pool, runner.run(_reply_together(scorer, **request)))
             else:
-                item = request["answer"], request["extra"]
-                _send(pool, [scorer.reply(texts, *item) for texts in request["calls"]])
+                _send(pool, [_reply(scorer, texts, request) for texts in request["calls"]])
             faulthandler.cancel_dump_traceback_later()
+
+
+def _reply(scorer: Scorer, texts: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    return scorer.reply(texts, lambda: scorer.call(texts, request["answer"], request["extra"]))
 
 
 async def _reply_together(
     scorer: Scorer, calls: Sequence[Sequence[str]], answer: str, extra: Any, timeout: float
 ) -> list[dict[str, Any]]:
     """Start all calls at once, and cancel those that miss the deadline."""
-    tasks = [asyncio.create_task(scorer.reply_async(texts, answer, extra)) for texts in calls]
+    tasks = [asyncio.create_task(scorer.call(texts, answer, extra)) for texts in calls]
     _, late = await asyncio.wait(tasks, timeout=timeout)
     for task in late:
         task.cancel()
-    return [{"timed_out": True} if task in late else task.result() for task in tasks]
+    return [
+        {"timed_out": True} if task in late else scorer.reply(texts, task.result)
+        for texts, task in zip(calls, tasks, strict=True)
+    ]
 
 
 def _send(pool: Connection, message: Any) -> None:

@@ -62,7 +62,7 @@ def train(
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
                 metrics = sync(parts, run, step)
-                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
+                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
 

@@ -1,6 +1,7 @@
 import io
 import itertools
 import random
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -93,11 +94,15 @@ def test_ks_up_to():
 class FakePool:
     """A text that equals the answer is worth 1, "half" 0.5, and "slow" times out."""
 
-    def grade(self, items):
-        return [
-            Grade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
-            for text, answer, _ in items
-        ]
+    def submit(self, texts, answer, extra):
+        future = Future()
+        future.set_result(
+            [
+                Grade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
+                for text in texts
+            ]
+        )
+        return [future]
 
 
 @dataclass

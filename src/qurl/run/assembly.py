@@ -20,13 +20,12 @@ from qurl.errors import CheckpointError, ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import check_plugin, is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards.pool import GradingPool
-from qurl.rewards.reward import check_reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.checks import context_length
 from qurl.run.checkpoint import (
@@ -87,8 +86,8 @@ class Parts:
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
-        stream = self.stream
-        return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
+        num_problems = len(self.stream.task)
+        return {**self.stream.state_dict(), "problems": num_problems, "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -102,7 +101,7 @@ def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint if there is one."""
     for warning in find_warnings(config):
         run.event("warning", warning)
-    check_reward(config.task.reward)
+    check_plugin(config.task.reward, "task.reward")
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
@@ -174,7 +173,7 @@ def _resume(
 ) -> int:
     """Take over the state of a checkpoint; returns the step to go on with."""
     state, num_problems = load_checkpoint(checkpoint, learner), len(stream.task)
-    stream.position = state["position"]
+    stream.load_state_dict(state)
     if (num_saved := state.get("problems", num_problems)) != num_problems:
         run.event(
             "warning",

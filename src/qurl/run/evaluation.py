@@ -16,7 +16,7 @@ from rich.table import Table
 
 from qurl.config import Config
 from qurl.errors import DataError
-from qurl.rewards.grading import grade_groups
+from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
 from qurl.seeds import derive_seed
@@ -222,7 +222,7 @@ def _with_interval(name: str, value: float, interval: Interval) -> dict[str, flo
 
 def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list[int], int]:
     """Correct completions of each rollout, and how many graders timed out."""
-    groups = grade_groups(rollouts, pool)
+    groups = Grading(pool, rollouts).grades()
     counts = [sum(grade.accuracy >= 1 for grade in group) for group in groups]
     return counts, sum(grade.timed_out for group in groups for grade in group)
 

@@ -11,8 +11,8 @@ from qurl.config import Config, load_config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
-from qurl.rewards.reward import check_reward, is_users_own
-from qurl.rollout.local.architecture import MODEL_TYPES, refusal
+from qurl.plugins import check_plugin, is_users_own
+from qurl.rollout.local.architecture import check_family
 from qurl.run.assembly import build_pool, held_out_problems, training_task
 from qurl.run.directory import find_changes
 from qurl.tasks.task import Task
@@ -74,8 +74,8 @@ def _check_model(config: Config, found: Found) -> str:
         return f"made from scratch, {tokens}"
     found.model_config = load_model_config(config.model.path)
     kind = found.model_config.model_type
-    if config.rollout.engine == "local" and kind not in MODEL_TYPES:
-        raise ModelError(refusal(f"model_type = {kind!r}", MODEL_TYPES))
+    if config.rollout.engine == "local":
+        check_family(kind)
     vocabulary = found.model_config.get_text_config().vocab_size
     if len(found.tokenizer) > vocabulary:
         raise ModelError(
@@ -102,7 +102,7 @@ def _check_grader(config: Config, found: Found) -> str:
 
     The format that a reward of the user's own wants is not known here: it only has to run.
     """
-    check_reward(config.task.reward)
+    check_plugin(config.task.reward, "task.reward")
     task = found.task or training_task(config)
     problem = task[0]
     worked = getattr(task, "worked_answer", None)

@@ -239,7 +239,7 @@ def test_validate_asks_about_a_reward_that_knows_no_difference(
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("./own.py:score", "'./own.py' is not the name of a module; for a file my_reward.py"),
+        ("./own.py:score", "'./own.py' is not the name of a module; for a file my_module.py"),
         ("own.py:score", "'own.py' is not the name of a module"),
         ("nowhere:score", "there is no module 'nowhere' in "),
     ],

@@ -254,12 +254,12 @@ def test_resume_names_keys_that_one_side_lacks(config):
     run.close()
     path = run.path / "config.json"
     saved = json.loads(path.read_text())
-    del saved["quant"]["scale_o_proj"]  # as in a run from before it existed
+    del saved["experimental"]["scale_o_proj"]  # as in a run from before it existed
     path.write_text(json.dumps(saved))
     open_run(config).close()
-    changed = dataclasses.replace(config.quant, scale_o_proj=True)
-    with pytest.raises(ConfigError, match=r"quant\.scale_o_proj: False there, True here"):
-        open_run(dataclasses.replace(config, quant=changed))
+    changed = dataclasses.replace(config.experimental, scale_o_proj=True)
+    with pytest.raises(ConfigError, match=r"experimental\.scale_o_proj: False there, True here"):
+        open_run(dataclasses.replace(config, experimental=changed))
     saved["quant"]["old_key"] = 3
     path.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"quant\.old_key: 3 there, 'absent' here"):

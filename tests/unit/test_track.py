@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from qurl.config import Config, TrackConfig
+from qurl.config import Config
+from qurl.config.schema import TrackConfig
 from qurl.errors import MissingExtra
 from qurl.run.trackers import (
     Progress,

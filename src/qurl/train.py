@@ -22,7 +22,7 @@ from qurl.ops.device import peak_memory
 from qurl.run.assembly import Parts, assemble
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run, Stopwatch
-from qurl.run.evaluation import evaluate_recipe
+from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
@@ -113,7 +113,7 @@ def evaluate_policy(config: Config, parts: Parts, run: Run, step: int) -> dict[s
             if precision == "full" and parts.full_engine is not None:
                 engine = parts.full_engine
                 engine.sync(parts.learner.policy.model, version=step)
-            result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
+            result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(step, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics

@@ -234,7 +234,7 @@ class QuantConfig(Section):
     """Weights and activations of the engine's linear layers. int6 and int4 are for experiments and
     not faster than int8."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """s of UAQ: divides norm-fed weights once, before training. 1 = off; the paper uses 1.5."""
+    """s of UAQ, which divides norm-fed weights once, before training; 1 = off, paper: 1.5."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache; none = compute precision."""
     track_rows: CountOrZero = 128

@@ -314,8 +314,8 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
         return
     if policy.compute_dtype != torch.bfloat16:
         raise ConfigError(
-            f"experimental.dither = true, but the trainer computes in {policy.compute_dtype}, which "
-            'sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
+            f"experimental.dither = true, but the trainer computes in {policy.compute_dtype}, "
+            'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
         run.event("warning", f"experimental.dither left on their grid: {', '.join(kept)}")

@@ -16,19 +16,20 @@ Style = Literal["line", "smooth", "log", "stacked"]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps that logged a finite value of it."""
+    """The finite values of one metric."""
 
     label: str
     steps: Sequence[int]
+    """Row of metrics.jsonl; for an evaluation the number of updates, which is one more."""
     values: Sequence[float]
     low: Sequence[float] = ()
-    """Ends of the interval of each value, where there are any."""
+    """Ends of the interval of each value; empty for a metric without intervals."""
     high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share a pair of axes. `smooth` adds a moving average."""
+    """Curves on one pair of axes. `smooth` adds a moving average."""
 
     title: str
     note: str
@@ -52,11 +53,11 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Clipping",
-        "Share of tokens that are clipped, and of those that ACR's wider bound lets through.",
+        "Share of tokens that are clipped, and of tokens that ACR's wider bound keeps.",
         "line",
         {"actor/pg_clipfrac": "clipped", "acr/rescued_frac": "rescued by ACR"},
     ),
-    ("Entropy", "Of the policy, per token.", "smooth", {"actor/entropy": "entropy"}),
+    ("Entropy", "Entropy of the policy per token.", "smooth", {"actor/entropy": "entropy"}),
     (
         "Response length",
         "Tokens per completion.",
@@ -71,7 +72,7 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Update visibility",
-        "Share of codes changed by a sync; cosine of an update with what the actor sees of it, and "
+        "Share of codes changed by a sync; cosine between an update and the actor's change, and "
         "their projection: at 1 the actor follows on average.",
         "line",
         {
@@ -90,7 +91,7 @@ def build_charts(metrics: Records) -> list[Chart]:
             title,
             note,
             _present(
-                read_curve(metrics, name, label, above=0.0 if style == "log" else -math.inf)
+                read_curve(metrics, name, label, is_positive=style == "log")
                 for name, label in names.items()
             ),
             style,
@@ -103,24 +104,18 @@ def build_charts(metrics: Records) -> list[Chart]:
 
 
 def read_curve(
-    metrics: Records,
-    name: str,
-    label: str,
-    *,
-    has_interval: bool = False,
-    above: float = -math.inf,
+    metrics: Records, name: str, label: str, *, is_positive: bool = False
 ) -> Curve | None:
-    """The finite values of a metric that lie above a bound, or None where there are none.
-
-    With an interval, only steps that also have `<name>_low` and `<name>_high` count.
-    """
-    names = (name, f"{name}_low", f"{name}_high") if has_interval else (name,)
+    """The finite (positive) values of a metric with their intervals; None if there are none."""
+    names: tuple[str, ...] = (name,)
+    if any(f"{name}_low" in record for record in metrics):
+        names = (name, f"{name}_low", f"{name}_high")
     rows = [
-        (record["step"], *(float(record[n]) for n in names))
+        (record["step"] + name.startswith("eval/"), *(float(record[n]) for n in names))
         for record in metrics
         if all(n in record for n in names)
     ]
-    rows = [row for row in rows if all(map(math.isfinite, row)) and row[1] > above]
+    rows = [row for row in rows if all(map(math.isfinite, row)) and (row[1] > 0 or not is_positive)]
     return Curve(label, *(list(column) for column in zip(*rows, strict=True))) if rows else None
 
 
@@ -130,20 +125,18 @@ def find_precisions(metrics: Records) -> list[str]:
 
 
 def _accuracy_chart(metrics: Records) -> Chart:
-    curves = (
-        read_curve(metrics, f"eval/{precision}/accuracy", precision, has_interval=True)
-        for precision in find_precisions(metrics)
-    )
-    note = "Greedy, by the precision of the weights that answer, with 95% intervals."
+    curves = (read_curve(metrics, f"eval/{p}/accuracy", p) for p in find_precisions(metrics))
+    note = "Greedy accuracy by the precision of the weights, with 95% intervals."
     return Chart("Held-out accuracy", note, _present(curves))
 
 
 def _time_chart(metrics: Records) -> Chart:
-    """Seconds of each part of a step; 0 where a part did not run."""
+    """Seconds of each part of a step; 0 if the part did not run."""
     timed = [
         (record["step"], values)
         for record in metrics
         if (values := {k: float(v) for k, v in record.items() if k.startswith("timing_s/")})
+        and record["step"] >= 0
     ]
     # Parts of every step at the bottom, those of a few steps (eval, save) on top.
     counts = Counter(name for _, values in timed for name in values)

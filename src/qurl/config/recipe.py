@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from qurl.config.rules import find_mistakes
 from qurl.config.schema import AlgoConfig, Config, Section
 from qurl.errors import ConfigError
+from qurl.objectives import Advantage, Objective
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
@@ -75,16 +76,21 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
                 f"{own!r}, whose keys would all stay; start from a recipe of recipes/ instead"
             )
         recipe["run_dir"] = str(path)  # it may have been moved
-    config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
+    config = build_config(_with_preset(recipe, str(name or AlgoConfig.name)), source)
     if words:
         config = build_config(to_dict(_apply_flags(config, words)), source)
     check_combinations(config, source)
     return config
 
 
-def check_combinations(config: Config, source: str = "config") -> None:
-    """Refuse settings that do not go together."""
-    if mistakes := find_mistakes(config):
+def check_combinations(
+    config: Config,
+    source: str = "config",
+    objective: Objective | None = None,
+    advantage: Advantage | None = None,
+) -> None:
+    """Refuse settings that do not go together; give the facts of parts of your own if known."""
+    if mistakes := find_mistakes(config, objective, advantage):
         raise ConfigError(_listed(mistakes, source))
 
 
@@ -156,12 +162,10 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2)
 
 
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+def _with_preset(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
+    own = {section: recipe.get(section, {}) for section in PRESETS.get(name, {})}
+    preset = {s: {**PRESETS[name][s], **keys} for s, keys in own.items() if isinstance(keys, dict)}
+    return {**recipe, **preset}
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
-from qurl.errors import CheckpointError, ModelError
+from qurl.errors import CheckpointError
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
 
@@ -113,7 +113,7 @@ def _naming_unreadable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
-        cause = error.__cause__ if isinstance(error, ModelError) and error.__cause__ else error
+        cause = error.__cause__ or error
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {str(cause) or type(cause).__name__}. Remove "
             "that folder to resume from the one before it"

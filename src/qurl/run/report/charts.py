@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,12 @@ class Chart:
 
 _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ("Reward", "Mean over the completions of a step.", "smooth", {"reward/mean": "reward"}),
+    (
+        "Held-out accuracy",
+        "Greedy accuracy by the precision of the weights, with 95% intervals.",
+        "line",
+        {},  # one curve for each precision that the run evaluates
+    ),
     (
         "Mismatch: KL",
         "KL(behav || prox) per token: how far the quantized actor is from the full-precision one.",
@@ -86,21 +92,15 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
 
 def build_charts(metrics: Records) -> list[Chart]:
     """All charts for which the run has data."""
-    charts = [
-        Chart(
-            title,
-            note,
-            _present(
-                read_curve(metrics, name, label, is_positive=style == "log")
-                for name, label in names.items()
-            ),
-            style,
-        )
-        for title, note, style, names in _CHARTS
-    ]
-    charts.insert(1, _accuracy_chart(metrics))
-    charts.append(_time_chart(metrics))
-    return [chart for chart in charts if chart.curves]
+    accuracies = {f"eval/{precision}/accuracy": precision for precision in find_precisions(metrics)}
+    charts = []
+    for title, note, style, names in _CHARTS:
+        curves = [
+            read_curve(metrics, name, label, is_positive=style == "log")
+            for name, label in (names or accuracies).items()
+        ]
+        charts.append(Chart(title, note, [curve for curve in curves if curve], style))
+    return [chart for chart in (*charts, _time_chart(metrics)) if chart.curves]
 
 
 def read_curve(
@@ -124,12 +124,6 @@ def find_precisions(metrics: Records) -> list[str]:
     return list(dict.fromkeys(name for record in metrics for name in find_accuracies(record)))
 
 
-def _accuracy_chart(metrics: Records) -> Chart:
-    curves = (read_curve(metrics, f"eval/{p}/accuracy", p) for p in find_precisions(metrics))
-    note = "Greedy accuracy by the precision of the weights, with 95% intervals."
-    return Chart("Held-out accuracy", note, _present(curves))
-
-
 def _time_chart(metrics: Records) -> Chart:
     """Seconds of each part of a step; 0 if the part did not run."""
     timed = [
@@ -146,7 +140,3 @@ def _time_chart(metrics: Records) -> Chart:
         for name, _ in counts.most_common()
     ]
     return Chart("Time per step", "Seconds, stacked.", curves, "stacked")
-
-
-def _present(curves: Iterable[Curve | None]) -> list[Curve]:
-    return [curve for curve in curves if curve is not None]

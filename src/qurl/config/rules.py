@@ -1,7 +1,7 @@
 """Which settings go together: what is refused at start-up, and what only gets a warning.
 
-Rules read facts about objectives and advantages, never their names. The facts of a part of your own
-are known once it is loaded: pass them then.
+Rules read facts about objectives and advantages (`qurl.objectives`), never their names. Facts of
+your own parts are known once those are loaded; without them, the rules that need them are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf"),
     "rollout.episode": ("",),
     "sampling.select": ("shuffle",),
-    "task.name": (*GENERATED, "gsm8k", "math", "file", "gym:<name>"),
+    "task.name": (*GENERATED, "gsm8k", "math", "file", "gym:<name>", "<path>.jsonl"),
     "task.reward": ("auto", "math", "exact", "countdown", "gym:<name>"),
 }
 """Keys that name a part, and their built-in parts; `module:name` is one of your own."""
@@ -56,10 +56,8 @@ def find_warnings(
     """Choices that work but are probably not what was meant."""
     objective = objective or OBJECTIVES.get(config.algo.objective)
     advantage = advantage or ADVANTAGES.get(config.algo.advantage)
-    return [
-        *_doubts(config, objective, advantage),
-        *_idle_settings(config, objective, advantage),
-    ]
+    facts = (objective, advantage)
+    return [*_doubts(config, *facts), *_idle_settings(config, *facts)]
 
 
 def needs_file(task: str) -> bool:
@@ -219,31 +217,24 @@ def _idle_settings(
     config: Config, objective: Objective | None, advantage: Advantage | None
 ) -> Iterator[str]:
     """Keys that are set but have no effect beside the others."""
-    algo = config.algo
-    with_objective = f"with algo.objective = {algo.objective!r}"
-    kl_keys = ("algo.kl_estimator", "experimental.weighted_kl")
+    o, a, algo, rollout = objective, advantage, config.algo, config.rollout
+    chosen = f"with algo.objective = {algo.objective!r}"
+    kl = ("algo.kl_estimator", "experimental.weighted_kl")
+    paging = ("rollout.max_", "rollout.kv_", "rollout.release_", "rollout.determ")
     cases: list[tuple[Any, tuple[str, ...], str]] = [  # (when, keys or their beginnings, why)
-        (objective and not objective.is_truncated, ("algo.cap",), with_objective),
-        (objective and not objective.is_widened, ("experimental.acr_",), with_objective),
+        (o and not o.is_truncated, ("algo.cap",), chosen),
+        (o and not o.is_widened, ("experimental.acr_",), chosen),
+        (o and not o.is_weighted, ("correction.level", "correction.batch_"), chosen),
         (
-            objective and not objective.is_weighted,
-            ("correction.level", "correction.batch_normalize"),
-            with_objective,
-        ),
-        (
-            advantage and not advantage.needs_critic,
+            a and not a.needs_critic,
             ("critic.", "algo.gamma", "algo.lam"),
             f"with algo.advantage = {algo.advantage!r}",
         ),
-        (algo.kl_coef == 0, (*kl_keys, "algo.kl_in_reward"), "while algo.kl_coef = 0"),
-        (algo.kl_coef and algo.kl_in_reward, kl_keys, "with algo.kl_in_reward"),
+        (algo.kl_coef == 0, (*kl, "algo.kl_in_reward"), "while algo.kl_coef = 0"),
+        (algo.kl_coef and algo.kl_in_reward, kl, "with algo.kl_in_reward"),
         (not algo.dynamic_sampling, ("algo.gen_", "algo.max_gen_"), "without dynamic sampling"),
         (config.quant.update_scale == 1, ("experimental.scale_",), "while quant.update_scale = 1"),
-        (
-            config.rollout.engine == "hf",
-            ("rollout.max_", "rollout.kv_", "rollout.release_", "rollout.determ"),
-            "with rollout.engine = 'hf'",
-        ),
+        (rollout.engine == "hf", paging, "with rollout.engine = 'hf'"),
     ]
     changed = _changed(config)
     for is_idle, keys, why in cases:

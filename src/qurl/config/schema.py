@@ -55,8 +55,7 @@ class ModelConfig(Section):
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward and backward pass; master weights stay FP32. auto is bfloat16 on a
-    GPU and float32 on a CPU."""
+    """Arithmetic of the trainer; masters stay FP32. auto: bfloat16 on a GPU, else float32."""
     compile: Flag = False
     """Compile the decoder layers with torch.compile instead of using our fused ones."""
     deterministic: Flag = False
@@ -132,7 +131,7 @@ class AlgoConfig(Section):
     name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"] = "grpo"
     """Preset; see the table of presets."""
     objective: str = "acr"
-    """ppo_prox Eq. (1), ppo_behav Eq. (3), decoupled Eq. (4), tis Eq. (5), acr Eq. (9), or
+    """ppo_prox (Eq. 1), ppo_behav (Eq. 3), decoupled (Eq. 4), tis (Eq. 5), acr (Eq. 9), or
     module:name."""
     cap: Annotated[float, Field(ge=1, strict=True)] | None = 2.0
     """C, where importance weights are truncated; none = no truncation."""
@@ -231,8 +230,7 @@ class QuantConfig(Section):
     """Precision of the actor that samples."""
 
     format: Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"] = "int8"
-    """Weights and activations of the engine's linear layers. int6 and int4 are for experiments and
-    not faster than int8."""
+    """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """s of UAQ, which divides norm-fed weights once, before training; 1 = off, paper: 1.5."""
     kv: Literal["none", "fp8"] = "none"
@@ -254,13 +252,11 @@ class RolloutConfig(Section):
     kv_tokens: CountOrZero = 0
     """Capacity of the KV cache in tokens; 0 = enough for max_batch sequences of full length."""
     kv_memory_frac: Annotated[float, Field(gt=0, lt=1, strict=True)] = 0.8
-    """Largest share of the free GPU memory for the KV cache, measured at the first rollout. Lower
-    it if training runs out of memory."""
+    """Largest share of free GPU memory for the KV cache; lower it if training runs out."""
     release_kv: Flag = False
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
-    """Sample the same tokens whatever else is in the batch, on a GPU too; slower. A CPU also needs
-    threads = 1."""
+    """Same tokens whatever else is in the batch, on a GPU too; slower. A CPU needs threads = 1."""
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def test_a_folder_that_is_no_run_is_left_alone(config, content):
     folder = Path(config.run_dir)
     (folder / "initial").mkdir(parents=True)
     (folder / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json is not that of a run"):
+    with pytest.raises(ConfigError, match=r"config\.json is not a run's config"):
         open_run(config)
     assert (folder / "config.json").read_text() == content
     assert (folder / "initial").is_dir()

@@ -114,26 +114,24 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         return tree
     if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
         raise ConfigError(f"{path} is not a run's config")
-    return _carry_over(tree)
+    for name in [name for name, section in tree.items() if isinstance(section, dict)]:
+        for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
+            section, _, rest = key.partition(".")
+            tree.setdefault(section, {})[rest] = value
+    return tree
 
 
 def _is_run(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def _carry_over(tree: dict[str, Any]) -> dict[str, Any]:
-    for old, new in MOVED.items():
-        section, _, key = old.partition(".")
-        if key in _section(tree, section):
-            value = tree[section].pop(key)
-            if not _is_gone(old):
-                section, _, key = new.partition(".")
-                tree.setdefault(section, {})[key] = value
-    return tree
+def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"section.key": value} of an earlier version under today's keys."""
+    return {MOVED.get(key, key): value for key, value in values.items() if not _is_gone(key)}
 
 
-def _is_gone(old_key: str) -> bool:
-    return MOVED[old_key].startswith("gone: ")
+def _is_gone(key: str) -> bool:
+    return MOVED.get(key, "").startswith("gone: ")
 
 
 def _explain_moved(key: str, value: Any) -> str:

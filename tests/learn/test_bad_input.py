@@ -324,9 +324,7 @@ def test_weights_that_are_ruined_do_not_sample(train, folder):
 def test_dither_where_nothing_is_rounded(train):
     code, error = train("--experimental.dither", "true")
     assert code == 2
-    assert error.startswith(
-        "ConfigError: experimental.dither = true, but the trainer computes in"
-    )
+    assert error.startswith("ConfigError: experimental.dither = true, but the trainer computes in")
 
 
 def test_no_group_with_mixed_outcomes(train, folder):

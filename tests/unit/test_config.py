@@ -257,7 +257,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ({"task": {"name": "gym:x", "eval_path": "y"}}, "task.eval_path = 'y', but task.name"),
         (
             {"task": {"name": "gsm8k", "path": "x"}, "eval": {"every": 3}},
-            "eval.every = 3: set task.eval_path, because a file has no held-out problems of its own",
+            "eval.every = 3: set task.eval_path, because a file has no held-out problems",
         ),
         (
             {"model": {"scratch": {"hidden_size": 36}}},

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.paper.arms import COLUMNS, ROOT
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
+from qurl.config.recipe import carry_over
 from qurl.errors import DataError
 from qurl.run.directory import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
 from qurl.run.evaluation import Interval, wilson_interval
@@ -159,7 +160,7 @@ def check_same_recipe(path: Path, config: Config) -> None:
     if not path.exists():
         return
     here = portable(config)
-    there = portable(build_config({})) | _fixed(json.loads(path.read_text())["config"])
+    there = portable(build_config({})) | _fixed(carry_over(json.loads(path.read_text())["config"]))
     changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
     if changed:
         pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)

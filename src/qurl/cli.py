@@ -76,7 +76,7 @@ def train_command(args: list[str]) -> int:
 
 
 def eval_command(args: list[str]) -> int:
-    from qurl.run.commands import evaluate_model
+    from qurl.run.evaluation import evaluate_model
 
     recipe, flags = _recipe_and_flags(args)
     evaluate_model(recipe, flags)

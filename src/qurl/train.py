@@ -24,7 +24,7 @@ from qurl.ops.device import peak_memory
 from qurl.run.assembly import Own, Parts, assemble
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run, Stopwatch
-from qurl.run.evaluation import evaluate_recipe
+from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
@@ -58,7 +58,7 @@ def train(
         learner, timer = parts.learner, run.timer
         if parts.first_step == 0 and config.eval.every:
             with keep_evidence(config, parts, run, step=0):
-                run.log(-1, evaluate(config, parts, run, num_updates=0) | timer.lap())
+                run.log(-1, evaluate_policy(config, parts, run, num_updates=0) | timer.lap())
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
                 metrics = sync(parts, run, step)
@@ -77,7 +77,7 @@ def train(
 
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
-                    metrics |= evaluate(config, parts, run, num_updates=step + 1)
+                    metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
             for record in sample_records(collected.graded, trainable, config.track.samples):
                 run.sample(step, record)
             is_stopping = interrupt.is_requested
@@ -121,14 +121,16 @@ def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
     return metrics | {"sync/seconds": report.seconds}
 
 
-def evaluate(config: Config, parts: Parts, run: Run, *, num_updates: int) -> dict[str, float]:
+def evaluate_policy(
+    config: Config, parts: Parts, run: Run, *, num_updates: int
+) -> dict[str, float]:
     """Held-out accuracy of the present weights, in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
         for precision in config.eval_precisions:
             engine = parts.engine_of(precision)
             engine.sync(parts.learner.policy.model, version=num_updates)
-            result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
+            result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics

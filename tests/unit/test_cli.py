@@ -170,7 +170,7 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
 def test_dry_run_checks_the_recipe(recipe, tmp_path, capsys):
     code, message = fails(["train", str(recipe), "--dry-run", "--sampling.top-p", "0.9"], capsys)
     assert code == 2
-    assert "sampling.top_p = 0.9" in message
+    assert "sampling.top_p = '0.9' is gone" in message
 
 
 def test_validate(recipe, tmp_path, capsys):
@@ -239,7 +239,7 @@ def test_validate_asks_about_a_reward_that_knows_no_difference(
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("./own.py:score", "'./own.py' is not the name of a module; for a file my_reward.py"),
+        ("./own.py:score", "'./own.py' is not the name of a module; for a file my_module.py"),
         ("own.py:score", "'own.py' is not the name of a module"),
         ("nowhere:score", "there is no module 'nowhere' in "),
     ],

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from qurl.advantages import ESTIMATORS, Estimator
 from qurl.config import Config
-from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
+from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, needs_file
 from qurl.errors import CheckpointError, ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage
@@ -247,7 +247,7 @@ def first_problems(config: Config, task: Task) -> list[Problem]:
 
 def held_out_task(config: Config, tokenizer: Any, model_config: Any) -> Task:
     """The held-out split or file."""
-    if not is_generated(config.task.name) and not config.task.eval_path:
+    if needs_file(config.task.name) and not config.task.eval_path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     return load_task(
         config.task.name,
@@ -323,7 +323,6 @@ def build_actor(
         options |= {
             "kv": config.quant.kv if quant == config.quant.format else "none",
             "max_batch": rollout.max_batch,
-            "page_size": rollout.page_size,
             "kv_tokens": rollout.kv_tokens,
             "kv_memory_frac": rollout.kv_memory_frac,
             "release_kv": rollout.release_kv or release_kv,
@@ -375,17 +374,17 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
         rescale_(
             policy.model,
             quant.update_scale,
-            o_proj=quant.scale_o_proj,
-            down_proj=quant.scale_down_proj,
+            o_proj=config.experimental.scale_o_proj,
+            down_proj=config.experimental.scale_down_proj,
         )
-    if not config.optim.dither:
+    if not config.experimental.dither:
         return
     if policy.compute_dtype != torch.bfloat16:
         raise ConfigError(
-            f"optim.dither = true, but the trainer computes in {policy.compute_dtype}, which sees "
-            'every update; leave it off, or set model.compute_dtype = "bfloat16"'
+            f"experimental.dither = true, but the trainer computes in {policy.compute_dtype}, "
+            'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
-        run.event("warning", f"optim.dither left on their grid: {', '.join(kept)}")
+        run.event("warning", f"experimental.dither left on their grid: {', '.join(kept)}")
     if learner.critic is not None:
         dither_(learner.critic.backbone, config.seed)

@@ -110,7 +110,7 @@ def export_command(args: list[str]) -> int:
     source, target = _exactly(
         [word for word in (gguf, *args) if word], "--from-gguf FILE.gguf", "OUT"
     )
-    from qurl.run.gguf import export_gguf
+    from qurl.run.export import export_gguf
 
     print(export_gguf(Path(source), Path(target), dtype or ""))
     return 0

@@ -1,10 +1,9 @@
-"""Kernels compiled by many processes, before any of them is timed."""
+"""Many processes compile the kernels before any of them is timed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
@@ -17,19 +16,8 @@ from qurl.quant.kernels.gemm import Plan
 Pair = tuple[Problem, Plan]
 
 
-class Deadline:
-    """Seconds that are left, from now on."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
-
-    @property
-    def has_passed(self) -> bool:
-        return time.monotonic() >= self._end
-
-
 class Compilers:
-    """Processes that fill Triton's cache on disk: a kernel takes a core about a second."""
+    """Processes that fill Triton's disk cache: compiling a kernel takes about a second."""
 
     def __init__(self, processes: int, device: torch.device) -> None:
         self._compile = functools.partial(_compile, device=device)
@@ -43,18 +31,18 @@ class Compilers:
         self._pool.terminate()
         self._pool.join()
 
-    def run(self, pairs: Iterable[Pair], deadline: Deadline) -> None:
-        """Compile what the pairs launch, until the deadline."""
-        if deadline.has_passed:
+    def run(self, pairs: Iterable[Pair], deadline: float) -> None:
+        """Compile the kernels of the pairs, until `time.monotonic()` reaches the deadline."""
+        if time.monotonic() >= deadline:
             return
         jobs = [shrunk(pair) for pair in covering(pairs, self._compiled)]
         for _ in self._pool.imap_unordered(self._compile, jobs):
-            if deadline.has_passed:
+            if time.monotonic() >= deadline:
                 return
 
 
 def covering(pairs: Iterable[Pair], compiled: set[tuple]) -> Iterator[Pair]:
-    """Those that launch a kernel that none before them does, nor is in `compiled`; adds to it."""
+    """The pairs that need a kernel not yet in `compiled`, which grows."""
     for pair in pairs:
         kernels = kernels_of(*pair)
         if not kernels <= compiled:
@@ -63,9 +51,9 @@ def covering(pairs: Iterable[Pair], compiled: set[tuple]) -> Iterator[Pair]:
 
 
 def kernels_of(problem: Problem, plan: Plan) -> set[tuple]:
-    """Names of the kernels that a plan launches: all that they are specialized for.
+    """The specializations that a plan launches.
 
-    The product knows whether K is cut, its consumer into how many parts.
+    The product depends on whether K is cut, its consumer on the number of parts.
     """
     same_cut = dataclasses.replace(plan, splits=min(plan.splits, 1))
     return {
@@ -75,7 +63,7 @@ def kernels_of(problem: Problem, plan: Plan) -> set[tuple]:
 
 
 def shrunk(pair: Pair) -> Pair:
-    """A smaller problem with the same kernels, which know neither M nor K."""
+    """A smaller problem with the same kernels, which depend on neither M nor K."""
     problem, plan = pair
     return dataclasses.replace(problem, M=plan.tokens, K=1024), plan
 

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: speed does not depend on what the weights say."""
+"""Models of real shapes with random weights: speed does not depend on their values."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHAPES: Mapping[str, Shape] = {
         Shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
     )
 }
-"""Those of Qwen2.5, and a tiny one for machines without a GPU."""
+"""The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
 
 
 def get_shape(name: str) -> Shape:
@@ -107,12 +107,12 @@ def model_config(shape: Shape) -> dict[str, Any]:
 def build_model(
     shape: Shape, device: torch.device, dtype: torch.dtype | None = None, *, seed: int = 0
 ) -> Any:
-    """A transformers model, made on the device; None: bfloat16 there, float32 on a CPU."""
+    """A transformers model, made on the device; by default BF16 on a GPU, FP32 on a CPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     config = Qwen2Config(**model_config(shape))
-    # No copy of the weights ever exists on the host or in another precision.
+    # On the device and in this dtype from the start: no second copy of the weights.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
@@ -122,7 +122,7 @@ def build_model(
 
 @torch.no_grad()
 def _randomize_biases_(model: nn.Module) -> None:
-    """transformers starts with zeros, which would hide a bias that is left out."""
+    """transformers starts with zeros, which would hide a missing bias."""
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.normal_(std=0.02)

@@ -72,8 +72,8 @@ def plan_vllm(bench: RolloutBench, device: torch.device) -> tuple[Setup, list[Wo
     setups, workloads = plan(bench, device)
     if len(setups) > 1:
         raise ConfigError(
-            "give one model, one quant and one kv per command: vLLM does not free its memory before "
-            "the process ends"
+            "give one model, one quant and one kv per command: vLLM keeps its memory until the "
+            "process ends"
         )
     if setups[0].quant not in FORMATS:
         raise ConfigError(f"vLLM can run {', '.join(FORMATS)}, not --quant {setups[0].quant}")

@@ -123,7 +123,7 @@ def open_table(path: Path) -> Mapping[TableKey, Choice]:
         return read_table(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(
-            f"{path} is no table of plans ({error!r}); remove it, and measure again with `qurl tune`"
+            f"{path} is no table of plans ({error!r}); remove it and measure again with qurl tune"
         ) from error
 
 

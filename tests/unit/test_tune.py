@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from qurl.bench import compilers, products, tune
+from qurl.bench import products, tune
 from qurl.bench.tune import Tune
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
@@ -192,8 +192,8 @@ def test_a_kernel_is_compiled_once():
     whole, two, four = (products.Plan(64, 64, 128, splits) for splits in (0, 2, 4))
     compiled = set()
     pairs = [(problem, whole), (other_size, whole), (problem, two), (problem, four)]
-    assert list(compilers.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
-    assert not list(compilers.covering(pairs, compiled))
+    assert list(products.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
+    assert not list(products.covering(pairs, compiled))
     others = [
         (dataclasses.replace(problem, kind="fp8"), whole),
         (dataclasses.replace(problem, role="qkv"), whole),
@@ -202,11 +202,11 @@ def test_a_kernel_is_compiled_once():
         (problem, dataclasses.replace(whole, stages=3)),
         (problem, dataclasses.replace(whole, prefetch=2)),
     ]
-    assert list(compilers.covering(others, compiled)) == others
-    small, plan = compilers.shrunk(pairs[1])
+    assert list(products.covering(others, compiled)) == others
+    small, plan = products.shrunk(pairs[1])
     assert (small.M, plan) == (64, whole)
     assert small.K < other_size.K
-    assert compilers.kernels_of(small, plan) == compilers.kernels_of(*pairs[1])
+    assert products.kernels_of(small, plan) == products.kernels_of(*pairs[1])
 
 
 class ScriptedSetup:

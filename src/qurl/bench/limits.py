@@ -62,12 +62,7 @@ class Storage:
         """The engine's storage; on a CPU everything is FP32, even codes."""
         wide = 4 if device_type == "cpu" else 2
         is_narrow = quant != "none" and device_type != "cpu"
-        return Storage(
-            body=1 if is_narrow else wide,
-            head=wide,
-            kv=wide if kv == "none" else 1,
-            is_narrow=is_narrow,
-        )
+        return Storage(1 if is_narrow else wide, wide, wide if kv == "none" else 1, is_narrow)
 
 
 def find_speed(device: torch.device, bandwidth: float | Literal["table", "measured"]) -> Speed:

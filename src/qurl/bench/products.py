@@ -14,8 +14,10 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 from typing import TypeVar
 
 import torch
@@ -290,3 +292,59 @@ def _clone(operand: Operand) -> Operand:
     if isinstance(operand, Tensor):
         return operand.clone()
     return Quantized(operand.codes.clone(), operand.scale.clone(), operand.format)
+
+
+# Compiling
+
+Pair = tuple[Problem, Plan]
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """Processes that fill Triton's disk cache: compiling a kernel takes about a second."""
+
+    pool: Pool
+    device: torch.device
+    compiled: set[tuple] = field(default_factory=set)
+
+    def run(self, pairs: Iterable[Pair], deadline: float) -> None:
+        """Compile the kernels of the pairs, until `time.monotonic()` reaches the deadline."""
+        if time.monotonic() >= deadline:
+            return
+        jobs = [shrunk(pair) for pair in covering(pairs, self.compiled)]
+        work = functools.partial(_compile, device=self.device)
+        for _ in self.pool.imap_unordered(work, jobs):
+            if time.monotonic() >= deadline:
+                return
+
+
+def covering(pairs: Iterable[Pair], compiled: set[tuple]) -> Iterator[Pair]:
+    """The pairs that need a kernel not yet in `compiled`, which grows."""
+    for pair in pairs:
+        kernels = kernels_of(*pair)
+        if not kernels <= compiled:
+            compiled |= kernels
+            yield pair
+
+
+def kernels_of(problem: Problem, plan: Plan) -> set[tuple]:
+    """The specializations that a plan launches.
+
+    The product depends on whether K is cut, its consumer on the number of parts.
+    """
+    same_cut = dataclasses.replace(plan, splits=min(plan.splits, 1))
+    return {
+        ("product", problem.kind, problem.is_gated, problem.role == "qkv", same_cut),
+        ("consumer", problem.kind, problem.role, problem.N, plan.splits),
+    }
+
+
+def shrunk(pair: Pair) -> Pair:
+    """A smaller problem with the same kernels, which depend on neither M nor K."""
+    problem, plan = pair
+    return dataclasses.replace(problem, M=plan.tokens, K=1024), plan
+
+
+def _compile(pair: Pair, device: torch.device) -> None:
+    problem, plan = pair
+    Setup(problem, device).launch(plan)

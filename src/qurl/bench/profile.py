@@ -34,7 +34,6 @@ CATEGORIES = (
     ("other", r""),
 )
 """The first pattern found in a kernel's name decides."""
-LM_HEAD = "lm_head"
 NUM_TOP = 20
 
 
@@ -45,10 +44,6 @@ class Kernel:
     name: str
     start: float
     duration: float
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
 
 
 @dataclass(frozen=True)
@@ -103,19 +98,14 @@ def cut_steps(kernels: Sequence[Kernel]) -> list[Kernel]:
 def summarize(kernels: Sequence[Kernel], num_steps: int) -> Profile:
     """Add up the kernels of `num_steps` steps."""
     times, categories = exclusive_times(kernels), categorize(kernels)
-    totals, by_kernel = Counter[Any](), Counter[Any]()
+    totals, by_kernel, counts = Counter[Any](), Counter[Any](), Counter[Any]()
     for kernel, time, category in zip(kernels, times, categories, strict=True):
         totals.update({category: time / num_steps})
         by_kernel.update({(kernel.name, category): time / num_steps})
-    counts = Counter(zip((kernel.name for kernel in kernels), categories, strict=True))
+        counts.update([(kernel.name, category)])
     top = [
-        {
-            "name": key[0],
-            "category": key[1],
-            "per_step": counts[key] / num_steps,
-            "microseconds": microseconds,
-        }
-        for key, microseconds in by_kernel.most_common(NUM_TOP)
+        {"name": n, "category": c, "per_step": counts[n, c] / num_steps, "microseconds": us}
+        for (n, c), us in by_kernel.most_common(NUM_TOP)
     ]
     busy_ms = sum(times) / num_steps / 1e3
     return Profile(busy_ms, len(kernels) / num_steps, dict(totals.most_common()), top)
@@ -125,8 +115,9 @@ def exclusive_times(kernels: Sequence[Kernel]) -> list[float]:
     """The busy time that each kernel adds to those before it."""
     times, busy_until = [], float("-inf")
     for kernel in kernels:
-        times.append(max(0.0, kernel.end - max(kernel.start, busy_until)))
-        busy_until = max(busy_until, kernel.end)
+        end = kernel.start + kernel.duration
+        times.append(max(0.0, end - max(kernel.start, busy_until)))
+        busy_until = max(busy_until, end)
     return times
 
 
@@ -142,7 +133,7 @@ def categorize(kernels: Sequence[Kernel]) -> list[str]:
             while j >= 0 and categories[j] == "other":  # a conversion of the logits, say
                 j -= 1
             while j >= 0 and categories[j] == "linears":  # several if cuBLAS cuts K
-                categories[j] = LM_HEAD
+                categories[j] = "lm_head"
                 j -= 1
     return categories
 

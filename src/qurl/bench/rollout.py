@@ -192,15 +192,21 @@ def measure_setup(
 ) -> Figures:
     """Measure one workload, print its row and save it."""
     figures = measure_rollout(session, contender, setup, workload, judge)
-    settings = _settings(setup, workload, session.bench)
+    bench = session.bench
+    settings = {
+        **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
+        **{"workload": workload.name, **workload.sizes},
+        **{"repeats": bench.repeats, "warm_up": bench.warm_up, "seed": bench.seed},
+        "garbage_collection": "off",
+    }
     print(row(COLUMNS, settings | asdict(figures)), flush=True)
     facts = contender.facts()
     if setup.engine == "local" and session.plans:
         facts["plans"] = session.plans
     more: dict[str, Any] = {"engine": facts}
     try:
-        if session.bench.profile:
-            more["profile"] = _profile(contender, setup, workload, session.bench.seed)
+        if bench.profile:
+            more["profile"] = _profile(contender, setup, workload, bench.seed)
     finally:  # a failed profile must not lose the measurement
         session.record.add(
             setup.key(workload),
@@ -280,13 +286,3 @@ def _profile(contender: Contender, setup: Setup, workload: Workload, seed: int) 
     profile = profile_decode(generate)
     print(describe_profile(profile), flush=True)
     return asdict(profile)
-
-
-def _settings(setup: Setup, workload: Workload, bench: RolloutBench) -> dict[str, Any]:
-    sizes = {k: v for k, v in asdict(workload).items() if k != "name"}
-    return {
-        **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
-        **{"workload": workload.name, **sizes},
-        **{"repeats": bench.repeats, "warm_up": bench.warm_up, "seed": bench.seed},
-        "garbage_collection": "off",
-    }

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from qurl.errors import ConfigError
-
-MAX_POSITIONS = 32768
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def model_config(shape: Shape) -> dict[str, Any]:
         "intermediate_size": shape.intermediate,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.is_tied,
-        "max_position_embeddings": MAX_POSITIONS,
+        "max_position_embeddings": 32768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.02,
@@ -115,14 +112,8 @@ def build_model(
     # On the device and in this dtype from the start: no second copy of the weights.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
-        _randomize_biases_(model)
-    return model.requires_grad_(False).eval()
-
-
-@torch.no_grad()
-def _randomize_biases_(model: nn.Module) -> None:
-    """transformers starts with zeros, which would hide a missing bias."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            parameter.normal_(std=0.02)
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype).requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # zeros would hide a missing bias
+                parameter.normal_(std=0.02)
+    return model.eval()

@@ -13,11 +13,6 @@ import torch
 
 from qurl.ops.device import default_dtype
 
-COPY_BYTES_CUDA = 2**30
-"""Far larger than any L2."""
-COPY_BYTES_CPU = 2**26
-MATRIX_CUDA = 8192
-MATRIX_CPU = 512
 CALLS, REPEATS = 10, 5
 
 
@@ -87,7 +82,7 @@ def seconds_per_call(work: Callable[[], Any], device: torch.device) -> float:
 
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of a copy, reads and writes together."""
-    size = COPY_BYTES_CUDA if device.type == "cuda" else COPY_BYTES_CPU
+    size = 2**30 if device.type == "cuda" else 2**26  # far larger than any cache
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_per_call(lambda: target.copy_(source), device)
@@ -95,7 +90,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 def measure_flops(device: torch.device) -> float:
     """FLOP per second of a square matrix product, in BF16 on a GPU and FP32 on a CPU."""
-    size = MATRIX_CUDA if device.type == "cuda" else MATRIX_CPU
+    size = 8192 if device.type == "cuda" else 512
     matrix = torch.randn(size, size, dtype=default_dtype(device), device=device)
     out = torch.empty_like(matrix)
     return 2 * size**3 / seconds_per_call(lambda: torch.mm(matrix, matrix, out=out), device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +20,9 @@ from typing import Any
 
 import torch
 
-from qurl.bench.compilers import Compilers
 from qurl.bench.products import (
     Chip,
+    Compilers,
     Problem,
     Setup,
     Times,
@@ -109,7 +110,8 @@ def run_tune(options: Tune) -> int:
         deadline=deadline,
     )
     print(head(COLUMNS))
-    with Compilers(options.processes, device) as compilers:
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        compilers = Compilers(pool, device)
         num_measured = sum(measure_group(session, group, compilers) for group in groups)
     num_problems = sum(map(len, groups))
     if num_measured < num_problems:
@@ -197,12 +199,8 @@ def measure_group(session: Session, problems: Sequence[Problem], compilers: Comp
             more = measure(session.setup(problem), ahead[problem], has_library=False)
             times = {**times, **more}
             save_plan(session, problem, times)
-        print(row(COLUMNS, asdict(problem) | figures(times)), flush=True)
+        best = best_of(times)
+        plan = "library" if best is None else " ".join(map(str, asdict(best).values()))
+        figures = {"us": times[best], "library_us": times.get(None), "plan": plan}
+        print(row(COLUMNS, asdict(problem) | figures), flush=True)
     return len(measured)
-
-
-def figures(times: Times) -> dict[str, Any]:
-    """What the table on the terminal shows."""
-    best = best_of(times)
-    plan = "library" if best is None else " ".join(map(str, asdict(best).values()))
-    return {"us": times[best], "library_us": times.get(None), "plan": plan}

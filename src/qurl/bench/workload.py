@@ -23,6 +23,10 @@ class Workload:
     new_tokens: int
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, size in vars(self).items() if name != "name"}
+
+    @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.group_size
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured import evals_by_updates
 from benchmarks.paper.arms import COLUMNS, ROOT
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
@@ -119,6 +120,9 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
         read_jsonl(run_dir / name) if (run_dir / name).exists() else []
         for name in (METRICS, EVALS, EVENTS)
     )
+    rows = evals_by_updates(rows)
+    # As there: -1 is the untrained model, which the results call step 0.
+    shift = any(e["step"] == -1 for e in evals)
     return {
         "steps": sum("reward/mean" in row for row in rows),
         "config": portable(config),
@@ -127,7 +131,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
             for e in events
             if e["kind"] in KEPT_EVENTS
         ],
-        "evals": evals,
+        "evals": [{**e, "step": e["step"] + shift} for e in evals],
         "curves": {
             name: [_short(row.get(name)) for row in rows]
             for name in ("step", *COLUMNS)

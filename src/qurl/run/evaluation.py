@@ -18,6 +18,7 @@ from rich.table import Table
 
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, DataError
+from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_actor, build_pool, first_problems, held_out_task, prepare_torch

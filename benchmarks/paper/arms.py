@@ -60,10 +60,15 @@ def _ppo(format: str, objective: str, label: str, paper: float | None, tier: int
     return Arm(name, label, PPO, overrides, paper, tier)
 
 
+def _at_rate(rate: str, format: str, objective: str, label: str) -> Arm:
+    arm = _ppo(format, objective, f"{label}, rate {rate}", None)
+    overrides = {**arm.overrides, "optim.lr": float(rate)}
+    return replace(arm, name=f"{arm.name}-lr{rate}", overrides=overrides)
+
+
 def _fast(format: str, objective: str, label: str) -> Arm:
     """At the learning rate that the paper states, at which even BF16 arms fail here."""
-    arm = _ppo(format, objective, f"{label}, rate 1e-5", None)
-    return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
+    return _at_rate("1e-5", format, objective, label)
 
 
 def _timed(name: str, label: str, format: str, changes: Mapping[str, Any] | None = None) -> Arm:
@@ -114,6 +119,16 @@ LONG_HORIZON = Experiment(
         _ppo("int6", "acr", "INT6, ACR", None),
     ),
 )
+LOW_RATE = Experiment(
+    "low_rate",
+    (
+        _at_rate("1e-6", "int8", "ppo_prox", "INT8, uncorrected"),
+        _at_rate("1e-6", "int8", "tis", "INT8, TIS"),
+        _at_rate("1e-6", "int8", "acr", "INT8, ACR"),
+        _at_rate("1e-6", "none", "ppo_prox", "BF16"),
+    ),
+)
+"""At the actor's rate in FlashRL's public script."""
 SPEED = Experiment(
     "speed",
     (
@@ -138,7 +153,7 @@ TOY_CHECK = Experiment(
 """Not of the paper: shows on any machine that runs stop, resume and are collected."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, SPEED, TOY_CHECK)
+    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, SPEED, TOY_CHECK)
 }
 
 LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))

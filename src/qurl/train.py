@@ -13,22 +13,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from qurl.advantages import Estimator, compare
-from qurl.config import Config, check_combinations
+from qurl.config import Config
 from qurl.correction import correct
 from qurl.errors import QurlError
 from qurl.losses import Surrogate
 from qurl.ops.device import peak_memory
-from qurl.run.assembly import Own, Parts, assemble
+from qurl.rewards import Reward
+from qurl.rollout.episode import Episode
+from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run, Stopwatch
 from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
-from qurl.sampling import Sampler, collect
+from qurl.sampling import Sampler, Selector, collect
+from qurl.tasks import Draw, Task
 from qurl.trainer.batches import pad, sample_records
 from qurl.types import Batch
 
@@ -38,11 +40,11 @@ def train(
     *,
     objective: Surrogate | None = None,
     advantage: Estimator | None = None,
-    engine: Any = None,
-    task: Any = None,
-    reward: Any = None,
-    select: Any = None,
-    episode: Any = None,
+    engine: EngineFactory | None = None,
+    task: Task | Draw | None = None,
+    reward: Reward | None = None,
+    select: Selector | None = None,
+    episode: Episode | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory.
@@ -51,10 +53,18 @@ def train(
     plain defaults. Parts given here take the place of those that the recipe names; they have the
     same form (docs/extending.md). `trackers` are called besides those that the recipe asks for.
     """
-    check_combinations(config)
-    own = Own(objective, advantage, engine, task, reward, select, episode)
+    choices = Choices.of(
+        config,
+        objective=objective,
+        advantage=advantage,
+        engine=engine,
+        task=task,
+        reward=reward,
+        select=select,
+        episode=episode,
+    )
     opened = Run.open(config, trackers=trackers)
-    with opened as run, assemble(config, run, own) as parts, Interrupt() as interrupt:
+    with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
         if parts.first_step == 0 and config.eval.every:
             with keep_evidence(config, parts, run, step=0):

@@ -11,10 +11,10 @@ from qurl.errors import ConfigError, DataError
 from qurl.plugins import is_users_own, load_plugin
 from qurl.tasks import arithmetic, countdown, files, gym
 from qurl.tasks.files import FileTask
-from qurl.tasks.generated import SIZES, Draft, GeneratedTask
+from qurl.tasks.generated import SIZES, Draft, Draw, GeneratedTask
 from qurl.tasks.task import Prompts, Task
 
-__all__ = ["Draft", "FileTask", "GeneratedTask", "Task", "load_task"]
+__all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "Task", "load_task"]
 
 _GENERATED = {"arithmetic": arithmetic, "countdown": countdown}
 _EXPECTED_COLUMNS = {
@@ -25,7 +25,7 @@ _EXPECTED_COLUMNS = {
 
 
 def load_task(
-    name_or_path: str | Path,
+    name_or_path: str | Path | Draw,
     *,
     tokenizer: Any = None,
     path: str | Path = "",
@@ -39,7 +39,7 @@ def load_task(
     skip_long_prompts: bool = False,
     reward: str = "auto",
 ) -> Task:
-    """A task by its name, by a file's path, or by the `module:name` of your own generator.
+    """A task by its name, by a file's path, or by your own generator or its `module:name`.
 
     Names are arithmetic, countdown, gsm8k, math, file and gym:<name>. A generator is a function
     `draw(rng, difficulty) -> Draft`. Generated tasks use `split`, `seed`, `difficulty`; a file is
@@ -48,9 +48,11 @@ def load_task(
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
-    name = str(name_or_path)
+    name = name_or_path.__name__ if callable(name_or_path) else str(name_or_path)
     prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limited_by, skip_long_prompts)
-    if name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
+    if callable(name_or_path):
+        draw, own_instruction, own_reward = _own_generator(name_or_path, seed, difficulty)
+    elif name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
         source = path or ("" if name in _EXPECTED_COLUMNS else name_or_path)
         if not str(source):
             raise DataError(
@@ -59,7 +61,8 @@ def load_task(
             )
         label = name if name in ("gsm8k", "math") else Path(source).name.split(".")[0]
         return FileTask(source, label, "math" if reward == "auto" else reward, path_key, prompts)
-    draw, own_instruction, own_reward = _generator(name, split, seed, difficulty)
+    else:
+        draw, own_instruction, own_reward = _generator(name, split, seed, difficulty)
     # A model without a chat template completes `37+85=`; an instruction would only lengthen that.
     own_instruction = own_instruction if prompts.is_chat else ""
     reward = own_reward if reward == "auto" else reward
@@ -81,14 +84,18 @@ def _generator(
     if name.startswith("gym:"):
         return gym.make_draw(name.removeprefix("gym:"), seed, split), gym.INSTRUCTION, name
     if is_users_own(name):
-        return _seeded(load_plugin(name, "task.name"), seed, difficulty), "", "exact"
+        return _own_generator(load_plugin(name, "task.name"), seed, difficulty)
     raise ConfigError(
         f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, file, gym:<name>, "
         f"module:name, nor a file that ends in {', '.join(files.FORMATS)}"
     )
 
 
-def _seeded(
-    draw: Callable[[Random, int], Draft], seed: int, difficulty: int
-) -> Callable[[int, int], Draft]:
+def _own_generator(
+    draw: Draw, seed: int, difficulty: int
+) -> tuple[Callable[[int, int], Draft], str, str]:
+    return _seeded(draw, seed, difficulty), "", "exact"
+
+
+def _seeded(draw: Draw, seed: int, difficulty: int) -> Callable[[int, int], Draft]:
     return lambda index, attempt: draw(Random(f"{seed}/{index}/{attempt}"), difficulty)

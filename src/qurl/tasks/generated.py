@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from qurl.errors import DataError
@@ -31,6 +32,10 @@ class Draft:
     key: str = ""
     """Equal for drafts that ask the same, such as a sum with swapped terms; else the question."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+Draw = Callable[[Random, int], Draft]
+"""`draw(rng, difficulty)` makes one problem, as the tasks in this folder do."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ TORCH    ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint docs bench tables
+.PHONY: help install demo test test-bench lint docs bench tables
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 
@@ -38,6 +38,9 @@ demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+test-bench: install  ## run the tests of benchmarks/
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/bench
 
 lint: install  ## ruff and pyright
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ FORMATS = {
 }
 """By quant and kv."""
 
+EVAL_METRICS = ("eval/", "timing_s/eval")
+
 
 STUDENT = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """97.5 % of Student's t, by degrees of freedom; for more of them the last is a little wide."""
@@ -33,6 +35,22 @@ def student_interval(values: Sequence[float]) -> tuple[float, float]:
     mean, n = fmean(values), len(values)
     half = STUDENT[min(n - 1, max(STUDENT))] * stdev(values) / n**0.5
     return mean - half, mean + half
+
+
+def evals_by_updates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a run directory, with each evaluation in the row of the number of updates before it.
+
+    A run logs the evaluation of the weights after k updates in row k - 1; row -1 is the untrained
+    model's. Rows without a row -1 come from older runs and stay as they are.
+    """
+    if not any(row["step"] == -1 for row in rows):
+        return [dict(row) for row in rows]
+    moved: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        for key, value in row.items():
+            is_eval = key.startswith(EVAL_METRICS) or row["step"] == -1
+            moved.setdefault(row["step"] + is_eval, {})[key] = value
+    return [{**moved[step], "step": step} for step in sorted(moved)]
 
 
 def newest(path: Path) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
 from qurl.tasks import load_task
 from qurl.trainer.batches import pad
-from qurl.trainer.packing import Layout
+from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, load_policy
 from qurl.types import Batch, Graded, SamplingParams
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, *, is_packed: bool = True) -> Tensor:
-    return policy.score(batch, Layout.of(batch, is_packed=is_packed)).logp
+    return policy.score(batch, BatchLayout.of(batch, is_packed=is_packed)).logp
 
 
 def compare(logp_prox: Tensor, logp_behav: Tensor, batch: Batch) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measured import student_interval
+from benchmarks.measured import evals_by_updates, student_interval
 from benchmarks.paper.plots import Line, Panel, Plot, draw, thin
 from qurl.bench.record import describe_machine
 from qurl.run.directory import read_jsonl
@@ -130,7 +130,7 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
 
 
 def read_rows(path: Path, format: str) -> list[dict]:
-    rows = read_jsonl(path) if path.exists() else []
+    rows = evals_by_updates(read_jsonl(path)) if path.exists() else []
     for row in rows:
         actor = row.get(f"eval/{format}/accuracy", row.get("eval/full/accuracy"))
         if actor is not None:

@@ -24,25 +24,27 @@ HEAD = """\
      src/qurl/config/schema.py instead. -->
 
 A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
-`qurl train RECIPE.toml --quant.format fp8 --optim.dither`. `qurl train --help` prints what
-stands here.
+`qurl train RECIPE.toml --quant.format fp8 --algo.whiten`. `qurl train --help` prints the same list.
 
 - **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over
   the defaults below.
-- **Unknown keys are refused**, and all mistakes are reported at once.
+- **Unknown keys are refused**, and all mistakes are reported at once. A key of an earlier version
+  gets a message that says where it went (`qurl.config.recipe.MOVED`).
+- **Your own parts.** Where a key allows `module:name`, write the name of a Python module in the
+  working directory or on Python's path, a colon, and a name in it ([extending.md](extending.md)).
 - **none.** TOML has no null. Write `"none"` where a key below allows none.
-- **Check first.** `qurl validate RECIPE.toml` looks at the keys, the device, the run directory, the
+- **Check first.** `qurl validate RECIPE.toml` checks the keys, the device, the run directory, the
   model's config and tokenizer, the data and the grader; it reads no weights.
   `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
-- **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run is resumed
+- **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run resumes
   only with the same recipe; `qurl.run.directory.CHANGEABLE` lists the keys that may differ.
 """
 
 PRESETS_HEAD = """\
 ## Presets
 
-What `algo.name` sets. Without a recipe key or a flag, `algo.name = "grpo"` and its preset apply.
-Each key can be set by hand; `-` means that the preset leaves the default.
+`algo.name` sets the keys below; the default is `"grpo"`. A recipe or a flag can override each of
+them. `-` means that the preset keeps the default.
 """
 
 
@@ -123,7 +125,7 @@ def render_type(hint: Any) -> str:
 
 
 def render_bounds(info: Any) -> str:
-    """Of a pydantic Field."""
+    """The bounds of a pydantic Field."""
     found = [
         f"{sign} {getattr(bound, name):g}"
         for bound in info.metadata
@@ -134,7 +136,7 @@ def render_bounds(info: Any) -> str:
 
 
 def render_value(value: Any) -> str:
-    """As it is written in TOML."""
+    """A value in TOML."""
     if value is None:
         return '`"none"`'
     if isinstance(value, bool):

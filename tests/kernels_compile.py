@@ -41,9 +41,9 @@ from qurl.quant.kernels import gemm, requantize
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
 from qurl.rollout.local.ops import LayerCache, Places, Rotations
-from qurl.rollout.local.weights import Architecture
 from qurl.trainer.kernels import token_scores
 
 AMPERE, HOPPER = 80, 90

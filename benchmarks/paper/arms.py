@@ -60,10 +60,15 @@ def _ppo(format: str, objective: str, label: str, paper: float | None, tier: int
     return Arm(name, label, PPO, overrides, paper, tier)
 
 
+def _at_rate(rate: str, format: str, objective: str, label: str) -> Arm:
+    arm = _ppo(format, objective, f"{label}, lr {rate}", None)
+    overrides = {**arm.overrides, "optim.lr": float(rate)}
+    return replace(arm, name=f"{arm.name}-lr{rate}", overrides=overrides)
+
+
 def _fast(format: str, objective: str, label: str) -> Arm:
     """An arm at the paper's learning rate, where our BF16 arm fails too."""
-    arm = _ppo(format, objective, f"{label}, lr 1e-5", None)
-    return replace(arm, name=f"{arm.name}-lr1e-5", overrides={**arm.overrides, "optim.lr": 1e-5})
+    return _at_rate("1e-5", format, objective, label)
 
 
 def _timed(name: str, label: str, format: str, changes: Mapping[str, Any] | None = None) -> Arm:
@@ -93,10 +98,10 @@ DAPO_UAQ = Experiment(
             "int8-layers1.5",
             "INT8, lr x 1.5 on UAQ's layers",
             DAPO,
-            {"optim.norm_fed_lr_scale": 1.5},
+            {"experimental.norm_fed_lr_scale": 1.5},
         ),
         Arm("int8-lr1.5", "INT8, lr x 1.5 everywhere", DAPO, {"optim.lr": 1.5e-6}, 29.06),
-        Arm("int8-dither", "INT8, dithered masters", DAPO, {"optim.dither": True}, tier=1),
+        Arm("int8-dither", "INT8, dithered masters", DAPO, {"experimental.dither": True}, tier=1),
         Arm("bf16", "BF16", DAPO, FULL_PRECISION, 31.67, tier=1),
         Arm("int8-uaq2", "INT8, UAQ s = 2", DAPO, {"quant.update_scale": 2.0}, 29.15, tier=1),
         Arm("int8-lr2", "INT8, lr x 2 everywhere", DAPO, {"optim.lr": 2e-6}, 26.66, tier=1),
@@ -114,6 +119,16 @@ LONG_HORIZON = Experiment(
         _ppo("int6", "acr", "INT6, ACR", None),
     ),
 )
+LOW_RATE = Experiment(
+    "low_rate",
+    (
+        _at_rate("1e-6", "int8", "ppo_prox", "INT8, uncorrected"),
+        _at_rate("1e-6", "int8", "tis", "INT8, TIS"),
+        _at_rate("1e-6", "int8", "acr", "INT8, ACR"),
+        _at_rate("1e-6", "none", "ppo_prox", "BF16"),
+    ),
+)
+"""At the actor's rate in FlashRL's public script."""
 SPEED = Experiment(
     "speed",
     (
@@ -138,7 +153,7 @@ TOY_CHECK = Experiment(
 """Not in the paper: checks on any machine that arms stop, resume and get collected."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, SPEED, TOY_CHECK)
+    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, SPEED, TOY_CHECK)
 }
 
 LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))

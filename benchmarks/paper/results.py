@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured import evals_by_updates
 from benchmarks.paper.arms import COLUMNS, ROOT
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
+from qurl.config.recipe import carry_over
 from qurl.errors import DataError
 from qurl.run.directory import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
 from qurl.run.evaluation import Interval, wilson_interval
@@ -118,6 +120,9 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
         read_jsonl(run_dir / name) if (run_dir / name).exists() else []
         for name in (METRICS, EVALS, EVENTS)
     )
+    rows = evals_by_updates(rows)
+    # As there: -1 is the untrained model, which the results call step 0.
+    shift = any(e["step"] == -1 for e in evals)
     return {
         "steps": sum("reward/mean" in row for row in rows),
         "config": portable(config),
@@ -126,7 +131,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
             for e in events
             if e["kind"] in KEPT_EVENTS
         ],
-        "evals": evals,
+        "evals": [{**e, "step": e["step"] + shift} for e in evals],
         "curves": {
             name: [_short(row.get(name)) for row in rows]
             for name in ("step", *COLUMNS)
@@ -159,7 +164,7 @@ def check_same_recipe(path: Path, config: Config) -> None:
     if not path.exists():
         return
     here = portable(config)
-    there = portable(build_config({})) | _fixed(json.loads(path.read_text())["config"])
+    there = portable(build_config({})) | _fixed(carry_over(json.loads(path.read_text())["config"]))
     changed = [k for k in there | here if there.get(k, "absent") != here.get(k, "absent")]
     if changed:
         pairs = ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in changed)

@@ -130,7 +130,7 @@ class Attempt:
         attempts = [*self.earlier, attempt]
         replace_text(job.beside(ATTEMPTS), json.dumps(attempts, indent=1) + "\n")
         measured = measure(job.run_dir, job.config)
-        status = self._status(measured)
+        status = self._status()
         record = {
             "experiment": job.experiment,
             "arm": job.arm.name,
@@ -144,10 +144,10 @@ class Attempt:
         }
         return f"{status} at step {measured['steps']}", keep_longer(job.result, record)
 
-    def _status(self, measured: dict[str, Any]) -> str:
-        if measured["curves"].get("step", [-1])[-1] == self.job.config.steps:
-            return "finished"
+    def _status(self) -> str:
         code = self.process.poll()
+        if code == 0:
+            return "finished"
         if self.is_killed or code in (None, *INTERRUPTED):
             return "stopped"
         if code < 0:  # it had no last word: killed for memory, say

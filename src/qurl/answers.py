@@ -1,4 +1,4 @@
-"""Where the answer stands in a text, and when two answers are the same string."""
+"""Finding the answer in a text, and comparing two answers as strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INVISIBLE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|[\s$~]+")
 
 
 def find_answer(text: str) -> str | None:
-    """What the last \\boxed{...} holds, else the line after the last ####; None without either."""
+    """The content of the last \\boxed{...}, else the line after the last ####, else None."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -19,7 +19,7 @@ def find_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{...} with balanced braces holds; None where there is none."""
+    """The content of the last \\boxed{...} with balanced braces; None without one."""
     for match in reversed(list(_BOXED.finditer(text))):
         end = _closing_brace(text, match.end())
         if end is not None:
@@ -37,7 +37,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def normalise(answer: str) -> str:
-    """The answer without what only changes its look: spaces, text wrappers, \\left, dfrac."""
+    """Remove what only changes the look of an answer: spaces, text wrappers, \\left, dfrac."""
     answer = _WRAPPERS.sub(r"\1", answer)
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
     answer = _INVISIBLE.sub("", answer)
@@ -45,5 +45,5 @@ def normalise(answer: str) -> str:
 
 
 def is_words(answer: str) -> bool:
-    """Is a normalised answer prose such as "yes" or "Evelyn", where case does not matter?"""
+    """Is a normalised answer a word such as "yes" or "Evelyn", in which case does not matter?"""
     return bool(re.fullmatch(r"[A-Za-z'-]{3,}|no", answer, re.IGNORECASE))

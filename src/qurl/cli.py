@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a command is chosen."""
+"""The command line. It imports nothing heavy before a command is chosen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         the same from a checkpoint of llama.cpp, to start from
   qurl bench KIND [--flags]
-        KIND is rollout, gemm or sync: what the engine reaches on this machine
+        KIND is rollout or sync: what the engine reaches on this machine
+  qurl tune [--flags]
+        measure the engine's matrix products on this GPU and keep the fastest plans
 
   qurl train --help     every key of a recipe
   qurl --version
@@ -45,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return _command(args[0])(args[1:])
+        if args[0] not in COMMANDS:
+            raise ConfigError(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}")
+        return COMMANDS[args[0]](args[1:])
     except QurlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, DataError)) else 1
@@ -76,18 +80,16 @@ def train_command(args: list[str]) -> int:
 
 
 def eval_command(args: list[str]) -> int:
-    from qurl.run.commands import evaluate_model
+    from qurl.run.evaluation import evaluate_model
 
-    recipe, flags = _recipe_and_flags(args)
-    evaluate_model(recipe, flags)
+    evaluate_model(*_recipe_and_flags(args))
     return 0
 
 
 def validate_command(args: list[str]) -> int:
     from qurl.run.validate import validate
 
-    recipe, flags = _recipe_and_flags(args)
-    return 0 if validate(recipe, flags) else 2
+    return 0 if validate(*_recipe_and_flags(args)) else 2
 
 
 def report_command(args: list[str]) -> int:
@@ -99,20 +101,17 @@ def report_command(args: list[str]) -> int:
 
 
 def export_command(args: list[str]) -> int:
+    from qurl.run.export import export, export_gguf
+
     dtype, args = _option("--dtype", args, default="bfloat16")
     gguf, args = _option("--from-gguf", args)
     if gguf is None:
-        from qurl.run.export import export
-
-        source, target = _exactly(args, "RUN|CHECKPOINT", "OUT")
-        print(export(Path(source), Path(target), dtype or ""))
-        return 0
-    source, target = _exactly(
-        [word for word in (gguf, *args) if word], "--from-gguf FILE.gguf", "OUT"
-    )
-    from qurl.run.gguf import export_gguf
-
-    print(export_gguf(Path(source), Path(target), dtype or ""))
+        write, names = export, ("RUN|CHECKPOINT", "OUT")
+    else:
+        write, names = export_gguf, ("--from-gguf FILE.gguf", "OUT")
+        args = [word for word in (gguf, *args) if word]
+    source, target = _exactly(args, *names)
+    print(write(Path(source), Path(target), dtype or ""))
     return 0
 
 
@@ -122,6 +121,12 @@ def bench_command(args: list[str]) -> int:
     return run_bench(args)
 
 
+def tune_command(args: list[str]) -> int:
+    from qurl.bench import run_tuner
+
+    return run_tuner(args)
+
+
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train_command,
     "eval": eval_command,
@@ -129,17 +134,12 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "export": export_command,
     "bench": bench_command,
+    "tune": tune_command,
 }
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    if name not in COMMANDS:
-        raise ConfigError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}")
-    return COMMANDS[name]
-
-
 def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe comes first; without one, everything is a flag over the defaults."""
+    """Split off the recipe, which comes first; without one, the flags change the defaults."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     if late := [a for a in args if a.endswith(".toml")]:
@@ -148,7 +148,7 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _option(name: str, args: list[str], default: str | None = None) -> tuple[str | None, list[str]]:
-    """The word after `name`, empty where none follows; and the other arguments."""
+    """The word after `name`, empty if none follows, and the other arguments."""
     if name not in args:
         return default, args
     i = args.index(name)
@@ -162,7 +162,3 @@ def _exactly(args: list[str], *names: str) -> list[str]:
     if len(args) != len(names) or any(a.startswith("-") for a in args):
         raise ConfigError(f"expected {' '.join(names)}, got {' '.join(args) or 'nothing'}")
     return args
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,19 @@
-"""Every error that QuRL raises on purpose.
+"""All errors that QuRL raises on purpose.
 
     QurlError
     ├── ConfigError     (ValueError)    a recipe or a flag is wrong; all mistakes at once
     ├── DataError       (ValueError)    a data file, a row or a prompt is wrong
     ├── ModelError      (ValueError)    a model cannot be trained or sampled from
     ├── EngineError     (RuntimeError)  the rollout engine cannot do what was asked
-    │   └── SyncError                   its copy is not what the trainer has
-    ├── RewardError     (RuntimeError)  a grader raised, or returned something that is no reward
+    │   └── SyncError                   its weights differ from the trainer's
+    ├── RewardError     (RuntimeError)  a grader raised or did not return a reward
     │   └── RewardTimeout (TimeoutError)
     ├── TrainingError   (RuntimeError)  the run went wrong (non-finite loss, no usable group, ...)
     ├── CheckpointError (OSError)       a checkpoint cannot be written or read
     └── MissingExtra    (ImportError)   an optional dependency is not installed
 
 Each is also an error of the standard library, so callers need not know this module.
-A message names the thing, its value, what is allowed and what to do.
+A message names the key or file, its value, what is allowed and what to do.
 """
 
 from typing import Any
@@ -40,17 +40,17 @@ class EngineError(QurlError, RuntimeError):
 
 
 class SyncError(EngineError):
-    """The engine's copy is not what the trainer has, or the trainer's weights are no numbers."""
+    """The engine's weights differ from the trainer's, or the trainer's are not finite."""
 
 
 class RewardError(QurlError, RuntimeError):
-    """A grader raised, or returned something that is no reward."""
+    """A grader raised or did not return a reward."""
 
     text: str = ""
-    """What was being graded, where there was anything."""
+    """The completion that was graded."""
     answer: str = ""
     traceback: str = ""
-    """The grader's own."""
+    """Traceback of the grader."""
 
 
 class RewardTimeout(RewardError, TimeoutError):
@@ -58,10 +58,10 @@ class RewardTimeout(RewardError, TimeoutError):
 
 
 class TrainingError(QurlError, RuntimeError):
-    """The run went wrong and was stopped; what was computed is saved."""
+    """The run went wrong and was stopped. What it computed is saved."""
 
     batch: Any = None
-    """The batch that was being trained on, where there was one."""
+    """The batch of the failed update; None if the error came earlier."""
 
 
 class CheckpointError(QurlError, OSError):

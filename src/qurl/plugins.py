@@ -1,4 +1,4 @@
-"""Parts of your own: `"module:name"` in a recipe, for every key that names a built-in part."""
+"""Loading by name: your own parts (`"module:name"` in a recipe) and optional packages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, MissingExtra
 
 
 def is_users_own(spec: str) -> bool:
-    """Is it `module:name`, as against the name of a built-in part (`gym:<name>` is one)?"""
+    """Is it `module:name` rather than the name of a built-in part (`gym:<name>` is built in)?"""
     return ":" in spec and not spec.startswith("gym:")
 
 
 def check_plugin(spec: str, key: str) -> None:
-    """Raise unless the module of `module:name` can be found; it is not run.
+    """Raise unless the module of `module:name` exists, without importing it.
 
-    `key` is what the recipe calls it, for errors.
+    `key` is the recipe's key, for errors. Names of built-in parts pass.
     """
     if not is_users_own(spec):
         return
@@ -38,7 +38,7 @@ def check_plugin(spec: str, key: str) -> None:
 
 
 def load_plugin(spec: str, key: str) -> Any:
-    """The object behind `module:name`; a module in the working directory comes first."""
+    """The function `module:name`. Modules in the working directory come first."""
     check_plugin(spec, key)
     module, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -54,8 +54,26 @@ def load_plugin(spec: str, key: str) -> Any:
     return plugin
 
 
+def name_of(function: Any) -> str | None:
+    """`module:name` if another process can load the function by it, else None.
+
+    Lambdas, inner functions, and functions of the main script have no such name.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or getattr(sys.modules.get(module), name, None) is not function:
+        return None
+    return f"{module}:{name}"
+
+
+def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
+    """Import a module of an optional package, or say which extra of ours installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(package, extra, purpose) from error
+
+
 def _is_importable(module: str) -> bool:
-    """From the working directory or Python's path."""
     places = [str(Path.cwd()), *sys.path]
     for part in module.split("."):
         found = PathFinder.find_spec(part, places)

@@ -3,64 +3,122 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from qurl.config import AlgoConfig, Config
-from qurl.errors import DataError, TrainingError
-from qurl.rewards import grade_rollouts, reward_metrics
+from qurl.errors import ConfigError, DataError, TrainingError
+from qurl.plugins import load_plugin
+from qurl.rewards import Grading, reward_metrics
 from qurl.rewards.pool import GradingPool
 from qurl.rewards.shaping import overlong_cache
 from qurl.rollout import Engine
-from qurl.run.directory import Stopwatch
 from qurl.seeds import derive_seed, generator
 from qurl.tasks.task import Task
 from qurl.types import Graded, Problem, SamplingParams
 
+_REMEMBERED = 8
+"""Groups per problem whose accuracies are kept."""
+
+
+Selector = Callable[[int, int, int, Mapping[int, Sequence[float]], int], Sequence[int]]
+"""Chooses the indices of the next problems, as `shuffle` does. The choice must depend on the
+arguments alone, so that a resumed run goes on as the original would have."""
+
+
+def shuffle(
+    count: int,
+    num_problems: int,
+    num_taken: int,
+    accuracies: Mapping[int, Sequence[float]],
+    seed: int,
+) -> list[int]:
+    """Every problem once per epoch, in a new random order each time.
+
+    `num_taken` problems were handed out before these `count`. `accuracies` maps the index of a
+    problem to the mean accuracy of its last groups, oldest first; this selector ignores it.
+    """
+    end, indices = num_taken + count, []
+    for epoch in range(num_taken // num_problems, (end - 1) // num_problems + 1):
+        order = torch.randperm(num_problems, generator=generator(seed, "epoch", epoch)).tolist()
+        first = epoch * num_problems
+        indices += order[max(0, num_taken - first) : end - first]
+    return indices
+
 
 class ProblemStream:
-    """The task's problems in a new random order each epoch; `position` is all of its state."""
+    """Hands out a task's problems as a selector chooses them.
 
-    def __init__(self, task: Task, seed: int) -> None:
+    `select` is "shuffle", the `module:name` of your own selector, or the function itself.
+    """
+
+    def __init__(self, task: Task, seed: int, select: str | Selector = "shuffle") -> None:
         if len(task) == 0:
             raise DataError(f"task {task.name!r} has no problems")
-        self.task = task
-        self.seed = seed
-        self.position = 0
-        self._epoch, self._order = -1, torch.empty(0)
+        if isinstance(select, str):
+            select = shuffle if select == "shuffle" else load_plugin(select, "sampling.select")
+        self.task, self.seed, self.position = task, seed, 0
+        self._select: Selector = select  # type: ignore[assignment]
+        self._accuracies: dict[int, list[float]] = {}
+        self._indices: dict[str, int] = {}
+        """Of the problems that were handed out and not recorded yet, by id."""
 
     def take(self, count: int) -> list[Problem]:
-        return [self._next() for _ in range(count)]
+        size = len(self.task)
+        indices = self._select(count, size, self.position, self._accuracies, self.seed)
+        if len(indices) != count or not all(0 <= index < size for index in indices):
+            raise ConfigError(
+                f"sampling.select returned {list(indices)}; it must return {count} indices from 0 "
+                f"to {size - 1}"
+            )
+        return [self._hand_out(int(index)) for index in indices]
 
-    def _next(self) -> Problem:
-        epoch, offset = divmod(self.position, len(self.task))
-        if epoch != self._epoch:
-            order = torch.randperm(len(self.task), generator=generator(self.seed, "epoch", epoch))
-            self._epoch, self._order = epoch, order
+    def _hand_out(self, index: int) -> Problem:
+        problem = self.task[index]
+        # Engines key their randomness by id: a problem that comes again must be answered anew.
+        repetition = self.position // len(self.task) if self._select is shuffle else self.position
+        if repetition:
+            problem = dataclasses.replace(problem, id=f"{problem.id}@{repetition}")
         self.position += 1
-        problem = self.task[int(self._order[offset])]
-        # Engines key their randomness by id: asked twice in a step, it must not be answered alike.
-        return dataclasses.replace(problem, id=f"{problem.id}@{epoch}") if epoch else problem
+        self._indices[problem.id] = index
+        return problem
+
+    def record(self, graded: Sequence[Graded]) -> None:
+        """Remember how well problems of this stream were solved."""
+        for group in graded:
+            seen = self._accuracies.setdefault(self._indices.pop(group.rollout.problem.id), [])
+            seen[:] = [*seen, fmean(group.accuracies)][-_REMEMBERED:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        accuracies = {index: list(seen) for index, seen in self._accuracies.items()}
+        return {"position": self.position, "accuracies": accuracies}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint stopped; old ones hold no accuracies."""
+        self.position = state["position"]
+        self._accuracies = {i: list(seen) for i, seen in state.get("accuracies", {}).items()}
 
 
 class Sampler:
-    """Takes problems, generates and grades, as often as `collect` asks within one step."""
+    """Takes problems, generates and grades, as often as `collect` asks within one step.
+
+    Grading starts with the first finished group. `timing_s/rollout` is the time until the last one
+    is finished, and `timing_s/grade` what grading takes after that.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        stream: ProblemStream,
-        engine: Engine,
-        pool: GradingPool,
-        timer: Stopwatch,
-        step: int,
+        self, config: Config, stream: ProblemStream, engine: Engine, pool: GradingPool, step: int
     ) -> None:
         self.config, self.stream, self.engine, self.pool = config, stream, engine, pool
-        self.timer, self.step = timer, step
+        self.step = step
         self.graded: list[Graded] = []
+        self._rollout_seconds = self._grade_seconds = 0.0
 
     def __call__(self, round: int, count: int) -> list[Graded]:
         sampling, max_tokens = self.config.sampling, self.config.sampling.max_tokens
@@ -71,22 +129,30 @@ class Sampler:
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
         )
-        problems = self.stream.take(count)
-        with self.timer("rollout"):
-            rollouts = self.engine.generate(problems, params)
-        with self.timer("grade"):
-            graded = grade_rollouts(
-                rollouts, self.pool, overlong_cache=self.overlong_cache, max_tokens=max_tokens
-            )
+        problems, grading = self.stream.take(count), Grading(self.pool)
+        start = time.perf_counter()
+        with self.engine.stream(params) as rollouts:
+            rollouts.submit(problems)
+            for rollout in rollouts:
+                grading.submit(rollout)
+        generated = time.perf_counter()
+        finished = grading.rewards(overlong_cache=self.overlong_cache, max_tokens=max_tokens)
+        self._rollout_seconds += generated - start
+        self._grade_seconds += time.perf_counter() - generated
+        by_id = {group.rollout.problem.id: group for group in finished}
+        graded = [by_id[problem.id] for problem in problems]
+        self.stream.record(graded)
         self.graded += graded
         return graded
 
     def metrics(self) -> dict[str, float]:
-        """Of all that was sampled, before any group was dropped."""
+        """Describe everything that was sampled, before groups are dropped."""
         lengths = [len(c.token_ids) for g in self.graded for c in g.rollout.completions]
         metrics = reward_metrics(self.graded) | {
             "perf/rollout_tokens": float(sum(lengths)),
-            "perf/rollout_tokens_per_s": sum(lengths) / self.timer.seconds("rollout"),
+            "perf/rollout_tokens_per_s": sum(lengths) / self._rollout_seconds,
+            "timing_s/rollout": self._rollout_seconds,
+            "timing_s/grade": self._grade_seconds,
         }
         if self.overlong_cache:
             allowed = self.config.sampling.max_tokens - self.overlong_cache
@@ -95,19 +161,19 @@ class Sampler:
 
     @property
     def overlong_cache(self) -> int:
-        """The last tokens of a completion that are punished."""
+        """Number of last tokens that are punished."""
         return overlong_cache(self.config.algo.overlong_frac, self.config.sampling.max_tokens)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The groups of a step and how they were come by."""
+    """The groups of a step and how they were obtained."""
 
     graded: list[Graded]
     rounds: int
     num_groups_sampled: int
     num_groups_with_signal: int
-    """All of them where no group is dropped; the surplus counts."""
+    """All of them if no group is dropped; the surplus counts."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -117,10 +183,10 @@ class Collected:
 
 
 def has_signal(group: Graded) -> bool:
-    """Not all completions are equally right: only then is there anything to compare.
+    """Do accuracies differ within the group, so that there is something to compare?
 
-    This looks at accuracy, not at the shaped reward: length penalties would make a group of wrong
-    answers look informative.
+    The shaped reward does not count: length penalties would make a group of wrong answers look
+    informative.
     """
     return len(set(group.accuracies)) > 1
 
@@ -133,16 +199,13 @@ def collect(
     With dynamic sampling (DAPO), groups without signal are dropped and more are sampled from the
     same weights until there are enough; the surplus is cut off.
     """
-    if not algo.dynamic_sampling:
-        graded = list(sample(0, num_groups))
-        num = len(graded)
-        return Collected(graded, rounds=1, num_groups_sampled=num, num_groups_with_signal=num)
+    dynamic = algo.dynamic_sampling
     kept: list[Graded] = []
     num_sampled = 0
-    for round in range(algo.max_gen_rounds):
-        groups = sample(round, num_groups * algo.gen_multiple)
+    for round in range(algo.max_gen_rounds if dynamic else 1):
+        groups = sample(round, num_groups * (algo.gen_multiple if dynamic else 1))
         num_sampled += len(groups)
-        kept += [group for group in groups if has_signal(group)]
+        kept += [group for group in groups if has_signal(group) or not dynamic]
         if len(kept) >= num_groups:
             return Collected(kept[:num_groups], round + 1, num_sampled, len(kept))
     raise TrainingError(

@@ -1,4 +1,4 @@
-"""Randomness by name: every draw is keyed by what it is for, so that resuming needs no history."""
+"""Randomness by name: every draw is keyed by its purpose, so resuming needs no history."""
 
 from __future__ import annotations
 

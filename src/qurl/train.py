@@ -13,22 +13,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from qurl.advantages import Estimator, compare
-from qurl.config import Config, check_combinations
+from qurl.config import Config
 from qurl.correction import correct
 from qurl.errors import QurlError
 from qurl.losses import Surrogate
 from qurl.ops.device import peak_memory
-from qurl.run.assembly import Own, Parts, assemble
+from qurl.rewards import Reward
+from qurl.rollout.episode import Episode
+from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run, Stopwatch
-from qurl.run.evaluation import evaluate_recipe
+from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
-from qurl.sampling import Sampler, collect
+from qurl.sampling import Sampler, Selector, collect
+from qurl.tasks import Draw, Task
 from qurl.trainer.batches import pad, sample_records
 from qurl.types import Batch
 
@@ -38,11 +40,11 @@ def train(
     *,
     objective: Surrogate | None = None,
     advantage: Estimator | None = None,
-    engine: Any = None,
-    task: Any = None,
-    reward: Any = None,
-    select: Any = None,
-    episode: Any = None,
+    engine: EngineFactory | None = None,
+    task: Task | Draw | None = None,
+    reward: Reward | None = None,
+    select: Selector | None = None,
+    episode: Episode | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory.
@@ -51,18 +53,26 @@ def train(
     plain defaults. Parts given here take the place of those that the recipe names; they have the
     same form (docs/extending.md). `trackers` are called besides those that the recipe asks for.
     """
-    check_combinations(config)
-    own = Own(objective, advantage, engine, task, reward, select, episode)
+    choices = Choices.of(
+        config,
+        objective=objective,
+        advantage=advantage,
+        engine=engine,
+        task=task,
+        reward=reward,
+        select=select,
+        episode=episode,
+    )
     opened = Run.open(config, trackers=trackers)
-    with opened as run, assemble(config, run, own) as parts, Interrupt() as interrupt:
+    with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
         if parts.first_step == 0 and config.eval.every:
             with keep_evidence(config, parts, run, step=0):
-                run.log(-1, evaluate(config, parts, run, num_updates=0) | timer.lap())
+                run.log(-1, evaluate_policy(config, parts, run, num_updates=0) | timer.lap())
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
                 metrics = sync(parts, run, step)
-                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, timer, step)
+                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
 
@@ -77,7 +87,7 @@ def train(
 
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
-                    metrics |= evaluate(config, parts, run, num_updates=step + 1)
+                    metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
             for record in sample_records(collected.graded, trainable, config.track.samples):
                 run.sample(step, record)
             is_stopping = interrupt.is_requested
@@ -121,14 +131,16 @@ def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
     return metrics | {"sync/seconds": report.seconds}
 
 
-def evaluate(config: Config, parts: Parts, run: Run, *, num_updates: int) -> dict[str, float]:
+def evaluate_policy(
+    config: Config, parts: Parts, run: Run, *, num_updates: int
+) -> dict[str, float]:
     """Held-out accuracy of the present weights, in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
         for precision in config.eval_precisions:
             engine = parts.engine_of(precision)
             engine.sync(parts.learner.policy.model, version=num_updates)
-            result = evaluate_recipe(config, engine, parts.held_out, parts.pool, precision)
+            result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics

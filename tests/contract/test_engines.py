@@ -443,6 +443,43 @@ def test_filters_are_kept_and_logprobs_are_renormalised(kind, top_p, top_k):
         assert sum(seen.values()) == pytest.approx(1, rel=1e-4)  # few tokens: all were drawn
 
 
+# --- streams ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_problems_can_be_submitted_while_a_stream_runs(kind):
+    engine, problems = build(kind, shared_model("llama")), make_problems(5)
+    params = SamplingParams(max_tokens=9, group_size=2, seed=1)
+    expected = engine.generate(problems, params)
+    waiting, rollouts = problems[2:], []
+    with engine.stream(params) as stream:
+        stream.submit(problems[:2])
+        for rollout in stream:
+            rollouts.append(rollout)
+            stream.submit([waiting.pop()] if waiting else [])
+    rollouts.sort(key=lambda r: r.problem.id)
+    assert tokens_of(rollouts) == tokens_of(expected)
+    assert {v for c in completions(rollouts) for v in c.versions} == {0}
+    assert all(all(c.trained) for c in completions(rollouts))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_ids_may_repeat(kind):
+    """Each rollout is that of its own prompt and has its own problem."""
+    engine = build(kind, shared_model("llama"))
+    problems = [
+        Problem("p", (5, 6)),
+        Problem("p", (7,)),
+        Problem("p", (5, 6), "4"),
+        Problem("q", (7,)),
+    ]
+    params = SamplingParams(max_tokens=6, group_size=2)
+    rollouts = engine.generate(problems, params)
+    assert all(r.problem is p for r, p in zip(rollouts, problems, strict=True))
+    alone = [engine.generate([p], params)[0] for p in problems]
+    assert tokens_of(rollouts) == tokens_of(alone)
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 
@@ -605,14 +642,14 @@ def sync_with_damage(quant, monkeypatch, damage):
     """A sync whose copy is damaged before it is verified."""
     model = own_model()
     engine = build("local", model, quant)
-    load = engine.weights.load_
+    load = engine._sync.load_
 
     def load_and_damage(source):
         flips = load(source)
         damage(engine.weights)
         return flips
 
-    monkeypatch.setattr(engine.weights, "load_", load_and_damage)
+    monkeypatch.setattr(engine._sync, "load_", load_and_damage)
     engine.sync(model, version=3)
 
 

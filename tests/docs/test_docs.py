@@ -20,7 +20,7 @@ from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
 from qurl.objectives import OBJECTIVES
-from qurl.quant.tracking import GROUPS, Sums
+from qurl.quant.tracking import GROUPS, UpdateSums
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train
@@ -125,7 +125,7 @@ def is_metric(name):
     kind, metric, *group = name.split("/")
     if f'"{name}"' in SOURCE or f'"{name}_sum"' in SOURCE:
         return True
-    is_ratio = kind == "uaq" and metric in Sums(codes=1.0).ratios()
+    is_ratio = kind == "uaq" and metric in UpdateSums(codes=1.0).ratios()
     return is_ratio and set(group) <= set(GROUPS.values())
 
 
@@ -420,8 +420,11 @@ def test_public_records(name):
     ("name", "expected"),
     [
         ("custom_reward", ["'25'                 score  1.00", "'waste': 14.0"]),
+        ("episode_calculator", ["gets  8+8+4+4=\n", "8+8+4+4=3+8=11;\n"]),
         ("quantized_policy_loss", ["-2.40 / 0.00    -2.60 / -2.60"]),
         ("sample_and_compare", ["0% of the codes changed", "the same tokens: True"]),
+        ("select_unsolved", ["known: [22, 47, 50, 17]", "solved: [47, 50, 17, 2]"]),
+        ("task_multiplication", ["draw-train-0     64*69=   4416"]),
     ],
 )
 def test_examples_run(name, expected, monkeypatch, capsys):
@@ -433,7 +436,7 @@ def test_examples_run(name, expected, monkeypatch, capsys):
 
 
 def test_every_example_is_run_here():
-    here = {mark.args[1][i][0] for mark in test_examples_run.pytestmark for i in range(3)}
+    here = {name for mark in test_examples_run.pytestmark for name, _ in mark.args[1]}
     assert here == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

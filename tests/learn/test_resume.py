@@ -46,7 +46,7 @@ ARMS = {
     "ppo, int8, dithered": {
         "algo.name": "ppo",
         "critic.lr": 1e-3,
-        "optim.dither": True,
+        "experimental.dither": True,
         "model.compute_dtype": "bfloat16",
     },
 }

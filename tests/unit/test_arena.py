@@ -225,6 +225,11 @@ def test_a_cpu_without_enough_memory():
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+def is_near(num_bytes: int, expected: int) -> bool:
+    """Within an eighth of the arena: CUDA loads kernels meanwhile, and others use the GPU too."""
+    return abs(num_bytes - expected) < 2**27
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_keeps_the_address_and_gives_the_memory_back():
@@ -234,19 +239,19 @@ def test_a_gpu_keeps_the_address_and_gives_the_memory_back():
     assert arena.can_unmap
     before, _ = torch.cuda.mem_get_info()
     arena.map()
-    assert before - torch.cuda.mem_get_info()[0] >= 2**30
+    assert is_near(before - torch.cuda.mem_get_info()[0], 2**30)
     numbers = arena.tensor((2**28,), torch.float32)
     assert numbers.device == device
     assert not numbers.any()
     numbers += 1
     address = numbers.data_ptr()
     arena.unmap()
-    assert torch.cuda.mem_get_info()[0] >= before
+    assert is_near(before - torch.cuda.mem_get_info()[0], 0)
     arena.map()
     assert arena.tensor((2**28,), torch.float32).data_ptr() == address
     assert not numbers.any()
     arena.close()
-    assert torch.cuda.mem_get_info()[0] >= before
+    assert is_near(before - torch.cuda.mem_get_info()[0], 0)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ import warnings
 import pytest
 import torch
 
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.cache import (
     MEMORY_CPU,
     SCRATCH_PAGE,
@@ -15,7 +16,6 @@ from qurl.rollout.local.decoder import table_width
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import KEYS, attend_pages, write_pages_
-from qurl.rollout.local.weights import Architecture
 
 CPU = torch.device("cpu")
 

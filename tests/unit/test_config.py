@@ -2,22 +2,17 @@
 
 import ast
 import dataclasses
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-import qurl.config
-from qurl.config import (
-    PRESETS,
-    Config,
-    build_config,
-    load_config,
-    to_json,
-)
-from qurl.config.rules import WEIGHTED, find_mistakes, find_warnings, parse_rejection
+from qurl.config import PRESETS, Config, build_config, load_config, schema, to_json
+from qurl.config.recipe import MOVED
+from qurl.config.rules import find_mistakes, find_warnings, parse_rejection
 from qurl.errors import ConfigError
-from qurl.losses import OBJECTIVES
+from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
 from qurl.run.directory import flatten
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -48,7 +43,7 @@ def test_the_defaults_are_a_recipe():
 
 def test_every_key_has_a_docstring():
     """They feed `--help` and the docs; a section is described by its class."""
-    tree = ast.parse(Path(qurl.config.__file__).read_text())
+    tree = ast.parse(Path(schema.__file__).read_text())
     sections = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
     assert len(sections) == len(dataclasses.fields(Config)) - 5 + 2
     for section in sections:
@@ -140,7 +135,7 @@ def test_flags_say_things_as_recipes_do(flags, key, value):
     [
         ("algo", "cap"),
         ("algo", "dual_clip"),
-        ("algo", "acr_max_bound"),
+        ("experimental", "acr_max_bound"),
         ("critic", "clip"),
         ("correction", "veto"),
     ],
@@ -185,7 +180,7 @@ def test_all_mistakes_of_the_values_at_once():
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf: must be a finite number"),
         ({"sampling": {"temperature": 1e-9}}, "sampling.temperature = 1e-09: must be greater than"),
         ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than 1"),
-        ({"sampling": {"top_p": 0}}, "sampling.top_p = 0: must be greater than 0"),
+        ({"eval": {"top_p": 0}}, "eval.top_p = 0: must be greater than 0"),
         ({"sampling": {"stop": "x"}}, "sampling.stop = 'x' must be a list, like ['x']"),
         ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9] has too few values"),
         ({"optim": {"lr": True}}, "optim.lr = True: must be a valid number"),
@@ -208,9 +203,19 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9, sampling.top_k = 0: training"),
         ({"task": {"name": "nosuch"}}, "task.name = 'nosuch' is not one of arithmetic, countdown,"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k = 5: training rollouts must be drawn from"),
+        ({"task": {"reward": "f1"}}, "task.reward = 'f1' is not one of auto, math, exact, count"),
+        (
+            {"algo": {"objective": "acrr"}},
+            "algo.objective = 'acrr' is not one of ppo_prox, ppo_behav, decoupled, tis, acr, nor "
+            "module:name",
+        ),
+        ({"algo": {"advantage": "gea"}}, "algo.advantage = 'gea' is not one of gae, grpo, dr_grpo"),
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm' is not one of local, hf, nor"),
+        ({"rollout": {"episode": "x"}}, "rollout.episode = 'x' is not empty, nor module:name"),
+        ({"sampling": {"select": "x"}}, "sampling.select = 'x' is not one of shuffle, nor"),
+        ({"algo": {"objective": "no_such:f"}}, "algo.objective = 'no_such:f': there is no module"),
+        ({"task": {"name": "my.py:f"}}, "'my.py' is not the name of a module"),
         ({"sampling": {"group_size": 1}}, "algo.advantage = 'grpo' compares completions"),
         (
             {"sampling": {"group_size": 1}, "algo": {"advantage": "rloo"}},
@@ -221,19 +226,23 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
                 "sampling": {"group_size": 1},
                 "algo": {"advantage": "reinforce_pp", "dynamic_sampling": True},
             },
-            "sampling.group_size = 1: dynamic sampling needs at least 2",
+            "sampling.group_size = 1: algo.dynamic_sampling needs at least 2",
         ),
         ({"algo": {"name": "ppo", "advantage": "grpo"}}, "algo.name = 'ppo' means 'gae'"),
         ({"algo": {"kl_in_reward": True}}, "kl_in_reward = true needs algo.advantage = 'gae'"),
         ({"correction": {"mode": "bypass"}}, "set algo.objective = 'ppo_behav'"),
         (
+            {"experimental": {"weighted_kl": True}, "algo": {"objective": "ppo_prox"}},
+            "experimental.weighted_kl = true: 'ppo_prox' has no importance weight",
+        ),
+        (
             {"correction": {"kind": "icepop"}, "algo": {"objective": "decoupled"}},
-            "correction.kind = 'icepop' needs objective 'tis' or 'acr', not 'decoupled'",
+            "correction.kind = 'icepop' needs algo.objective = 'tis' or 'acr', not 'decoupled'",
         ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
         (
-            {"optim": {"dither": True}, "model": {"compute_dtype": "float32"}},
-            'optim.dither = true needs model.compute_dtype = "bfloat16"',
+            {"experimental": {"dither": True}, "model": {"compute_dtype": "float32"}},
+            'experimental.dither = true needs model.compute_dtype = "bfloat16"',
         ),
         (
             {"save": {"every": 5, "keep": 0}},
@@ -248,7 +257,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ({"task": {"name": "gym:x", "eval_path": "y"}}, "task.eval_path = 'y', but task.name"),
         (
             {"task": {"name": "gsm8k", "path": "x"}, "eval": {"every": 3}},
-            "eval.every = 3: set task.eval_path, for a file has no held-out problems of its own",
+            "eval.every = 3: set task.eval_path, because a file has no held-out problems",
         ),
         (
             {"model": {"scratch": {"hidden_size": 36}}},
@@ -270,7 +279,7 @@ def test_combinations_that_cannot_work(tree, message):
 
 
 def test_combinations_are_reported_at_once(recipe):
-    path = recipe('sampling.top_p = 0.5\ntask.name = "file"\ncorrection.reject = ["a", "b"]')
+    path = recipe('algo.objective = "x"\ntask.name = "file"\ncorrection.reject = ["a", "b"]')
     with pytest.raises(ConfigError, match=r"4 mistakes in .*recipe\.toml"):
         load_config(path)
 
@@ -287,6 +296,80 @@ def test_combinations_that_look_wrong_and_are_not():
         assert find_mistakes(build_config(tree)) == []
 
 
+def test_parts_of_your_own(tmp_path, monkeypatch):
+    """Rules that need facts wait until the part is loaded and they are given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise AssertionError('reading a recipe runs no code')")
+    own = {"objective": "mine:o", "advantage": "mine:a"}
+    tree = {
+        "algo": {**own, "cap": 5.0, "lam": 0.9},
+        "task": {"name": "mine:task", "path": "x.jsonl", "reward": "mine:reward"},
+        "rollout": {"engine": "mine:engine", "episode": "mine:episode"},
+        "sampling": {"select": "mine:select", "group_size": 1},
+        "correction": {"kind": "icepop"},
+        "quant": {"kv": "fp8"},
+        "eval": {"every": 1},
+    }
+    config = build_config(tree)
+    assert find_mistakes(config) == []
+    assert find_warnings(config) == []
+    mistakes = find_mistakes(config, Objective(), Advantage(needs_group=True))
+    assert [mistake.split(" = ")[0] for mistake in mistakes] == [
+        "sampling.group_size",
+        "correction.kind",
+    ]
+    warnings = find_warnings(config, Objective(), Advantage())
+    assert [w.split()[0] for w in warnings] == ["algo.objective", "algo.cap", "algo.lam"]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_is_a_recipe(name):
+    assert find_mistakes(build_config({"algo": {"objective": name}})) == []
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_is_a_recipe(name):
+    assert find_mistakes(build_config({"algo": {"advantage": name}})) == []
+
+
+def test_keys_that_moved_are_named_with_their_new_place(recipe):
+    path = recipe("optim.dither = true\nsampling.top_p = 1.0\nquant.scale_o_proj = false")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).splitlines() == [
+        f"3 mistakes in {path}:",
+        "  - sampling.top_p = 1.0 is gone: training always samples with top_p = 1; eval.top_p is "
+        "for evaluations; remove the key",
+        "  - optim.dither = True has moved; write experimental.dither instead",
+        "  - quant.scale_o_proj = False has moved; write experimental.scale_o_proj instead",
+    ]
+    with pytest.raises(ConfigError, match=r"optim\.dither = True has moved; write experimental"):
+        load_config(None, ["--optim.dither", "--steps", "3"])
+    with pytest.raises(ConfigError, match=r"rollout\.page_size = '16' is gone: .* \(flags\)"):
+        load_config(None, ["--steps", "3", "--rollout.page-size=16"])
+
+
+def test_keys_that_moved_are_carried_over_in_a_run(tmp_path):
+    config = load_config(None, ["--experimental.dither", "--experimental.acr_max_bound", "9"])
+    tree = dataclasses.asdict(config)
+    moved = tree.pop("experimental")
+    tree["optim"] |= {name: moved[name] for name in ("dither", "norm_fed_lr_scale")}
+    tree["algo"] |= {"acr_max_bound": 9.0, "kl_is_correct": False}
+    tree["quant"] |= {name: moved[name] for name in ("scale_o_proj", "scale_down_proj")}
+    tree["sampling"] |= {"top_p": 1.0, "top_k": 0}
+    tree["rollout"]["page_size"] = 0
+    assert MOVED.keys() <= flatten(tree).keys()
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert load_config(tmp_path) == dataclasses.replace(config, run_dir=str(tmp_path))
+
+
+def test_new_places_of_moved_keys_exist():
+    keys = flatten(dataclasses.asdict(Config()))
+    for old, new in MOVED.items():
+        assert old not in keys
+        assert new in keys or new.startswith("gone: ")
+
+
 def test_rejection_rules_are_parsed():
     assert parse_rejection("seq_mean_k1:0.999_1.001") == ("seq_mean_k1", 0.999, 1.001)
     assert parse_rejection("token_k3:1e-2") == ("token_k3", None, 0.01)
@@ -299,13 +382,17 @@ IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
     ("tree", "message"),
     [
         ({"batch": {"minibatches": 1}}, "with one update per rollout batch"),
-        ({"algo": {"cap": "none"}}, "with algo.cap = none nothing is truncated"),
+        ({"algo": {"cap": "none"}}, "ACR cannot act: algo.cap = none truncates nothing"),
         ({"quant": {"format": "none", "update_scale": 1.5}}, "UAQ without quantization"),
         ({"quant": {"update_scale": 1.5}, "optim": {"lr": 1e-5}}, "UAQ with optim.lr = 1e-05"),
-        ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' are not corrected"),
-        ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' are not corrected"),
+        ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' does not correct the mismatch"),
+        ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' does not correct the mismatch"),
         ({"correction": {"kind": "icepop"}}, "ACR cannot act: correction.kind = 'icepop'"),
-        ({"quant": {"scale_o_proj": True}}, "do nothing while quant.update_scale = 1"),
+        ({"experimental": {"scale_o_proj": True}}, "scale_o_proj does nothing while quant.upd"),
+        (
+            {"experimental": {"acr_max_bound": 9.0}, "algo": {"objective": "tis"}},
+            "experimental.acr_max_bound does nothing with algo.objective = 'tis'",
+        ),
         ({"critic": {"lr": 1e-4}}, "critic.lr does nothing with algo.advantage = 'grpo'"),
         ({"algo": {"lam": 0.9}}, "algo.lam does nothing with algo.advantage = 'grpo'"),
         ({"rollout": {"engine": "hf", "kv_tokens": 9}}, "rollout.kv_tokens does nothing with"),
@@ -313,8 +400,11 @@ IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
             {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
             "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
         ),
-        ({"algo": {**IN_REWARD, "kl_estimator": "k2"}}, "algo.kl_estimator = 'k2' does nothing"),
-        ({"algo": {**IN_REWARD, "kl_is_correct": True}}, "algo.kl_is_correct does nothing with"),
+        ({"algo": {**IN_REWARD, "kl_estimator": "k2"}}, "algo.kl_estimator does nothing with"),
+        (
+            {"algo": IN_REWARD, "experimental": {"weighted_kl": True}},
+            "experimental.weighted_kl does nothing with algo.kl_in_reward",
+        ),
         ({"algo": {"objective": "decoupled", "cap": 5.0}}, "algo.cap does nothing with"),
         ({"algo": {"gen_multiple": 2}}, "algo.gen_multiple does nothing without"),
         ({"algo": {"kl_coef": 0, "kl_estimator": "k1"}}, "algo.kl_estimator does nothing while"),
@@ -361,7 +451,7 @@ def test_a_run_directory_is_a_recipe(tmp_path):
     with pytest.raises(ConfigError, match="holds the resolved recipe of a run with 'dapo'"):
         load_config(tmp_path, ["--algo.name", "ppo"])
     (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
-    with pytest.raises(ConfigError, match=r"config\.json is not that of a run"):
+    with pytest.raises(ConfigError, match=r"config\.json is not a run's config"):
         load_config(tmp_path, ["--algo.name", "ppo"])
 
 
@@ -390,10 +480,6 @@ def test_int8_and_fp8_recipes_differ_in_the_format_only(path):
         assert theirs["model.path"] == ours["model.path"].replace("-int8", "-fp8")
     assert different == allowed
     assert (ours["quant.format"], theirs["quant.format"]) == ("int8", "fp8")
-
-
-def test_the_rules_name_the_weighted_objectives():
-    assert {name for name, spec in OBJECTIVES.items() if spec.is_weighted} == set(WEIGHTED)
 
 
 def test_optional_keys_follow_from_the_types():

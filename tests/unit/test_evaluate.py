@@ -1,11 +1,13 @@
 import io
 import itertools
 import random
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
 
+from qurl.config import build_config
 from qurl.errors import DataError
 from qurl.rewards.pool import Grade
 from qurl.run.evaluation import (
@@ -16,6 +18,7 @@ from qurl.run.evaluation import (
     print_results,
     wilson_interval,
 )
+from qurl.seeds import derive_seed
 from qurl.types import Completion, Problem, Rollout
 
 
@@ -93,11 +96,15 @@ def test_ks_up_to():
 class FakePool:
     """A text that equals the answer is worth 1, "half" 0.5, and "slow" times out."""
 
-    def grade(self, items):
-        return [
-            Grade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
-            for text, answer, _ in items
-        ]
+    def submit(self, texts, answer, extra):
+        future = Future()
+        future.set_result(
+            [
+                Grade(1.0 if text == answer else 0.5 if text == "half" else 0.0, {}, text == "slow")
+                for text in texts
+            ]
+        )
+        return [future]
 
 
 @dataclass
@@ -125,16 +132,19 @@ class FakeEngine:
 PROBLEMS = [Problem("a", [1], "7"), Problem("b", [2], "42")]
 
 
+def answer(engine, precision="full", problems=PROBLEMS, **options):
+    tree = {"sampling": {"max_tokens": 9, "stop": ["\n"]}, "eval": options, "seed": 5}
+    return evaluate(build_config(tree), engine, problems, FakePool(), precision)
+
+
 def test_greedy_evaluation():
     engine = FakeEngine(["7", "slow"])
-    result = evaluate(engine, PROBLEMS, FakePool(), precision="full", max_tokens=9, stop=("\n",))
-    assert result.accuracy == 0.5
+    result = answer(engine)
+    assert result.scores == {"accuracy": (0.5, *wilson_interval(1, 2))}
     assert result.outcomes == (True, False)
-    assert result.accuracy_interval == wilson_interval(1, 2)
     assert result.mean_length == 2.5
     assert result.frac_truncated == 0.5
     assert result.num_timeouts == 1
-    assert result.avg_at_k is None
     assert len(engine.asked) == 1
     assert (engine.asked[0].max_tokens, engine.asked[0].stop) == (9, ("\n",))
     assert result.metrics()["eval/full/accuracy"] == 0.5
@@ -144,26 +154,18 @@ def test_greedy_evaluation():
 def test_sampled_evaluation():
     sampled = [["7", "7", "x"], ["x", "slow", "42"]]  # 2 and 1 of 3 correct
     engine = FakeEngine(["7", "42"], sampled)
-    result = evaluate(
-        engine,
-        PROBLEMS,
-        FakePool(),
-        precision="int8",
-        max_tokens=9,
-        samples=3,
-        temperature=0.6,
-        top_p=0.95,
-        seed=5,
-    )
-    assert result.accuracy == 1.0
-    assert result.avg_at_k == pytest.approx(0.5)
-    assert result.avg_at_k_interval == pytest.approx(mean_interval([2 / 3, 1 / 3]))
+    result = answer(engine, "int8", samples=3, temperature=0.6, top_p=0.95, max_tokens=7)
+    assert list(result.scores) == ["accuracy", "avg@3", "pass@1", "pass@2", "pass@3"]
+    assert result.scores["avg@3"] == pytest.approx((0.5, *mean_interval([2 / 3, 1 / 3])))
     # pass@2: 1 - C(1,2)/C(3,2) = 1 and 1 - C(2,2)/C(3,2) = 2/3
-    assert result.pass_at_k == pytest.approx({1: 0.5, 2: 5 / 6, 3: 1.0})
+    passes = [result.scores[f"pass@{k}"].value for k in (1, 2, 3)]
+    assert passes == pytest.approx([0.5, 5 / 6, 1.0])
     assert result.num_timeouts == 1
     params = engine.asked[1]
-    assert (params.group_size, params.temperature, params.top_p, params.seed) == (3, 0.6, 0.95, 5)
+    assert (params.group_size, params.temperature, params.top_p) == (3, 0.6, 0.95)
+    assert (params.max_tokens, params.seed) == (7, derive_seed(5, "eval"))
     metrics = result.metrics()
+    assert metrics["eval/int8/accuracy"] == 1.0
     assert metrics["eval/int8/avg@3"] == pytest.approx(0.5)
     assert metrics["eval/int8/pass@2"] == pytest.approx(5 / 6)
     assert metrics["eval/int8/pass@2_low"] <= 5 / 6 <= metrics["eval/int8/pass@2_high"]
@@ -171,21 +173,17 @@ def test_sampled_evaluation():
 
 def test_half_right_is_not_correct():
     engine = FakeEngine(["half", "42"])
-    result = evaluate(engine, PROBLEMS, FakePool(), precision="full", max_tokens=9)
-    assert result.accuracy == 0.5
+    assert answer(engine).scores["accuracy"].value == 0.5
 
 
 def test_no_problems_is_an_error():
     with pytest.raises(DataError, match="no held-out problems"):
-        evaluate(FakeEngine([]), [], FakePool(), precision="full", max_tokens=9)
+        answer(FakeEngine([]), problems=[])
 
 
 def test_printed_table_is_plain_outside_a_terminal():
     engine = FakeEngine(["7", "x"], [["7", "x"], ["42", "42"]])
-    results = [
-        evaluate(engine, PROBLEMS, FakePool(), precision=p, max_tokens=9, samples=n)
-        for p, n in (("full", 2), ("int8", 0))
-    ]
+    results = [answer(engine, precision, samples=2) for precision in ("full", "int8")]
     file = io.StringIO()
     print_results(results, Console(file=file, width=100))
     text = file.getvalue()

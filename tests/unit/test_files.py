@@ -8,7 +8,7 @@ import pytest
 
 from qurl.errors import DataError, MissingExtra
 from qurl.tasks import load_task
-from qurl.tasks.files import INSTRUCTION
+from qurl.tasks.columns import INSTRUCTION
 from qurl.tasks.tokenizer import build_tokenizer
 
 MESSAGES = [

@@ -18,9 +18,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from qurl.errors import EngineError
 from qurl.rollout.local.cache import KVCache
-from qurl.rollout.local.decoder import decode, decode_sequence, prefill
-from qurl.rollout.local.ops import Rotations, choose_ops
+from qurl.rollout.local.decoder import choose_ops, decode, decode_sequence, prefill
+from qurl.rollout.local.ops import Rotations
 from qurl.rollout.local.reference import ReferenceOps
+from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
 from tests.models import CPU, tiny_llama
 
@@ -81,7 +82,7 @@ class Course:
 @torch.no_grad()
 def run(model, quant: str, *, is_fused: bool, has_codes: bool = False, deterministic=False):
     weights = Weights(model, quant, torch.float32, CPU, native_codes=is_fused)
-    weights.load_(model)
+    WeightSync(weights).load_(model)
     if is_fused:
         from qurl.rollout.local.fused import FusedOps
 
@@ -176,7 +177,7 @@ def test_a_sequence_decoded_in_one_step_is_its_prefill(name, page_size):
     """13 tokens as rows of one step, over pages in order."""
     model = make_model(name)
     weights = Weights(model, "none", torch.float32, CPU)
-    weights.load_(model)
+    WeightSync(weights).load_(model)
     ops, rotations, arch = ReferenceOps(weights), Rotations.up_to(64, weights), weights.arch
     shape = (arch.num_layers, 2, 6, page_size, arch.num_kv_heads, arch.head_dim)
     kv = KVCache(torch.zeros(shape))

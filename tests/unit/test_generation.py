@@ -1,5 +1,6 @@
 import copy
 import functools
+import itertools
 import random
 import threading
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from qurl.errors import EngineError
 from qurl.rollout import build_engine, canary
 from qurl.rollout.local import generation as module
-from qurl.rollout.local.graphs import Actor, Rows
+from qurl.rollout.local.decoder import Decoder
+from qurl.rollout.local.graphs import Rows
 from qurl.rollout.local.requests import Transcript
 from qurl.rollout.sampler import request_key
 from qurl.tasks.tokenizer import build_tokenizer
@@ -29,6 +31,17 @@ PARAMS = SamplingParams(max_tokens=20, group_size=3, seed=2, stop=STOP)
 
 def build(**options):
     return build_engine("local", options.pop("model", MODEL), TOKENIZER, **options)
+
+
+def start(engine, problems, params):
+    stream = engine.stream(params)
+    stream.submit(problems)
+    return stream
+
+
+def in_order(rollouts):
+    """By the ids of their problems."""
+    return sorted(rollouts, key=lambda r: r.problem.id)
 
 
 def completions(rollouts):
@@ -66,9 +79,9 @@ def test_steps_in_flight_change_nothing(reference, depth, max_batch):
 
 def test_waiting_for_company_saves_prefills_and_changes_no_completion(monkeypatch):
     prefilled = []
-    prefill = Actor.prefill
+    prefill = Decoder.prefill
     monkeypatch.setattr(
-        Actor, "prefill", lambda self, jobs: (prefilled.append(len(jobs)), prefill(self, jobs))
+        Decoder, "prefill", lambda self, jobs: (prefilled.append(len(jobs)), prefill(self, jobs))
     )
     problems = [Problem(f"p{i}", (5, 6, 7, i)) for i in range(40)]
     params = SamplingParams(max_tokens=20, seed=2, stop=STOP)
@@ -169,9 +182,9 @@ def test_deterministic_preemption_saves_pages_and_changes_no_bit(depth, monkeypa
     params = SamplingParams(max_tokens=24, group_size=3, seed=2, ignore_eos=True)
     expected = build(quant="int8").generate(PROBLEMS, params)
     engine = build(quant="int8", depth=depth, kv_tokens=48, page_size=4, deterministic=True)
-    prefilled, prefill = [], Actor.prefill
+    prefilled, prefill = [], Decoder.prefill
     monkeypatch.setattr(
-        Actor, "prefill", lambda self, jobs: (prefilled.extend(jobs), prefill(self, jobs))
+        Decoder, "prefill", lambda self, jobs: (prefilled.extend(jobs), prefill(self, jobs))
     )
     assert engine.generate(PROBLEMS, params) == expected
     assert engine.num_preemptions > 0
@@ -182,12 +195,22 @@ def test_deterministic_preemption_saves_pages_and_changes_no_bit(depth, monkeypa
 # Interruption
 
 
-def drive(generation, rng: random.Random):
-    """Run to the end with stops at random steps, sometimes giving the pages back."""
-    while not generation.run(max_steps=rng.randrange(1, 6)):
+def drive(stream, problems, rng: random.Random):
+    """Run to the end with stops at random steps, sometimes giving the pages back.
+
+    Problems are submitted and rollouts are taken at random steps too.
+    """
+    waiting, rollouts = list(problems), []
+    while waiting or not stream.is_finished:
+        if waiting and rng.random() < 0.5:
+            stream.submit([waiting.pop() for _ in range(rng.randrange(1, 1 + len(waiting)))])
         if rng.random() < 0.3:
-            generation.release()
-    return generation.rollouts()
+            rollouts += itertools.islice(stream, 1)
+        else:
+            stream.run(max_steps=rng.randrange(1, 6))
+        if rng.random() < 0.3:
+            stream.release()
+    return in_order([*rollouts, *stream])
 
 
 @settings(max_examples=25, deadline=None)
@@ -218,7 +241,7 @@ def test_any_course_gives_the_same_tokens(seed, depth, max_batch, spare_pages, d
         kv_tokens=(-(-longest // page_size) + spare_pages) * page_size,
         deterministic=deterministic,
     )
-    rollouts = drive(engine.start(problems, params), rng)
+    rollouts = drive(engine.stream(params), problems, rng)
     assert tokens_of(rollouts) == tokens_of(expected)
     assert largest_gap(rollouts, expected) < 1e-4
     assert [c.finish for c in completions(rollouts)] == [c.finish for c in completions(expected)]
@@ -227,14 +250,14 @@ def test_any_course_gives_the_same_tokens(seed, depth, max_batch, spare_pages, d
 @pytest.mark.parametrize("depth", [0, 1])
 def test_max_steps_counts_decode_steps_and_loses_nothing(reference, depth):
     engine = build(depth=depth)
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = start(engine, PROBLEMS, PARAMS)
     assert not generation.run(max_steps=3)
     assert engine.num_steps == 3
     ended = [c for c in completions(reference) if len(c.token_ids) <= 3]
     assert generation.num_tokens == sum(min(len(c.token_ids), 3) for c in completions(reference))
     assert generation.num_completions == len(ended)
     assert generation.run()
-    assert generation.rollouts() == reference
+    assert in_order(generation) == reference
     assert generation.run()  # and once more, for nothing
     assert generation.num_tokens == sum(len(c.token_ids) for c in completions(reference))
 
@@ -243,7 +266,7 @@ def test_max_steps_counts_decode_steps_and_loses_nothing(reference, depth):
 def test_interrupt_from_a_callback(reference, depth, monkeypatch):
     monkeypatch.setattr(module, "REPORT_SECONDS", 0.0)
     engine = build(depth=depth)
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = start(engine, PROBLEMS, PARAMS)
     calls = []
 
     def on_progress(num_completions, num_tokens):
@@ -256,18 +279,17 @@ def test_interrupt_from_a_callback(reference, depth, monkeypatch):
     assert engine.num_steps == 5
     assert calls[-1] == generation.num_tokens  # what was in flight is counted
     assert generation.run()
-    assert generation.rollouts() == reference
+    assert in_order(generation) == reference
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("call", ["sync", "generate", "start", "release", "run"])
+@pytest.mark.parametrize("call", ["sync", "generate", "release", "run"])
 def test_a_callback_cannot_take_the_pages_away(reference, call, depth):
     engine = build(depth=depth)
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = start(engine, PROBLEMS, PARAMS)
     calls = {
         "sync": lambda: engine.sync(MODEL, version=9),
         "generate": lambda: engine.generate(PROBLEMS[:1], PARAMS),
-        "start": lambda: engine.start(PROBLEMS[:1], PARAMS),
         "release": generation.release,
         "run": generation.run,
     }
@@ -277,11 +299,11 @@ def test_a_callback_cannot_take_the_pages_away(reference, call, depth):
     assert engine.version == 0
     engine.on_progress = None
     assert generation.run()
-    assert tokens_of(generation.rollouts()) == tokens_of(reference)
+    assert tokens_of(in_order(generation)) == tokens_of(reference)
 
 
 def test_max_steps_is_a_number_of_steps():
-    generation = build().start(PROBLEMS, PARAMS)
+    generation = start(build(), PROBLEMS, PARAMS)
     with pytest.raises(EngineError, match=r"max_steps = -1 must be at least 0, or None"):
         generation.run(max_steps=-1)
     assert not generation.run(max_steps=0)
@@ -290,7 +312,7 @@ def test_max_steps_is_a_number_of_steps():
 
 def test_a_callback_that_always_interrupts_lets_each_run_take_a_step():
     engine = build()
-    generation = engine.start(PROBLEMS[:1], PARAMS)
+    generation = start(engine, PROBLEMS[:1], PARAMS)
     engine.on_progress = lambda *_: generation.interrupt()
     while not generation.run():
         assert engine.num_steps <= 20 + 1
@@ -299,18 +321,18 @@ def test_a_callback_that_always_interrupts_lets_each_run_take_a_step():
 
 def test_interrupt_from_another_thread():
     params = SamplingParams(max_tokens=40, group_size=8, ignore_eos=True)
-    generation = build().start(PROBLEMS[:2], params)
+    generation = start(build(), PROBLEMS[:2], params)
     timer = threading.Timer(0.02, generation.interrupt)
     timer.start()
     is_finished = generation.run()
     timer.join()
     while not is_finished:
         is_finished = generation.run()
-    assert tokens_of(generation.rollouts()) == tokens_of(build().generate(PROBLEMS[:2], params))
+    assert tokens_of(in_order(generation)) == tokens_of(build().generate(PROBLEMS[:2], params))
 
 
 def test_an_interrupt_before_a_run_stops_it():
-    generation = build().start(PROBLEMS, PARAMS)
+    generation = start(build(), PROBLEMS, PARAMS)
     generation.interrupt()
     assert not generation.run()
     assert generation.num_tokens == 0
@@ -344,7 +366,7 @@ def test_ctrl_c_anywhere_leaves_the_generation_resumable(
 ):
     """Tokens in flight are sampled again, and are the same."""
     engine = build(depth=1, max_batch=6)
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = start(engine, PROBLEMS, PARAMS)
     generation.run(max_steps=1)
     owner = {
         "launch": engine.stepper,
@@ -353,7 +375,7 @@ def test_ctrl_c_anywhere_leaves_the_generation_resumable(
         "complete": generation,
         "leave": generation._scheduler,
         "admit": generation._scheduler,
-        "prefill": engine.stepper.actor,
+        "prefill": engine.stepper.decoder,
         "start_": engine.stepper.rows,
     }[place]
     name = {"complete": "_complete"}.get(place, place)
@@ -367,21 +389,9 @@ def test_ctrl_c_anywhere_leaves_the_generation_resumable(
             generation.run()
     assert not generation.is_finished
     assert generation.run()
-    rollouts = generation.rollouts()
+    rollouts = in_order(generation)
     assert tokens_of(rollouts) == tokens_of(reference)
     assert largest_gap(rollouts, reference) < 1e-4
-
-
-def test_unfinished_completions_are_not_handed_out(reference):
-    generation = build().start(PROBLEMS, PARAMS)
-    while generation.num_completions < 8:
-        generation.run(max_steps=1)
-    finished = generation.finished
-    assert 0 < len(finished) < len(PROBLEMS)
-    assert finished == [r for r in reference if r.problem in [f.problem for f in finished]]
-    missing = 15 - generation.num_completions
-    with pytest.raises(EngineError, match=rf"{missing} of 15 completions are unfinished; call run"):
-        generation.rollouts()
 
 
 # Pages between generations
@@ -389,30 +399,30 @@ def test_unfinished_completions_are_not_handed_out(reference):
 
 def test_another_generation_takes_the_pages_and_both_can_go_on(reference):
     engine = build()
-    first = engine.start(PROBLEMS, PARAMS)
+    first = start(engine, PROBLEMS, PARAMS)
     first.run(max_steps=4)
     num_tokens = first.num_tokens
-    second = engine.start(PROBLEMS[::-1], PARAMS)
+    second = start(engine, PROBLEMS[::-1], PARAMS)
     second.run(max_steps=2)
     assert first.num_tokens == num_tokens
     assert first.run()
     assert second.run()
-    assert tokens_of(first.rollouts()) == tokens_of(second.rollouts()[::-1]) == tokens_of(reference)
+    assert tokens_of(in_order(first)) == tokens_of(in_order(second)) == tokens_of(reference)
 
 
 def test_pages_stay_until_they_are_released(monkeypatch):
     engine = build()
-    generation = engine.start(PROBLEMS, PARAMS)
+    generation = start(engine, PROBLEMS, PARAMS)
     generation.run(max_steps=2)
     assert engine.memory.num_pages > 0
-    lent = []
-    monkeypatch.setattr(engine, "lend", lambda g: lent.append(g) or type(engine).lend(engine, g))
+    acquired, acquire = [], engine.memory.acquire
+    monkeypatch.setattr(engine.memory, "acquire", lambda n: acquired.append(n) or acquire(n))
     generation.run(max_steps=2)
-    assert lent == []
+    assert acquired == []
     generation.release()
     assert engine.memory.num_pages == 0
     generation.run(max_steps=2)
-    assert lent == [generation]
+    assert len(acquired) == 1
     generation.run()
     assert engine.memory.num_pages == 0
 
@@ -425,6 +435,74 @@ def test_a_failed_generation_holds_no_memory():
     assert engine.memory.num_pages == 0
 
 
+# Streams
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("max_batch", [4, 64])
+def test_rollouts_come_as_soon_as_their_group_has_finished(reference, depth, max_batch):
+    """The first of them when one group has ended, and others go on."""
+    engine = build(depth=depth, max_batch=max_batch)
+    with start(engine, PROBLEMS, PARAMS) as stream:
+        rollouts, num_tokens = [], []
+        for rollout in stream:
+            rollouts.append(rollout)
+            num_tokens.append(stream.num_tokens)
+    assert in_order(rollouts) == reference
+    assert num_tokens[0] < num_tokens[-1] == sum(len(t) for t in tokens_of(reference))
+    assert engine.memory.num_pages == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("max_batch", [2, 7, 64])
+def test_problems_may_come_later_and_be_longer(reference, depth, max_batch, deterministic):
+    """Each problem is longer than those before it, so that the cache has to grow."""
+    engine = build(depth=depth, max_batch=max_batch, page_size=4, deterministic=deterministic)
+    waiting, rollouts = PROBLEMS[1:], []
+    with start(engine, PROBLEMS[:1], PARAMS) as stream:
+        stream.run(max_steps=2)
+        stream.submit([waiting.pop(0)])
+        for rollout in stream:
+            rollouts.append(rollout)
+            stream.submit([waiting.pop(0)] if waiting else [])
+    assert tokens_of(in_order(rollouts)) == tokens_of(reference)
+    assert largest_gap(in_order(rollouts), reference) < (1e-9 if deterministic else 1e-4)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_long_stream_uses_its_rows_again(depth):
+    problems = [Problem(f"p{i:02}", (5, 6, 7, i)) for i in range(40)]
+    expected = build().generate(problems, PARAMS)
+    engine, waiting, rollouts = build(depth=depth), problems[4:], []
+    with start(engine, problems[:4], PARAMS) as stream:
+        for rollout in stream:
+            rollouts.append(rollout)
+            stream.submit([waiting.pop(0)] if waiting else [])
+    assert tokens_of(in_order(rollouts)) == tokens_of(expected)
+    assert stream._num_rows <= 3 * (5 + depth)
+    assert stream.num_tokens == sum(len(t) for t in tokens_of(expected))
+
+
+def test_a_stream_can_be_left_and_gone_on_with(reference):
+    """By break, by a sync between two rollouts, and by interrupt from a callback."""
+    engine = build(depth=1, max_batch=6)
+    stream = start(engine, PROBLEMS, PARAMS)
+    rollouts = [next(iter(stream))]
+    for rollout in stream:
+        rollouts.append(rollout)
+        engine.sync(MODEL, version=len(rollouts))
+        if len(rollouts) == 3:
+            break
+    engine.on_progress = lambda *_: stream.interrupt()
+    for _ in range(100):
+        rollouts += stream
+    assert stream.is_finished
+    assert tokens_of(in_order(rollouts)) == tokens_of(reference)
+    assert all(list(c.versions) == sorted(c.versions) for c in completions(rollouts))
+    assert max(c.versions[-1] for c in completions(rollouts)) == 3
+
+
 # Versions
 
 
@@ -435,12 +513,15 @@ def test_a_resumed_generation_goes_on_with_the_new_weights():
     params = SamplingParams(max_tokens=12, group_size=2, seed=2, ignore_eos=True)
     engine = build(model=model, max_batch=3)
     engine.sync(model, version=3)
-    generation = engine.start(PROBLEMS, params)
+    generation = start(engine, PROBLEMS, params)
     generation.run(max_steps=5)
     engine.sync(other, version=4)
     assert generation.run()
-    rollouts = generation.rollouts()
+    rollouts = in_order(generation)
     assert [r.version for r in rollouts] == [3, 3, 4, 4, 4]
+    assert [c.versions for c in completions(rollouts)] == [(3,) * 5 + (4,) * 7] * 3 + [
+        (4,) * 12
+    ] * 7
     old, new = (completions(build(model=m).generate(PROBLEMS, params)) for m in (model, other))
     for i, completion in enumerate(completions(rollouts)):
         if i >= 3:
@@ -484,7 +565,9 @@ def test_the_longest_expected_start_first(monkeypatch):
 def test_without_more_requests_than_rows_the_order_is_the_callers():
     engine = build()
     for _ in range(2):
-        assert engine.start(PROBLEMS, PARAMS)._order == [0, 1, 2, 3, 4]
+        stream = start(engine, PROBLEMS, PARAMS)
+        stream.run(max_steps=0)
+        assert [group.problem for group in stream._submitted] == PROBLEMS
         engine.generate(PROBLEMS, PARAMS)
 
 
@@ -511,4 +594,17 @@ def test_the_transcript_keeps_tokens_apart():
     assert [transcript.token_ids(i) for i in range(3)] == [[5, 6], [9], [7]]
     assert [transcript.logprobs(i) for i in range(3)] == [[-2.0, -3.0], [-4.0], [-1.0]]
     assert [transcript.tail(0, n) for n in (0, 1, 2, 3)] == [[], [6], [5, 6], [5, 6]]
-    assert transcript.versions.tolist() == [1, 2, 1]
+    assert [transcript.versions(i) for i in range(3)] == [[1, 2], [2], [1]]
+
+
+def test_the_transcript_grows_and_uses_rows_again():
+    transcript = Transcript(2, max_tokens=3)
+    one = np.array([0.0])
+    transcript.append(np.array([0]), np.array([5]), one, version=1)
+    transcript.reserve(3)
+    transcript.append(np.array([3]), np.array([6]), one, version=2)
+    assert [transcript.token_ids(i) for i in range(4)] == [[5], [], [], [6]]
+    transcript.clear(slice(0, 1))
+    transcript.append(np.array([0]), np.array([7]), one, version=3)
+    assert [transcript.versions(i) for i in range(4)] == [[3], [], [], [2]]
+    assert (transcript.token_ids(0), transcript.num_tokens) == ([7], 3)

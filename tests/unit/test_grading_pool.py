@@ -1,6 +1,8 @@
 """Graders that hang, crash, print or lie: none of it is silent, and nothing hangs."""
 
+import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -9,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from qurl.errors import ConfigError, RewardError
-from qurl.rewards import Grade, GradingPool, grade_rollouts, reward_metrics
+from qurl.rewards import Grade, Grading, GradingPool, reward_metrics
 from qurl.rewards.reward import check_value
 from qurl.types import Completion, Problem, Rollout
 
 GRADERS = '''
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 
 def length(text, answer, extra):
     return {"score": len(text) - extra.get("minus", 0), "is_short": len(text) < 3}
@@ -49,6 +51,25 @@ def odd(text, answer, extra):
     if text == "torch":
         return float("torch" in sys.modules)
     return 1.0 if text == answer else -2.5
+
+def pid(text, answer, extra):
+    return os.getpid()
+
+def rank(texts, answer, extra):
+    if "hang" in texts:
+        time.sleep(60)
+    return [sorted(texts).index(text) for text in texts if text != "few"]
+
+async def judge(text, answer, extra):
+    if text == "raise":
+        raise KeyError("the judge is broken")
+    if text == "block":
+        time.sleep(60)
+    if text == "die":
+        await asyncio.sleep(0.05)
+        os._exit(3)
+    await asyncio.sleep(float(text))
+    return float(text)
 '''
 
 
@@ -141,7 +162,7 @@ def test_the_built_in_graders_are_light():
 def test_timeouts_are_counted(pool):
     completions = [Completion([1], [0.0], text, "stop") for text in ("right", "hang")]
     rollout = Rollout(Problem("p", (), "right"), completions, version=0, temperature=1.0)
-    [graded] = grade_rollouts([rollout], pool, overlong_cache=0, max_tokens=5)
+    [graded] = Grading(pool, [rollout]).rewards(overlong_cache=0, max_tokens=5)
     assert list(graded.rewards) == [1.0, 0.0]
     assert reward_metrics([graded])["reward/timeouts"] == 1.0
 
@@ -166,7 +187,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
         rollout = Rollout(
             Problem("p", (), extra={"minus": 5}), [Completion([1], [0.0], "ab", "stop")], 0, 1.0
         )
-        [graded] = grade_rollouts([rollout], pool, overlong_cache=2, max_tokens=2)
+        [graded] = Grading(pool, [rollout]).rewards(overlong_cache=2, max_tokens=2)
     assert grades == [Grade(2.0, {"is_short": 1.0}), Grade(3.0, {"is_short": 0.0})]
     assert graded.details == [{"accuracy": -3.0, "timed_out": 0.0, "is_short": 1.0}]
     assert list(graded.rewards) == [-3.5]
@@ -175,7 +196,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_such_module:score", "No module named 'no_such_module'"),
+        ("no_such_module:score", "there is no module 'no_such_module'"),
         ("my_graders:no_such", "my_graders has no function 'no_such'; it has .*odd"),
     ],
 )
@@ -192,6 +213,99 @@ def test_cheap_graders_need_no_process(monkeypatch):
     with GradingPool("countdown") as pool, pytest.raises(RewardError, match="numbers") as caught:
         pool.grade([("1+1", "", {})])
     assert vars(caught.value)["text"] == "1+1"
+
+
+def rollout_of(*texts):
+    completions = [Completion([1], [0.0], text, "stop") for text in texts]
+    return Rollout(Problem("p", (), "right"), completions, version=0, temperature=1.0)
+
+
+def test_async_rewards_wait_at_the_same_time(folder, monkeypatch):
+    """Four calls of 0.6 s and one of a minute take 1 s, the deadline, in one process."""
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:judge", workers=1, timeout=1.0) as pool:
+        start = time.monotonic()
+        [grades] = Grading(pool, [rollout_of("0.6", "0.6", "60", "0.6", "0.6")]).grades()
+        assert time.monotonic() - start < 2.0
+        assert [g.timed_out for g in grades] == [False, False, True, False, False]
+        assert [g.score for g in grades] == [0.6, 0.6, 0.0, 0.6, 0.6]
+        with pytest.raises(RewardError, match="KeyError: 'the judge is broken'") as caught:
+            Grading(pool, [rollout_of("0", "raise")]).grades()
+        assert vars(caught.value)["text"] == "raise"
+
+
+@pytest.mark.parametrize(("text", "message"), [("block", ""), ("die", "died, exit status 3")])
+def test_an_async_call_that_takes_its_process_down_takes_no_other_with_it(
+    folder, monkeypatch, text, message
+):
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:judge", workers=1, timeout=0.5) as pool:
+        grading = Grading(pool, [rollout_of("0.1", text, "0.2")])
+        if message:
+            with pytest.raises(RewardError, match=message) as caught:
+                grading.grades()
+            assert vars(caught.value)["text"] == text
+        else:
+            [grades] = grading.grades()
+            assert grades == [Grade(0.1), Grade(0.0, timed_out=True), Grade(0.2)]
+
+
+def test_a_reward_of_texts_sees_the_whole_group(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with GradingPool("my_graders:rank", workers=2, timeout=1.0) as pool:
+        groups = Grading(pool, [rollout_of("a", "ccc", "bb"), rollout_of("a")]).grades()
+        assert [[g.score for g in group] for group in groups] == [[0.0, 2.0, 1.0], [0.0]]
+        [group] = Grading(pool, [rollout_of("hang", "a")]).grades()
+        assert group == [Grade(0.0, timed_out=True)] * 2
+        with pytest.raises(RewardError, match="one score for each") as caught:
+            Grading(pool, [rollout_of("few", "a")]).grades()
+    assert vars(caught.value)["text"] == "few\n\na"
+
+
+def test_a_function_runs_in_a_process_if_that_can_import_it(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    from my_graders import odd, pid
+
+    with GradingPool(pid, workers=1) as pool:
+        assert pool.reward == "my_graders:pid"
+        assert pool.grade(items(""))[0].score != os.getpid()
+    with GradingPool(lambda text, answer, extra: os.getpid()) as pool:
+        assert pool.grade(items(""))[0].score == os.getpid()
+    with GradingPool(lambda text, answer, extra: odd(text, answer, extra)) as pool:
+        with pytest.raises(RewardError, match="SystemExit: bye") as caught:
+            pool.grade(items("right", "exit"))
+        assert vars(caught.value)["text"] == "exit"
+        assert "in odd" in vars(caught.value)["traceback"]
+
+
+def test_an_async_function_without_a_name_runs_here():
+    async def judge(text, answer, extra):
+        await asyncio.sleep(0)
+        return float(text == answer)
+
+    with GradingPool(judge) as pool:
+        assert pool.grade(items("right", "wrong")) == [Grade(1.0), Grade(0.0)]
+
+
+def test_a_failed_grade_stops_the_next_submission(pool):
+    def arriving():
+        yield rollout_of("raise")
+        for _ in range(200):
+            yield rollout_of("right")
+            time.sleep(0.01)
+
+    with pytest.raises(RewardError, match="the grader is broken"):
+        Grading(pool, arriving())
+
+
+def test_closing_does_not_wait_for_what_is_queued(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    start = time.monotonic()
+    with GradingPool("my_graders:odd", workers=1, timeout=30.0) as pool:
+        futures = pool.submit(["hang"] * 5, "", {})
+    assert time.monotonic() - start < 10.0
+    assert all(future.done() for future in futures)
 
 
 def test_closing_ends_the_processes_and_the_pool(folder, monkeypatch):

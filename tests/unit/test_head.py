@@ -21,8 +21,7 @@ from transformers import (
 
 import qurl.trainer.head
 from qurl.ops.target import Target
-from qurl.trainer.head import plain_head, token_scores
-from qurl.trainer.policy import apply_head
+from qurl.trainer.head import PlainHead, Scoring, apply_head, plain_head
 
 kernels = pytest.importorskip("qurl.trainer.kernels.token_scores")
 
@@ -40,15 +39,15 @@ def random_tensors(n=7, hidden=5, vocabulary=11, *, dtype=torch.float32, seed=0)
     return [x.to(DEVICE).requires_grad_() for x in inputs], targets.to(DEVICE)
 
 
-def scores(states, weight, bias, targets, **changes):
+def scores(states, weight, bias, targets, logit_scale=1.3, **changes):
     options = {
         "temperature": 0.7,
         "chunk": 3,
         "compute_dtype": states.dtype,
-        "logit_scale": 1.3,
         "needs_entropy_grad": True,
     }
-    return token_scores(states, weight, bias, targets, **(options | changes))
+    head = PlainHead(weight, bias, logit_scale)
+    return head.score(states, targets, Scoring(**(options | changes)))
 
 
 def plain_scores(states, weight, bias, targets, temperature=0.7, logit_scale=1.3):

@@ -9,10 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from qurl.quant.linear import Partial, Product, finish
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kernels.rope import rotate_and_store
 from qurl.rollout.local.ops import LayerCache, Places, Rotations
 from qurl.rollout.local.reference import rms_norm, rotate, write_pages_
-from qurl.rollout.local.weights import Architecture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

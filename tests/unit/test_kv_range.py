@@ -6,9 +6,9 @@ import torch
 from models import CPU, tiny_llama, tiny_policy
 
 from qurl.rollout.local import LocalEngine
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.reference import rotate
-from qurl.rollout.local.weights import Architecture
 from qurl.trainer.batches import pad
 from qurl.types import Graded, Problem, SamplingParams
 

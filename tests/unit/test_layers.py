@@ -26,13 +26,14 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qurl.trainer.layers import FusedAttention, FusedMLP, FusedRMSNorm, decoder_layers, fuse_layers_
 from qurl.trainer.packing import Packed, use_packed_attention_
-from qurl.trainer.policy import hidden_states
+from qurl.trainer.policy import decoder_layers, hidden_states
 
-rms_norm = pytest.importorskip("qurl.ops.rms_norm")
-rotation = pytest.importorskip("qurl.ops.rotation")
-gate_kernels = pytest.importorskip("qurl.ops.gate")
+pytest.importorskip("triton")
+
+from qurl.ops import gate as gate_kernels
+from qurl.ops import rms_norm, rotation
+from qurl.trainer.layers import FusedAttention, FusedMLP, FusedRMSNorm, fuse_layers_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}

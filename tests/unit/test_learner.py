@@ -212,7 +212,9 @@ def test_the_kl_term_pulls_towards_the_reference():
 
 
 def test_a_corrected_kl_is_weighted():
-    config = make_config({"kl_coef": 0.5, "kl_is_correct": True, "aggregation": "token-mean"})
+    config = make_config(
+        {"kl_coef": 0.5, "aggregation": "token-mean"}, experimental={"weighted_kl": True}
+    )
     learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
     batch, _ = recompute(learner, random_batch(learner.policy))
     weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5))

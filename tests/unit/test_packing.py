@@ -38,7 +38,7 @@ from qurl.errors import ModelError
 from qurl.ops.attention import attend_flash
 from qurl.rollout.hf import HFEngine
 from qurl.trainer.critic import Critic
-from qurl.trainer.packing import ATTENTION, Layout, Packed, attend
+from qurl.trainer.packing import ATTENTION, BatchLayout, Packed, attend
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Problem, SamplingParams
 
@@ -93,17 +93,19 @@ def test_packed_by_hand():
     batch = by_hand()
     packed = Packed.of(batch.token_ids, [4, 2, 3])
     assert packed.token_ids.tolist() == [10, 11, 12, 13, 20, 21, 30, 31, 32]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2]
-    assert packed.bounds.tolist() == [0, 4, 6, 9]
-    assert packed.bounds.dtype == torch.int32
-    assert packed.longest == 4
+    assert packed.options["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    for side in "qk":
+        bounds = packed.options[f"cu_seq_lens_{side}"]
+        assert bounds.tolist() == [0, 4, 6, 9]
+        assert bounds.dtype == torch.int32
+        assert packed.options[f"max_length_{side}"] == 4
     assert packed.places.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_layout_by_hand(is_packed):
     batch = by_hand()
-    layout = Layout.of(batch, is_packed=is_packed)
+    layout = BatchLayout.of(batch, is_packed=is_packed)
     assert layout.token_ids.shape == ((1, 9) if is_packed else (3, 4))
     assert layout.num_scored == 4
     assert layout.targets.tolist() == [13, 21, 31, 32]
@@ -117,7 +119,7 @@ def test_a_first_token_is_never_scored(is_packed):
     """Before it there is nothing, or in the packed row another sequence."""
     batch = by_hand()
     everything = batch.replace(mask=torch.ones_like(batch.mask))
-    layout = Layout.of(everything, is_packed=is_packed)
+    layout = BatchLayout.of(everything, is_packed=is_packed)
     assert not {10, 20, 30} & set(layout.targets.tolist())
     assert (everything.mask == 1).all()
 

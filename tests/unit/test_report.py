@@ -28,27 +28,27 @@ def accuracy(precision, value):
 def run(tmp_path):
     """Three steps, an evaluation before and after, a NaN and a torn last line."""
     run = open_run(tmp_path)
-    run.log(0, accuracy("full", 0.25) | accuracy("int8", 0.21875))
-    for step in (1, 2, 3):
+    run.log(-1, accuracy("full", 0.25) | accuracy("int8", 0.21875) | {"timing_s/eval": 0.5})
+    for step in (0, 1, 2):
         run.log(
             step,
             {
-                "reward/mean": 0.125 * step,
+                "reward/mean": 0.125 * (step + 1),
                 "rollout_corr/kl": 1.4e-3,
                 "rollout_corr/k3_kl": 1.5e-3,
                 "rollout_corr/rollout_is_max": 10.0**step,
                 "actor/entropy": float("nan"),
                 "uaq/quant_error": 0.0,
-                "perf/rollout_tokens_per_s": 1000.0 * step,
+                "perf/rollout_tokens_per_s": 1000.0 * (step + 1),
                 "timing_s/rollout": 2.0,
                 "timing_s/update": 1.0,
             }
-            | (accuracy("full", 0.4375) | {"timing_s/eval": 0.5} if step == 3 else {}),
+            | (accuracy("full", 0.4375) | {"timing_s/eval": 0.5} if step == 2 else {}),
         )
     run.sample(3, {"prompt": "Is 1 < 2 & <b>?", "completion": "<script>x()</script>", "reward": 1})
     run.event("alarm", "KL <em>rose</em>")
     with (run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')
+        file.write('{"step": 3, "rew')
     return run
 
 
@@ -65,7 +65,8 @@ def test_report_shows_the_numbers(run):
         "3 of 4",
         "0.125 → 0.375",
         "25.0% → 43.8%",
-        "step 0 → 3, 95%: 33.8% to 53.8%",
+        "step 0 → 2",
+        "after 0 → 3 steps, 95%: 33.8% to 53.8%",
         "21.9%",
         "2,000",  # median of 1000, 2000, 3000
         "1.50e-03",
@@ -159,13 +160,25 @@ def test_read_curve_leaves_out_what_is_not_finite():
     assert curve is not None
     assert (curve.steps, curve.values) == ([1, 4], [1.0, -2.0])
     assert read_curve(metrics, "y", "label") is None
-    positive = read_curve(metrics, "x", "label", above=0.0)
+    positive = read_curve(metrics, "x", "label", is_positive=True)
     assert positive is not None
     assert positive.steps == [1]
 
 
+def test_evaluations_are_drawn_at_the_number_of_updates():
+    rows = [{"step": -1, **accuracy("full", 0.5)}, {"step": 1, "x": 1, **accuracy("full", 0.7)}]
+    curve = read_curve(rows, "eval/full/accuracy", "full")
+    assert curve is not None
+    assert (curve.steps, curve.values) == ([0, 2], [0.5, 0.7])
+    assert curve.low == pytest.approx([0.4, 0.6])
+    trained = read_curve(rows, "x", "x")
+    assert trained is not None
+    assert trained.steps == [1]
+
+
 def test_time_chart_stacks_parts_that_run_at_every_step_first():
     metrics = [
+        {"step": -1, "timing_s/eval": 5.0},
         {"step": 1, "timing_s/eval": 5.0, "timing_s/rollout": 2.0},
         {"step": 2, "timing_s/rollout": 3.0},
         {"step": 3, "other": 1.0},
@@ -178,8 +191,8 @@ def test_time_chart_stacks_parts_that_run_at_every_step_first():
 
 
 def test_headline_of_a_single_evaluation():
-    metrics = [{"step": 0, **accuracy("full", 0.5)}]
-    headlines = build_headlines({"steps": 5}, metrics, [])
+    metrics = [{"step": -1, **accuracy("full", 0.5)}]
+    headlines = build_headlines(5, metrics, [])
     assert [h.value for h in headlines] == ["0 of 5", "50.0%"]
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from qurl.answers import find_answer, last_boxed, normalise
 from qurl.errors import ConfigError, RewardError, RewardTimeout
 from qurl.rewards import (
+    Grading,
     GradingPool,
     grade_math,
-    grade_rollouts,
     overlong_penalty,
     reward_metrics,
 )
@@ -234,7 +234,7 @@ def test_rollouts_are_graded_and_summed_up():
         rollout("7", completion("7", 1), completion("8", 1)),
     ]
     with GradingPool("exact") as pool:
-        graded = grade_rollouts(rollouts, pool, overlong_cache=4, max_tokens=10)
+        graded = Grading(pool, rollouts).rewards(overlong_cache=4, max_tokens=10)
         metrics = reward_metrics(graded)
     # The penalty starts beyond 6 tokens: (6 - 8) / 4 = -0.5 and (6 - 10) / 4 = -1.
     assert [list(g.rewards) for g in graded] == [[1.0, 0.5], [0.0, -1.0], [1.0, 0.0]]

@@ -247,12 +247,12 @@ def test_resume_names_keys_that_one_side_lacks(config):
     run.close()
     path = run.path / "config.json"
     saved = json.loads(path.read_text())
-    del saved["quant"]["scale_o_proj"]  # as in a run from before it existed
+    del saved["experimental"]["scale_o_proj"]  # as in a run from before it existed
     path.write_text(json.dumps(saved))
     open_run(config).close()
-    changed = dataclasses.replace(config.quant, scale_o_proj=True)
-    with pytest.raises(ConfigError, match=r"quant\.scale_o_proj: False there, True here"):
-        open_run(dataclasses.replace(config, quant=changed))
+    changed = dataclasses.replace(config.experimental, scale_o_proj=True)
+    with pytest.raises(ConfigError, match=r"experimental\.scale_o_proj: False there, True here"):
+        open_run(dataclasses.replace(config, experimental=changed))
     saved["quant"]["old_key"] = 3
     path.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"quant\.old_key: 3 there, 'absent' here"):
@@ -280,7 +280,7 @@ def test_a_folder_that_is_no_run_is_left_alone(config, content):
     folder = Path(config.run_dir)
     (folder / "initial").mkdir(parents=True)
     (folder / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json is not that of a run"):
+    with pytest.raises(ConfigError, match=r"config\.json is not a run's config"):
         open_run(config)
     assert (folder / "config.json").read_text() == content
     assert (folder / "initial").is_dir()

@@ -1,17 +1,17 @@
 """The order of problems, dynamic sampling, and what a step's sampler measures."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 from models import group
 
 from qurl.config import AlgoConfig, build_config
-from qurl.errors import DataError, TrainingError
+from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.rewards import GradingPool
-from qurl.run.directory import Stopwatch
 from qurl.sampling import ProblemStream, Sampler, collect, has_signal
 from qurl.seeds import derive_seed
-from qurl.types import Completion, Problem, Rollout
+from qurl.types import Completion, Graded, Problem, Rollout
 
 
 class Numbers:
@@ -39,9 +39,9 @@ class Script:
     def sync(self, model, *, version):
         self.syncs += 1
 
-    def generate(self, problems, params):
-        self.calls.append(([p.id for p in problems], params))
-        return [Rollout(p, self._group(p, params), 0, params.temperature) for p in problems]
+    @contextmanager
+    def stream(self, params):
+        yield ScriptStream(self, params)
 
     def _group(self, problem, params):
         texts = ["right" if i < self.num_right else "wrong" for i in range(params.group_size)]
@@ -49,6 +49,23 @@ class Script:
             Completion((7,) * (2 + i), (-1.0,) * (2 + i), text, "stop")
             for i, text in enumerate(texts)
         ]
+
+
+class ScriptStream:
+    """Finishes the problems in the reverse of their order."""
+
+    def __init__(self, engine, params):
+        self.engine, self.params, self.problems = engine, params, []
+
+    def submit(self, problems):
+        self.engine.calls.append(([p.id for p in problems], self.params))
+        self.problems += problems
+
+    def __iter__(self):
+        while self.problems:
+            problem = self.problems.pop()
+            group = self.engine._group(problem, self.params)
+            yield Rollout(problem, group, 0, self.params.temperature)
 
 
 def ids(problems):
@@ -69,7 +86,7 @@ def test_the_position_is_all_of_the_state():
     everything = ids(stream.take(30))
     for position in (0, 1, 6, 7, 8, 20):
         resumed = ProblemStream(Numbers(7), seed=3)
-        resumed.position = position
+        resumed.load_state_dict({"position": position})
         assert ids(resumed.take(30 - position)) == everything[position:]
         assert resumed.position == 30
 
@@ -171,7 +188,7 @@ def make_sampler(engine, pool, *, overlong=0.0, step=5):
             "algo": {"overlong_frac": overlong, "dynamic_sampling": True},
         }
     )
-    return Sampler(config, ProblemStream(Numbers(6), 1), engine, pool, Stopwatch(), step)
+    return Sampler(config, ProblemStream(Numbers(6), 1), engine, pool, step)
 
 
 def test_the_sampler_takes_generates_and_grades():
@@ -225,6 +242,85 @@ def test_metrics_speak_of_all_that_was_sampled():
     assert metrics["response_length/max"] == 5
     assert metrics["perf/rollout_tokens"] == 28
     assert "reward/overlong" not in metrics
-    laps = sampler.timer.lap()
-    assert set(laps) == {"timing_s/rollout", "timing_s/grade"}
-    assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(28 / laps["timing_s/rollout"])
+    assert metrics["timing_s/grade"] >= 0
+    assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(28 / metrics["timing_s/rollout"])
+
+
+def test_grading_overlaps_generation_and_groups_keep_the_order_of_their_problems(tmp_path):
+    """The engine waits until its first group was graded before it finishes the second."""
+    graded = tmp_path / "graded"
+
+    def note(text, answer, extra):
+        graded.write_text(text)
+        return len(text)
+
+    class Waiting(Script):
+        def _group(self, problem, params):
+            assert graded.exists() == (len(self.seen) > 0)
+            self.seen.append(problem.id)
+            return super()._group(problem, params)
+
+    engine = Waiting(num_right=1)
+    engine.seen = []
+    with GradingPool(note) as pool:
+        sampler = make_sampler(engine, pool)
+        groups = sampler(0, 2)
+    asked = ids(ProblemStream(Numbers(6), 1).take(2))
+    assert engine.seen == asked[::-1]
+    assert [g.rollout.problem.id for g in groups] == asked
+
+
+def hardest(count, num_problems, num_taken, accuracies, seed):
+    """The problems with the lowest last accuracy, those never asked first."""
+    return sorted(range(num_problems), key=lambda i: accuracies.get(i, [-1.0])[-1])[:count]
+
+
+def solve(stream, problems, accuracy):
+    def group_of(problem):
+        accuracies = [float(accuracy(problem)), 0.0]
+        rollout = Rollout(problem, [Completion([7], [-1.0], "", "stop")] * 2, 0, 1.0)
+        return Graded(rollout, accuracies, [{"accuracy": a} for a in accuracies])
+
+    stream.record([group_of(p) for p in problems])
+
+
+def test_a_selector_of_your_own_sees_the_history():
+    stream = ProblemStream(Numbers(4), seed=0, select=hardest)
+    first = stream.take(2)
+    assert ids(first) == ["0", "1@1"]
+    solve(stream, first, lambda p: p.id == "0")  # means 0.5 and 0
+    second = stream.take(2)
+    assert ids(second) == ["2@2", "3@3"]
+    solve(stream, second, lambda p: True)
+    state = stream.state_dict()
+    assert state == {"position": 4, "accuracies": {0: [0.5], 1: [0.0], 2: [0.5], 3: [0.5]}}
+    third = ids(stream.take(2))
+    assert third == ["1@4", "0@5"]
+    resumed = ProblemStream(Numbers(4), seed=0, select=hardest)
+    resumed.load_state_dict(state)
+    assert ids(resumed.take(2)) == third
+
+
+def test_the_history_of_a_problem_is_bounded():
+    stream = ProblemStream(Numbers(1), seed=0)
+    for i in range(12):
+        solve(stream, stream.take(1), lambda _, i=i: i % 2)
+    assert stream.state_dict()["accuracies"] == {0: [0.0, 0.5] * 4}
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 4], [-1, 0]])
+def test_a_selector_that_returns_nonsense_is_an_error(indices):
+    stream = ProblemStream(Numbers(4), seed=0, select=lambda *_: indices)
+    with pytest.raises(ConfigError, match="it must return 2 indices from 0 to 3"):
+        stream.take(2)
+
+
+def test_a_selector_is_loaded_by_name(tmp_path, monkeypatch):
+    (tmp_path / "my_select.py").write_text(
+        "def last(count, size, *_):\n    return [size - 1] * count"
+    )
+    monkeypatch.chdir(tmp_path)
+    stream = ProblemStream(Numbers(4), seed=0, select="my_select:last")
+    assert ids(stream.take(3)) == ["3", "3@1", "3@2"]
+    with pytest.raises(ConfigError, match=r"sampling\.select = 'my_select:first': .*it has last"):
+        ProblemStream(Numbers(4), seed=0, select="my_select:first")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from qurl.errors import ModelError
+from qurl.ops import families
 from qurl.quant import quantize, quantized_copy, rescale_, unscale_
 from qurl.quant.linear import PROJECTIONS
-from qurl.quant.scaling import LAYOUTS, uaq_scale, unscaled_grad_norm
+from qurl.quant.scaling import uaq_scale, unscaled_grad_norm
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,8 +81,8 @@ def scale_(model, pattern, factor):
             parameter.mul_(factor)
 
 
-def test_every_layout_is_tested():
-    assert FAMILIES.keys() == LAYOUTS.keys()
+def test_every_family_is_tested():
+    assert FAMILIES.keys() == families.FAMILIES.keys()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

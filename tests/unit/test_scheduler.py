@@ -14,9 +14,9 @@ PAGE = 4
 
 def make_group(name: str, prompt_length: int, size: int, max_tokens: int = 1000) -> list[Request]:
     problem = Problem(name, tuple(range(prompt_length)))
-    group = Group(num_unadmitted=size)
+    group = Group(problem, [None] * size, num_unadmitted=size)
     transcript = Transcript(size, max_tokens)
-    return [Request(i, problem, group, key=i, transcript=transcript) for i in range(size)]
+    return [Request(i, group, key=i, transcript=transcript) for i in range(size)]
 
 
 def make_request(name: str, prompt_length: int, max_tokens: int = 1000) -> Request:
@@ -122,7 +122,7 @@ def test_finished_requests_make_room_at_once():
     scheduler = make_scheduler(requests, pages=50, max_batch=2)
     seen = []
     while scheduler.has_work:
-        seen.append([r.problem.id for r in step(scheduler)])
+        seen.append([r.group.problem.id for r in step(scheduler)])
     assert seen == [["0", "1"]] * 2 + [["2", "3"]] * 2 + [["4"]] * 2
 
 
@@ -149,8 +149,8 @@ def test_preempted_requests_resume_before_new_ones():
         sample(request, count)
         scheduler.lengths[request.row] += count
     assert scheduler.reserve()
-    assert [r.problem.id for r in scheduler.running] == ["0"]
-    assert [r.problem.id for r in scheduler.waiting] == ["1", "2", "3"]
+    assert [r.group.problem.id for r in scheduler.running] == ["0"]
+    assert [r.group.problem.id for r in scheduler.waiting] == ["1", "2", "3"]
 
 
 def test_newcomers_leave_a_free_page_to_each_running_request():
@@ -336,6 +336,21 @@ def test_a_preempted_request_gets_its_saved_pages_back():
     assert new.saved is None
 
 
+def test_a_suspended_scheduler_gives_up_its_pages_and_keeps_the_order():
+    """Two of three members run, and the prefix is held for the third."""
+    group, late = make_group("a", prompt_length=6, size=3), make_request("late", 20)
+    scheduler = make_scheduler(group, pages=20, max_batch=2)
+    step(scheduler)
+    scheduler.add([late])
+    assert scheduler.table.shape[1] == scheduler.pool.pages_for(late.most_cached)
+    check(scheduler)
+    assert scheduler.suspend() == [*group, late]
+    assert scheduler.pool.num_free == 20
+    other = make_scheduler([*group, late], pages=50)
+    prefilled = [tokens for tokens, _ in other.admit().prefills]
+    assert prefilled == [[*range(6)], [*range(6)], [*range(5)], [*range(19)]]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_course_keeps_the_books(seed):
     """Random prompts, ends and sizes: `check` holds at every launch and no page is lost."""
@@ -371,15 +386,16 @@ def test_the_longest_expected_come_first_and_unknown_ones_before_all():
     history.record(a, 5)
     history.record(c, 9)
     history.record(a, 3)  # the longest counts
-    assert history.order([a, b, c, d]) == [1, 3, 2, 0]
-    assert history.order([a, a]) == [0, 1]
+    assert history.order([a, b, c, d]) == [b, d, c, a]
+    assert history.order([a, a]) == [a, a]
 
 
 def test_a_problem_is_known_in_every_epoch():
     history = LengthHistory()
     history.record(Problem("x@7", (1,)), 5)
     history.record(Problem("y", (1,)), 9)
-    assert history.order([Problem(p, (1,)) for p in ("x@12", "y@2", "me@home")]) == [2, 1, 0]
+    ordered = history.order([Problem(p, (1,)) for p in ("x@12", "y@2", "me@home")])
+    assert [p.id for p in ordered] == ["me@home", "y@2", "x@12"]
 
 
 def test_requests_wait_for_company_while_others_run():

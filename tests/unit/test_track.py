@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from qurl.config import Config, TrackConfig
+from qurl.config import Config
+from qurl.config.schema import TrackConfig
 from qurl.errors import MissingExtra
 from qurl.run.trackers import (
     Progress,
@@ -48,12 +49,14 @@ def test_progress_line():
 def test_plain_lines_without_a_terminal():
     file, ticks = io.StringIO(), iter(range(100))
     progress = build_progress(file, num_steps=4, interval=0, clock=lambda: 10 * next(ticks))
-    progress.log(1, {"reward/mean": 0.25, "eval/full/accuracy": 0.5})
-    progress.log(2, {"reward/mean": 0.75})
+    progress.log(-1, {"eval/full/accuracy": 0.5})
+    progress.log(0, {"reward/mean": 0.25})
+    progress.log(1, {"reward/mean": 0.75})
     progress.print("WARNING: " + "long " * 40 + "[end]", style="bold red")
     progress.close()
-    first, second, warning = file.getvalue().splitlines()
-    assert first == "step 1/4  reward 0.250  held-out full 50.0%"
+    untrained, first, second, warning = file.getvalue().splitlines()
+    assert untrained == "step 0/4  held-out full 50.0%"
+    assert first == "step 1/4  reward 0.250  held-out full 50.0%  ETA 0:00:30"
     # 10 s per step, 2 steps left; the accuracy is the last one known
     assert second == "step 2/4  reward 0.750  held-out full 50.0%  ETA 0:00:20"
     assert warning == "WARNING: " + "long " * 40 + "[end]"
@@ -71,8 +74,8 @@ def test_plain_lines_come_at_most_once_per_interval():
     file = io.StringIO()
     now = iter([0.0, 0.5, 1.0, 2.1, 2.2, 2.3])
     progress = build_progress(file, num_steps=6, interval=2.0, clock=lambda: next(now))
-    for step in range(1, 7):
-        progress.log(step, {"eval/full/accuracy": 0.5} if step == 3 else {})
+    for row in range(6):
+        progress.log(row, {"eval/full/accuracy": 0.5} if row == 2 else {})
     # 1: first; 3: an evaluation; 6: the last step. At 4 only 1.1 s have passed since a line.
     assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "3/6", "6/6"]
 
@@ -86,7 +89,7 @@ def test_live_line_in_a_terminal():
     progress.close()
     text = file.getvalue()
     assert "\x1b[" in text
-    assert "step 2/100" in text
+    assert "step 3/100" in text
     assert "WARNING: something [odd]" in text
 
 

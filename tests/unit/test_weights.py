@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from models import CPU, tiny_llama
+from models import tiny_llama
 from torch import nn
 
 from qurl.errors import EngineError
 from qurl.quant import Quantized, quantize
-from qurl.rollout.local import weights as module
-from qurl.rollout.local.weights import Weights, Whereabouts
+from qurl.rollout.local import sync as module
+from qurl.rollout.local.sync import ParameterAddresses, WeightSync
+from qurl.rollout.local.weights import Weights
 
 FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
@@ -18,10 +19,14 @@ ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_ke
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def make_sync(model, quant="int8", dtype=torch.float32, **options):
+    return WeightSync(Weights(model, quant, dtype, next(model.parameters()).device, **options))
+
+
 def load(model, quant="int8", dtype=torch.float32, **options):
-    weights = Weights(model, quant, dtype, next(model.parameters()).device, **options)
-    weights.load_(model)
-    return weights
+    sync = make_sync(model, quant, dtype, **options)
+    sync.load_(model)
+    return sync
 
 
 def projections(model, layer=0):
@@ -40,18 +45,20 @@ def change_(model, size=0.02):
             parameter += size * noise.to(parameter)
 
 
-def assert_holds(weights, model):
+def assert_holds(sync, model):
     """Every row, bias and tensor in full precision is the model's."""
-    for part in weights._parts(model):
-        if isinstance(part.weight, Quantized):
-            fresh = quantize(part.source.to(weights.compute_dtype), part.weight.format)
-            assert torch.equal(part.weight.codes.float(), fresh.codes.float())
-            assert torch.equal(part.weight.scale, fresh.scale)
-        else:
-            assert torch.equal(part.weight, part.source.to(weights.dtype))
-        if part.module.bias is not None:
-            assert torch.equal(part.bias, part.module.bias.to(weights.dtype))
-    body = model.model
+    weights, body = sync.weights, model.model
+    for number, layer in enumerate(weights.layers):
+        for name, linear in projections(model, number).items():
+            view, source = layer.views[name], linear.weight.detach()
+            if isinstance(view.weight, Quantized):
+                fresh = quantize(source.to(weights.compute_dtype), view.weight.format)
+                assert torch.equal(view.weight.codes.float(), fresh.codes.float())
+                assert torch.equal(view.weight.scale, fresh.scale)
+            else:
+                assert torch.equal(view.weight, source.to(weights.dtype))
+            if linear.bias is not None:
+                assert torch.equal(view.bias, linear.bias.to(weights.dtype))
     assert torch.equal(weights.embedding, body.embed_tokens.weight.to(weights.dtype))
     assert torch.equal(weights.lm_head, model.lm_head.weight.to(weights.dtype))
     assert torch.equal(weights.norm, body.norm.weight.float())
@@ -66,10 +73,10 @@ def assert_holds(weights, model):
 @pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
 def test_projections_with_one_input_are_stacked(quant, native):
     model = tiny_llama()
-    weights = load(model, quant, native_codes=native)
-    (qkv,), (gate_up,) = weights.layers[0].qkv, weights.layers[0].gate_up
+    sync = load(model, quant, native_codes=native)
+    (qkv,), (gate_up,) = sync.weights.layers[0].qkv, sync.weights.layers[0].gate_up
     fresh = {name: quantize(m.weight.detach(), quant) for name, m in projections(model).items()}
-    assert qkv.weight.codes.dtype == (weights.format.dtype if native else torch.float32)
+    assert qkv.weight.codes.dtype == (sync.weights.format.dtype if native else torch.float32)
     for attribute in ("codes", "scale"):
         rows = [getattr(fresh[name], attribute).float() for name in ("q_proj", "k_proj", "v_proj")]
         assert torch.equal(getattr(qkv.weight, attribute).float(), torch.cat(rows))
@@ -84,18 +91,18 @@ def test_biases_lie_as_their_rows_do(quant):
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
-    weights = load(model, quant)
+    sync = load(model, quant)
     gate, up = (projections(model)[name].bias for name in ("gate_proj", "up_proj"))
-    assert weights.layers[0].has_alternating_gate
-    assert torch.equal(weights.layers[0].gate_up[0].bias, torch.stack((gate, up), 1).flatten())
-    assert_holds(weights, model)
+    assert sync.weights.layers[0].has_alternating_gate
+    assert torch.equal(sync.weights.layers[0].gate_up[0].bias, torch.stack((gate, up), 1).flatten())
+    assert_holds(sync, model)
 
 
 @pytest.mark.parametrize("native", [False, True])
 def test_tiles_are_stacked_where_none_spans_two_projections(native):
     model = tiny_llama(**ALIGNED)
-    weights = load(model, "fp8-block", native_codes=native)
-    layer = weights.layers[1]
+    sync = load(model, "fp8-block", native_codes=native)
+    layer = sync.weights.layers[1]
     assert (len(layer.qkv), len(layer.gate_up)) == (1, 1)
     assert not layer.has_alternating_gate
     modules = projections(model, layer=1)
@@ -106,14 +113,14 @@ def test_tiles_are_stacked_where_none_spans_two_projections(native):
     assert torch.equal(
         layer.qkv[0].weight.codes.float(), torch.cat([q.codes.float() for q in fresh])
     )
-    assert_holds(weights, model)
+    assert_holds(sync, model)
 
 
 def test_tiles_that_would_span_two_projections_stay_apart():
     model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
-    weights = load(model, "fp8-block")
-    assert (len(weights.layers[0].qkv), len(weights.layers[0].gate_up)) == (1, 2)
-    assert_holds(weights, model)
+    sync = load(model, "fp8-block")
+    assert (len(sync.weights.layers[0].qkv), len(sync.weights.layers[0].gate_up)) == (1, 2)
+    assert_holds(sync, model)
 
 
 # --- syncs ------------------------------------------------------------------------------------
@@ -123,53 +130,44 @@ def test_tiles_that_would_span_two_projections_stay_apart():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_sync_takes_over_the_present_weights(quant, dtype):
     model, other = tiny_llama(0), tiny_llama(1)
-    weights = load(model, quant, dtype)
-    assert_holds(weights, model)
+    sync = load(model, quant, dtype)
+    assert_holds(sync, model)
     change_(model)
-    weights.load_(model)
-    assert_holds(weights, model)
-    weights.load_(other)
-    assert_holds(weights, other)
+    sync.load_(model)
+    assert_holds(sync, model)
+    sync.load_(other)
+    assert_holds(sync, other)
     up = other.model.layers[1].mlp.up_proj
     up.weight = nn.Parameter(up.weight.detach() * 0.5)
-    weights.load_(other)
-    assert_holds(weights, other)
+    sync.load_(other)
+    assert_holds(sync, other)
 
 
 def test_the_share_of_codes_that_changed():
     model = tiny_llama()
-    weights = Weights(model, "int8", torch.float32, CPU)
-    assert weights.load_(model) == 0.0
-    assert weights.load_(model) == 0.0
+    sync = make_sync(model)
+    assert sync.load_(model) == 0.0
+    assert sync.load_(model) == 0.0
     with torch.no_grad():
         weight = model.model.layers[0].self_attn.k_proj.weight
         weight[2] *= -1
     changed = int((quantize(weight.detach(), "int8").codes[2] != 0).sum())
     num_codes = sum(m.weight.numel() for n in (0, 1) for m in projections(model, n).values())
-    assert weights.load_(model) == changed / num_codes
-
-
-def test_what_somebody_else_put_there_is_replaced():
-    model = tiny_llama()
-    weights = load(model)
-    weights.lm_head = 2 * weights.lm_head
-    weights.layers[0].norms["input_layernorm"] = torch.zeros(32)
-    weights.load_(model)
-    assert_holds(weights, model)
+    assert sync.load_(model) == changed / num_codes
 
 
 def test_addresses_change_with_a_parameter_that_is_made_anew():
     model = tiny_llama(attention_bias=True)
-    weights = load(model)
-    before = weights.addresses()
+    sync = load(model)
+    before = sync.weights.addresses()
     # Codes, scale and bias of qkv and o; codes and scale of gate_up and down; two norms.
     assert len(before) == 2 * (3 + 3 + 2 + 2 + 2) + 3
     change_(model)
-    weights.load_(model)
-    assert weights.addresses() == before
+    sync.load_(model)
+    assert sync.weights.addresses() == before
     model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
-    weights.load_(model)
-    after = weights.addresses()
+    sync.load_(model)
+    after = sync.weights.addresses()
     assert [a != b for a, b in zip(before, after, strict=True)].count(True) == 1
     assert model.model.norm.weight.data_ptr() in after
 
@@ -203,32 +201,32 @@ def untie(model):
 )
 def test_a_plan_lasts_until_a_parameter_lies_elsewhere(change):
     model = tiny_llama(attention_bias=True, tie_word_embeddings=True)
-    weights = load(model)
-    plan = weights._plan
+    sync = load(model)
+    transfer = sync._transfer
     change_(model)
-    weights.load_(model)
-    assert weights._plan is plan
+    sync.load_(model)
+    assert sync._transfer is transfer
     change(model)
-    weights.load_(model)
-    assert weights._plan is not plan
-    assert_holds(weights, model)
+    sync.load_(model)
+    assert sync._transfer is not transfer
+    assert_holds(sync, model)
 
 
 def test_another_model_has_another_plan():
     model = tiny_llama()
-    weights = load(model)
-    plan = weights._plan
+    sync = load(model)
+    transfer = sync._transfer
     other = copy.copy(model)  # with the very same parameters
-    weights.load_(other)
-    assert weights._plan is not plan
+    sync.load_(other)
+    assert sync._transfer is not transfer
 
 
 def test_a_bias_that_comes_or_goes_is_seen():
     linear = nn.Linear(3, 2)
-    places = Whereabouts.of(linear)
+    places = ParameterAddresses.of(linear)
     bias, linear.bias = linear.bias, None
     assert not places.hold_for(linear)
-    without = Whereabouts.of(linear)
+    without = ParameterAddresses.of(linear)
     assert without.hold_for(linear)
     linear.bias = bias
     assert places.hold_for(linear)
@@ -242,26 +240,26 @@ def test_a_recording_that_fails_leaves_none_behind(monkeypatch):
         raise RuntimeError("capture failed")
 
     model = tiny_llama()
-    weights = load(model)
-    transfer = weights._plan.transfer
+    sync = load(model)
+    transfer = sync._transfer
     change_(model)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "CUDAGraph", object)
         patch.setattr(torch.cuda, "graph", fail)
         patch.setattr(transfer, "_can_record", True)
         with pytest.raises(RuntimeError, match="capture failed"):
-            weights.load_(model)
+            sync.load_(model)
     assert transfer._graph is None
     change_(model)
-    weights.load_(model)
-    assert_holds(weights, model)
+    sync.load_(model)
+    assert_holds(sync, model)
 
 
 def test_copies_in_another_precision_keep_their_addresses():
-    weights = load(tiny_llama(0), "int8", torch.bfloat16)
-    copies = weights.embedding.data_ptr(), weights.lm_head.data_ptr()
-    weights.load_(tiny_llama(1))
-    assert (weights.embedding.data_ptr(), weights.lm_head.data_ptr()) == copies
+    sync = load(tiny_llama(0), "int8", torch.bfloat16)
+    copies = sync.weights.embedding.data_ptr(), sync.weights.lm_head.data_ptr()
+    sync.load_(tiny_llama(1))
+    assert (sync.weights.embedding.data_ptr(), sync.weights.lm_head.data_ptr()) == copies
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8-block"])
@@ -274,13 +272,13 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
 
     monkeypatch.setattr(module, "_find_kernel", lambda codings, device: requantize_)
     model = tiny_llama()
-    weights = load(model, quant, native_codes=True)
-    assert_holds(weights, model)
+    sync = load(model, quant, native_codes=True)
+    assert_holds(sync, model)
     change_(model)
     monkeypatch.undo()
     reference = load(tiny_llama(), quant, native_codes=True)
-    assert weights.load_(model) == reference.load_(model) > 0
-    assert_holds(weights, model)
+    assert sync.load_(model) == reference.load_(model) > 0
+    assert_holds(sync, model)
 
 
 # --- the spot check ---------------------------------------------------------------------------
@@ -290,12 +288,12 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
 @pytest.mark.parametrize("native", [False, True])
 def test_a_sound_copy_passes_at_every_version(quant, native):
     model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
-    weights = load(model, quant, native_codes=native)
+    sync = load(model, quant, native_codes=native)
     for version in range(12):
-        weights.check(model, version)
+        sync.check(version)
 
 
-def damage_code(weights, part, row, column):
+def damage_code(part, row, column):
     codes = part.weight.codes if isinstance(part.weight, Quantized) else part.weight
     codes[row, column] = 3.0 if float(codes[row, column]) != 3 else 2.0
 
@@ -304,68 +302,68 @@ def damage_code(weights, part, row, column):
 @pytest.mark.parametrize("name", MODULES)
 def test_one_wrong_code_is_found_in_its_turn(quant, name):
     model = tiny_llama()
-    weights = load(model, quant, native_codes=True)
+    sync = load(model, quant, native_codes=True)
     source = projections(model, layer=1)[name]
-    part = next(p for p in weights._parts(model) if p.module is source)
-    damage_code(weights, part, row=5, column=7)
+    part = sync.weights.layers[1].views[name]
+    damage_code(part, row=5, column=7)
     for version in range(source.out_features):
         if 7919 * version % source.out_features != 5:
-            weights.check(model, version)
+            sync.check(version)
             continue
         with pytest.raises(EngineError, match=f"version {version} failed: a projection of layer 1"):
-            weights.check(model, version)
+            sync.check(version)
 
 
 def test_one_wrong_code_of_a_tile_is_found_in_its_turn():
     model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
-    weights = load(model, "fp8-block")
-    part = next(p for p in weights._parts(model) if p.module is model.model.layers[0].mlp.down_proj)
+    sync = load(model, "fp8-block")
+    part = sync.weights.layers[0].views["down_proj"]
     assert part.weight.scale.shape == (1, 2)
-    damage_code(weights, part, row=100, column=190)
-    weights.check(model, 0)
+    damage_code(part, row=100, column=190)
+    sync.check(0)
     with pytest.raises(EngineError, match="layer 0"):
-        weights.check(model, 1)
+        sync.check(1)
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8-block"])
 def test_a_scale_off_by_one_unit_is_found(quant):
     model = tiny_llama()
-    weights = load(model, quant)
-    weights.layers[1].down.weight.scale.mul_(1 + 2**-22)
-    weights.layers[0].o.weight.scale.mul_(1 + 2**-22)
+    sync = load(model, quant)
+    sync.weights.layers[1].down.weight.scale.mul_(1 + 2**-22)
+    sync.weights.layers[0].o.weight.scale.mul_(1 + 2**-22)
     with pytest.raises(EngineError, match="version 9 failed: a projection of layer 0"):
-        weights.check(model, 9)
+        sync.check(9)
 
 
 def test_a_sync_that_did_not_happen_is_found():
     model = tiny_llama()
-    weights = load(model)
+    sync = load(model)
     up = model.model.layers[1].mlp.up_proj
     with torch.no_grad():
         up.weight *= 1.01
     with pytest.raises(EngineError, match="layer 1"):
-        weights.check(model, 0)
+        sync.check(0)
 
 
 @pytest.mark.parametrize("quant", FORMATS[1:])
 def test_codes_are_of_the_weights_that_the_trainer_computes_with(quant):
     """An update that the trainer's BF16 does not show is not shown to the actor either."""
     model = tiny_llama(**ALIGNED).to(torch.bfloat16).float()
-    weights = load(model, quant, compute_dtype=torch.bfloat16)
+    sync = load(model, quant, compute_dtype=torch.bfloat16)
     full = load(model, quant)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "_proj" in name:  # a quarter of BF16's step, at most, from numbers on its grid
                 parameter *= 1 + 2**-10 * torch.randn(parameter.shape, generator=draw).sign()
-    assert weights.load_(model) == 0
+    assert sync.load_(model) == 0
     assert full.load_(model) > 0
-    assert_holds(weights, model)
-    weights.check(model, 3)
+    assert_holds(sync, model)
+    sync.check(3)
     change_(model)
-    assert weights.load_(model) > 0
-    assert_holds(weights, model)
-    weights.check(model, 4)
+    assert sync.load_(model) > 0
+    assert_holds(sync, model)
+    sync.check(4)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------
@@ -379,28 +377,28 @@ def test_a_recorded_sync(quant, master):
     """Recorded at the first sync, replayed at the next, recorded anew for other parameters."""
     model = tiny_llama(**ALIGNED, attention_bias=True).to("cuda", master)
     other = copy.deepcopy(model)
-    weights = load(model, quant, torch.bfloat16)
-    reference = Weights(model, quant, torch.bfloat16, weights.device)
+    sync = load(model, quant, torch.bfloat16)
+    reference = make_sync(model, quant, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_find_kernel", lambda codings, device: None)
         reference.load_(model)
-    graph = weights._plan.transfer._graph
+    graph = sync._transfer._graph
     assert graph is not None
     for _ in range(2):
         change_(model)
-        assert weights.load_(model) == reference.load_(model)
-        assert weights._plan.transfer._graph is graph
-        assert_holds(weights, model)
-        weights.check(model, 5)
+        assert sync.load_(model) == reference.load_(model)
+        assert sync._transfer._graph is graph
+        assert_holds(sync, model)
+        sync.check(5)
     change_(other, size=0.1)
-    weights.load_(other)
-    assert weights._plan.transfer._graph not in (None, graph)
-    assert_holds(weights, other)
+    sync.load_(other)
+    assert sync._transfer._graph not in (None, graph)
+    assert_holds(sync, other)
     change_(other)
-    weights.load_(other)
-    assert_holds(weights, other)
+    sync.load_(other)
+    assert_holds(sync, other)
     layer = other.model.layers[0]
     layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
-    weights.load_(other)
-    assert_holds(weights, other)
-    weights.check(other, 6)
+    sync.load_(other)
+    assert_holds(sync, other)
+    sync.check(6)

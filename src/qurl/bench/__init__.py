@@ -1,4 +1,4 @@
-"""`qurl bench`: what the engine reaches, against other engines and against the hardware."""
+"""`qurl bench` and `qurl tune`: what the engine reaches here, and the fastest kernels for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from qurl.errors import ConfigError, MissingExtra
 T = TypeVar("T")
 
 HELP = """\
-usage: qurl bench rollout|gemm|sync [--flags]
+usage: qurl bench rollout|sync [--flags]
 
   rollout   tokens per second of whole generate calls, and their share of the hardware's limit
-  gemm      the quantized matrix products of a model, shape by shape
   sync      seconds from trained weights to an engine that samples from them
 
   qurl bench rollout --help     every flag
@@ -30,23 +29,27 @@ def run_bench(args: Sequence[str]) -> int:
     if kind == "rollout":
         from qurl.bench.rollout import RolloutBench, run_rollout
 
-        run_rollout(_parse(RolloutBench, kind, flags))
+        run_rollout(_parse(RolloutBench, "bench rollout", flags))
     elif kind == "sync":
         from qurl.bench.sync import SyncBench, run_sync
 
-        run_sync(_parse(SyncBench, kind, flags))
-    elif kind == "gemm":
-        if importlib.util.find_spec("triton") is None:
-            raise MissingExtra("triton", "dev", "qurl bench gemm")
-        from qurl.bench.gemm import GemmBench, run_gemm
-
-        run_gemm(_parse(GemmBench, kind, flags))
+        run_sync(_parse(SyncBench, "bench sync", flags))
     else:
-        raise ConfigError(f"qurl bench {kind}: there are rollout, gemm and sync")
+        raise ConfigError(f"qurl bench {kind}: there are rollout and sync")
     return 0
 
 
-def _parse(bench: type[T], kind: str, flags: Sequence[str]) -> T:
+def run_tuner(flags: Sequence[str]) -> int:
+    """Parse the flags of `qurl tune` and run it."""
+    if importlib.util.find_spec("triton") is None:
+        raise MissingExtra("triton", "dev", "qurl tune")
+    from qurl.bench.tune import Tune, run_tune
+
+    run_tune(_parse(Tune, "tune", flags))
+    return 0
+
+
+def _parse(options: type[T], command: str, flags: Sequence[str]) -> T:
     import tyro
 
-    return tyro.cli(bench, prog=f"qurl bench {kind}", args=list(flags))
+    return tyro.cli(options, prog=f"qurl {command}", args=list(flags))

@@ -1,4 +1,4 @@
-"""The engines that are compared, behind one face."""
+"""The engines to compare, behind one interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from qurl.bench.shapes import Shape
 from qurl.bench.workload import Workload
-from qurl.errors import ConfigError
 from qurl.rollout import build_engine
 from qurl.types import Completion, Problem, SamplingParams
 
@@ -25,31 +24,30 @@ class Setup:
     kv: str
 
     def key(self, workload: Workload) -> str:
-        """Names a result."""
+        """The name of a result."""
         return f"{self.engine} {self.shape.name} {self.quant} kv={self.kv} {workload.name}"
 
 
 class Contender(Protocol):
-    """Generates, and then says what. Only the first is timed."""
+    """An engine under test. Only `generate` is timed."""
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any: ...
 
     def read(self, result: Any) -> list[list[Completion]]:
-        """Completions of each problem."""
+        """The completions of each problem."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What else is worth keeping with the figures."""
+        """Facts to save with the figures."""
         ...
 
 
 class EngineContender:
-    """One of our engines."""
+    """One of our engines, with room for `max_batch` sequences."""
 
     def __init__(self, setup: Setup, model: nn.Module, max_batch: int) -> None:
-        options: dict[str, Any] = {}
-        if setup.engine == "local":
-            options = {"max_batch": max_batch, "kv": setup.kv}
+        is_local = setup.engine == "local"
+        options: Any = {"max_batch": max_batch, "kv": setup.kv} if is_local else {}
         self.engine = build_engine(setup.engine, model, quant=setup.quant, **options)
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any:
@@ -61,22 +59,3 @@ class EngineContender:
     def facts(self) -> dict[str, Any]:
         preemptions = getattr(self.engine, "num_preemptions", None)
         return {} if preemptions is None else {"num_preemptions": preemptions}
-
-
-def check_setup(setup: Setup) -> None:
-    """Refuse what an engine cannot do, before anything is loaded."""
-    if setup.engine == "hf" and setup.kv != "none":
-        raise ConfigError("--against hf keeps keys and values in full precision: use --kv none")
-    if setup.engine == "vllm":
-        from qurl.bench.vllm_contender import check_vllm
-
-        check_vllm(setup.quant)
-
-
-def build_contender(setup: Setup, model: nn.Module, workloads: Sequence[Workload]) -> Contender:
-    """An engine that has room for every one of the workloads."""
-    if setup.engine == "vllm":
-        from qurl.bench.vllm_contender import VllmContender
-
-        return VllmContender(setup, workloads)
-    return EngineContender(setup, model, max(w.num_sequences for w in workloads))

@@ -1,4 +1,4 @@
-"""Is it right? A wrong engine is not measured."""
+"""Engines with wrong log-probs are not timed: the trainer's forward computes them again."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from qurl.bench.contenders import Setup
 from qurl.bench.workload import Workload
 from qurl.errors import EngineError
 from qurl.rollout.canary import canary_bound
-from qurl.trainer.policy import apply_head, autocast, hidden_states
+from qurl.trainer.head import apply_head, autocast
+from qurl.trainer.policy import hidden_states
 from qurl.types import Completion, Problem
 
 NUM_CHECKED = 4
-"""Completions whose log-probs are computed again, spread over the batch."""
+"""Completions to check, spread over the batch."""
 NUM_PARTS = 4
-"""Parts of the completions that must be right each: errors may begin at some length."""
+"""Parts of the completions that must each be right: errors may begin at some length."""
 RELATIVE_BOUND = 0.9
 """Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.67 on
-random weights (FP8, 7B), log-probs of other tokens about 1.3; W4A4 gives up to 1.2, so it is not
-asked."""
+random weights (FP8, 7B), log-probs of other tokens give about 1.3. W4A4 gives up to 1.2, so it is
+exempt."""
 LOGITS_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Computes log-probs again with the trainer's own forward."""
+    """Compares an engine's log-probs with the trainer's."""
 
     model: Any
     setup: Setup
 
     def gap(self, problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> float:
-        """Mean |log-prob difference| of some completions; raises where rounding is no excuse."""
+        """Mean |log-prob difference|; raises if it is larger than rounding explains."""
         pairs = [(p, c) for p, group in zip(problems, groups, strict=True) for c in group]
         chosen = pairs[:: max(1, len(pairs) // NUM_CHECKED)][:NUM_CHECKED]
         expected = torch.stack([score_completion(self.model, p, c).cpu() for p, c in chosen])
@@ -45,7 +46,7 @@ class Judge:
         gaps = (expected - sampled).abs()  # [completions, T]
         parts = [*gaps, *gaps.chunk(NUM_PARTS, dim=1)]
         worst, bound = max(part.mean().item() for part in parts), self._bound(expected)
-        # NaN is neither above nor below.
+        # max() may drop a NaN, so ask for finite gaps as well.
         if not (gaps.isfinite().all() and worst <= bound):
             raise EngineError(
                 f"{self.setup.engine} {self.setup.shape.name} {self.setup.quant} kv="
@@ -58,7 +59,7 @@ class Judge:
         bound = canary_bound(self.setup.quant, next(self.model.parameters()).dtype)
         if self.setup.quant == "int4":
             return bound
-        # Random weights predict next to nothing: even log-probs of other tokens lie within the
+        # Random weights predict almost nothing: even log-probs of other tokens lie within the
         # format's bound, but not within their own spread.
         spread = (expected - expected.mean()).abs().mean().item()
         return min(bound, RELATIVE_BOUND * spread)
@@ -82,10 +83,7 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
 
 @contextmanager
 def _wide_residual(model: Any) -> Iterator[None]:
-    """FP32 between the layers, as the trainer has it, whose weights are FP32; here they may not be.
-
-    Autocast computes products in BF16 either way.
-    """
+    """FP32 between the layers, as with the trainer's FP32 weights; autocast products stay BF16."""
     hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
     try:
         yield
@@ -94,7 +92,7 @@ def _wide_residual(model: Any) -> Iterator[None]:
 
 
 def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:
-    """As many tokens as were asked for, and finite log-probs."""
+    """Raise unless there are as many tokens as asked for, with finite log-probs."""
     lengths = [len(c.token_ids) for group in groups for c in group]
     if lengths != [workload.new_tokens] * workload.num_sequences:
         raise EngineError(

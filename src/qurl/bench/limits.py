@@ -1,4 +1,4 @@
-"""What the hardware allows: no engine can generate faster than it reads weights and keys.
+"""What the hardware allows: no engine generates faster than it reads weights and keys.
 
 One decode step of B sequences at context c takes at least
 
@@ -6,11 +6,10 @@ One decode step of B sequences at context c takes at least
     W       = P_body b_w + P_head b_h        bytes of weights
     kv      = 2 L n_kv d b_kv                bytes of keys and values per token
 
-BW in bytes/s and F in FLOP/s are what the device really reaches. A rollout takes at least the sum
-of t over its contexts; its prefill is left out, so a share of this limit counts prefill as a loss.
-
-Every sequence is taken to read all of its keys. Where a group shares its prompt, an engine may read
-the prompt's keys once for all of it: for grouped workloads the limit is not a strict one.
+BW in bytes/s and F in FLOP/s are what the device reaches in practice. A rollout takes at least the
+sum of t over its contexts. The limit ignores prefill, so a share of it counts prefill as a loss. It
+lets every sequence read all of its keys; an engine that reads a shared prompt once per group may
+beat it.
 
 A sync reads every master weight and writes every weight of the engine's copy once.
 """
@@ -41,11 +40,11 @@ class Speed:
 
 
 SPEEDS: Mapping[str, Speed] = {
-    # Copies reach 4.3 TB/s (reads alone up to 4.6) and cuBLAS 790 TFLOP/s; 8 bits are taken to be
-    # twice as fast.
+    # Copies reach 4.3 TB/s (reads alone up to 4.6), cuBLAS 790 TFLOP/s; we assume twice that for
+    # 8 bits.
     "NVIDIA H200": Speed(bandwidth=4.3e12, flops_wide=790e12, flops_narrow=1580e12),
 }
-"""By the name that torch reports."""
+"""By the name that torch gives the device."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,14 @@ class Storage:
 
     @staticmethod
     def of(quant: str, kv: str, device_type: str) -> Storage:
-        """The engine's; on a CPU everything is FP32, codes too."""
+        """The engine's storage; on a CPU everything is FP32, even codes."""
         wide = 4 if device_type == "cpu" else 2
         is_narrow = quant != "none" and device_type != "cpu"
-        return Storage(
-            body=1 if is_narrow else wide,
-            head=wide,
-            kv=wide if kv == "none" else 1,
-            is_narrow=is_narrow,
-        )
+        return Storage(1 if is_narrow else wide, wide, wide if kv == "none" else 1, is_narrow)
 
 
 def find_speed(device: torch.device, bandwidth: float | Literal["table", "measured"]) -> Speed:
-    """From the table where the device is in it, measured elsewhere; `bandwidth` in TB/s wins."""
+    """From the table if it has the device, else measured; a `bandwidth` in TB/s wins."""
     known = SPEEDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
         wide = measure_flops(device)
@@ -104,7 +98,7 @@ def rollout_limit(shape: Shape, storage: Storage, speed: Speed, workload: Worklo
 
 
 def sync_bytes(shape: Shape, storage: Storage, master_bytes: int) -> int:
-    """Bytes that a sync must read and write. What both sides hold alike is shared, not copied."""
+    """Bytes that a sync must read and write; weights of equal precision are shared, not copied."""
     body = shape.num_body * (master_bytes + storage.body)
     if master_bytes == storage.head:
         return body

@@ -1,8 +1,8 @@
-"""One matrix product under the clock: which plans are worth a try, are they right, are they fast.
+"""One matrix product: which plans are worth trying, whether they are right, how fast they are.
 
-A plan is timed with the kernel that consumes its product behind it, because a cut of K moves work
-there; in a CUDA graph, over copies of the weights that exceed the L2 cache together. First it must
-be right: of integers to the bit.
+A plan is timed together with the kernel that consumes its product, because a cut of K moves work
+there, in a CUDA graph, over enough copies of the weights to exceed the L2 cache. It must be right
+first: integer products to the bit.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -14,14 +14,16 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from qurl.bench.limits import Speed
 from qurl.bench.timing import GraphClock
 from qurl.errors import EngineError
 from qurl.ops.target import Target
@@ -38,9 +40,14 @@ MOST_PARTS = 16
 MOST_COPIES = 24
 REPEATS = 3
 HOPELESS = 1.5
-"""A plan whose first replay takes so many times that of the best so far is not timed further."""
+"""A plan whose first replay takes this many times the best one's is not timed further."""
 TOLERANCE = 3e-3
-"""Relative error of floating-point products, all elements together: FP8 sums keep 14 bits."""
+"""Relative error of a floating-point product as a whole: FP8 sums keep 14 bits."""
+
+T = TypeVar("T")
+Times = Mapping[Choice, float]
+"""Microseconds of plans with their consumer; None is the vendor's library. Hopeless plans are not
+in it."""
 
 
 @dataclass(frozen=True)
@@ -63,78 +70,42 @@ class Problem:
 
     @property
     def is_gated(self) -> bool:
-        """Whether channels are those of gate and up, which a plan of ours goes on to combine."""
+        """Whether channels are gate and up, which our plans also combine."""
         return self.role == "gate_up"
 
     @property
     def table_key(self) -> TableKey:
         return self.kind, self.N, self.K, self.M
 
-    @property
-    def name(self) -> str:
-        """Names a result."""
-        return f"{self.kind} {self.N}x{self.K} M={self.M}"
-
-    def limit_seconds(self, speed: Speed) -> float:
-        """Reading the weights once, or multiplying."""
-        flops = speed.flops_narrow if self.format else speed.flops_wide
-        num_bytes = self.N * self.K * self.itemsize
-        return max(num_bytes / speed.bandwidth, 2 * self.M * self.N * self.K / flops)
-
 
 @dataclass(frozen=True)
 class Chip:
-    """What plans must fit."""
+    """The sizes that plans must fit."""
 
     num_sms: int
     shared_bytes: int
-    """Of a multiprocessor, for all its programs together."""
+    """Per multiprocessor, for all its programs together."""
     l2_bytes: int
 
     @staticmethod
     def of(device: torch.device) -> Chip:
         properties = torch.cuda.get_device_properties(device)
-        # The rest is the driver's, a KiB for each program, and room for barriers.
+        # 3 KiB stay free: the driver takes one per program, barriers take some.
         shared_bytes = properties.shared_memory_per_multiprocessor - 3 * 2**10
         return Chip(Target.of(device).num_sms, shared_bytes, properties.L2_cache_size)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Times of one problem's plans."""
-
-    problem: Problem
-    microseconds: Mapping[Choice, float]
-    """With the consumer; None is the vendor's library. Hopeless plans are not in it."""
-    num_plans: int
-
-    @property
-    def best(self) -> Choice:
-        return min(self.microseconds, key=self.microseconds.__getitem__)
-
-    @property
-    def best_own(self) -> Plan | None:
-        """The best one that is not the library."""
-        own = {plan: us for plan, us in self.microseconds.items() if plan is not None}
-        return min(own, key=own.__getitem__) if own else None
-
-    def joined(self, other: Trial) -> Trial:
-        assert self.problem == other.problem
-        times = {**self.microseconds, **other.microseconds}
-        return Trial(self.problem, times, self.num_plans + other.num_plans)
-
-
 def candidates(problem: Problem, chip: Chip, known: Choice = None) -> list[Plan]:
-    """Plans worth measuring, without prefetch; first the known one: others soon look hopeless.
+    """Plans to measure, without prefetch; the known one first, so that bad ones end early.
 
-    Stages follow from how many programs are to share a multiprocessor, and the cut of K from how
-    many there are to be in all, so that they come in one wave.
+    The number of programs per multiprocessor sets the stages, and the cut of K so that all programs
+    run in one wave.
     """
-    first = []
+    plans = list(_candidates(problem, chip))
     if known is not None:
         splits = 0 if problem.is_gated else known.splits
-        first = [dataclasses.replace(known, prefetch=0, splits=splits)]
-    return list(dict.fromkeys([*first, *_candidates(problem, chip)]))
+        plans.insert(0, dataclasses.replace(known, prefetch=0, splits=splits))
+    return list(dict.fromkeys(plans))
 
 
 def _candidates(problem: Problem, chip: Chip) -> Iterator[Plan]:
@@ -158,17 +129,21 @@ def _candidates(problem: Problem, chip: Chip) -> Iterator[Plan]:
                 yield Plan(tokens, channels, depth, splits, warps, stages)
 
 
-def with_prefetch(trial: Trial) -> list[Plan]:
-    """The best plan that is not the library, asking for weights ahead."""
-    best = trial.best_own
-    return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES] if best else []
+def best_of(times: Mapping[T, float]) -> T:
+    return min(times, key=times.__getitem__)
+
+
+def with_prefetch(times: Times) -> list[Plan]:
+    """The best plan of ours with weights prefetched."""
+    own = {plan: us for plan, us in times.items() if plan is not None}
+    return [dataclasses.replace(best_of(own), prefetch=n) for n in PREFETCHES] if own else []
 
 
 # Measuring
 
 
-def measure(setup: Setup, plans: Sequence[Plan], *, has_library: bool = True) -> Trial:
-    """Check all plans, then time them; those that the chip has no room for are left out."""
+def measure(setup: Setup, plans: Sequence[Plan], *, has_library: bool = True) -> Times:
+    """Check all plans and time those that fit the chip."""
     library: list[Choice] = [None] if has_library and setup.has_library else []
     choices = [choice for choice in [*library, *plans] if setup.check(choice)]
     times: dict[Choice, float] = {}
@@ -176,19 +151,19 @@ def measure(setup: Setup, plans: Sequence[Plan], *, has_library: bool = True) ->
     for choice in choices:
         clock = setup.clock(choice)
         first = clock.replay()
-        # Like with like: the first replay of any graph also uploads it.
+        # Compare first replays with each other: they also upload the graph.
         if first > HOPELESS * shortest:
             continue
         shortest = min(shortest, first)
         times[choice] = setup.microseconds(clock)
-    return Trial(setup.problem, times, len(choices))
+    return times
 
 
 class Setup:
     """Weights, inputs and the consumer of one problem."""
 
     def __init__(self, problem: Problem, device: torch.device, l2_bytes: int = 0) -> None:
-        """With `l2_bytes` there are as many copies of the weights as exceed it twice."""
+        """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
         self.problem = problem
         self.device = device
         self.pdl = Target.of(device).has_pdl
@@ -202,12 +177,10 @@ class Setup:
         self.amax = torch.zeros(M, device=device)
 
     @functools.cached_property
-    def residual(self) -> Tensor:
-        return torch.randn(self.problem.M, self.problem.N, device=self.device)
-
-    @functools.cached_property
-    def norm(self) -> Tensor:
-        return torch.ones(self.problem.N, device=self.device)
+    def residual(self) -> tuple[Tensor, Tensor]:
+        """The residual stream and the norm behind it."""
+        shape = (self.problem.M, self.problem.N)
+        return torch.randn(*shape, device=self.device), torch.ones(shape[1], device=self.device)
 
     @functools.cached_property
     def has_library(self) -> bool:
@@ -215,7 +188,7 @@ class Setup:
 
     @functools.cached_property
     def expected(self) -> Tensor:
-        """By torch: integers exactly, all else in FP32."""
+        """torch's result: exact for integers, else in FP32."""
         x, weight = self.x, self.weights[0]
         if isinstance(x, Quantized) and isinstance(weight, Quantized):
             y = multiply_by_torch(x, weight, self.bias, torch.bfloat16)
@@ -227,7 +200,7 @@ class Setup:
         return _gated(y) if self.problem.is_gated else y
 
     def launch(self, choice: Choice) -> Product | None:
-        """Run everything once, which compiles it. None: the chip has no room for the plan."""
+        """Compile everything and run it once; None if the plan does not fit the chip."""
         try:
             product = self._multiply(choice, self.weights[0])
             self._consume(product, choice is not None)
@@ -236,7 +209,7 @@ class Setup:
         return product
 
     def check(self, choice: Choice) -> bool:
-        """Whether there is room for a plan. Raises where its product is wrong."""
+        """Whether a plan fits the chip; raises if its product is wrong."""
         product = self.launch(choice)
         if product is None:
             return False
@@ -248,31 +221,21 @@ class Setup:
         return True
 
     def clock(self, choice: Choice) -> GraphClock:
-        """Of a product and its consumer, for every copy of the weights; launch it before."""
-        is_combined = choice is not None
-        return self._clock(lambda w: self._consume(self._multiply(choice, w), is_combined))
+        """Times a product and its consumer, for each copy of the weights; launch it before."""
 
-    def microseconds(self, clock: GraphClock) -> float:
-        """Of one copy of the weights."""
-        seconds = statistics.median(clock.replay() for _ in range(REPEATS))
-        return 1e6 * seconds / len(self.weights)
-
-    def time_alone(self, choice: Choice) -> float:
-        """Microseconds of one product without its consumer."""
-        self.launch(choice)
-        clock = self._clock(lambda w: self._multiply(choice, w))
-        clock.replay()
-        return self.microseconds(clock)
-
-    def _clock(self, call: Callable[[Operand], object]) -> GraphClock:
         def work() -> None:
             for weight in self.weights:
-                call(weight)
+                self._consume(self._multiply(choice, weight), choice is not None)
 
         return GraphClock(work, self.device)
 
+    def microseconds(self, clock: GraphClock) -> float:
+        """Time per copy of the weights."""
+        seconds = statistics.median(clock.replay() for _ in range(REPEATS))
+        return 1e6 * seconds / len(self.weights)
+
     def _multiply(self, choice: Choice, weight: Operand) -> Product:
-        """What one launch gives; of gate and up, a plan of ours gives silu(gate) * up."""
+        """The product; our plans turn gate and up into silu(gate) * up."""
         x, bias, dtype = self.x, self.bias, torch.bfloat16
         if choice is None:
             product = library_product(x, weight, bias, dtype)
@@ -286,9 +249,8 @@ class Setup:
     def _consume(self, product: Product, is_combined: bool) -> Operand:
         format, dtype, pdl = self.problem.format, torch.bfloat16, self.pdl
         if not self.problem.is_gated:
-            return add_norm(
-                self.residual, product, self.norm, 1e-6, format, dtype, clear=self.amax, pdl=pdl
-            )
+            x, norm = self.residual
+            return add_norm(x, product, norm, 1e-6, format, dtype, clear=self.amax, pdl=pdl)
         if not is_combined:
             return swiglu(product, format, dtype, True, pdl=pdl)
         assert isinstance(product, Tensor)
@@ -306,17 +268,17 @@ class Setup:
             return _relative_error(y, self.expected) < TOLERANCE
         if not self.problem.is_gated:
             return torch.equal(y, self.expected)
-        # Gate and up are exact, but exponentials differ in the last bits of FP32: one of BF16.
+        # Gate and up are exact, but exponentials differ by FP32 rounding: one bit of BF16.
         return torch.allclose(y.float(), self.expected.float(), rtol=2**-7, atol=1e-30)
 
 
 def num_copies(num_bytes: int, l2_bytes: int) -> int:
-    """Copies of a weight that are gone from L2 when their turn comes again."""
+    """Enough copies of a weight that L2 has evicted each one before it is read again."""
     return 1 if l2_bytes == 0 else min(MOST_COPIES, max(2, math.ceil(2 * l2_bytes / num_bytes)))
 
 
 def _gated(y: Tensor) -> Tensor:
-    """silu(gate) * up of alternating channels, as a plan of ours rounds it."""
+    """silu(gate) * up of alternating channels, rounded as our plans do."""
     gate, up = y.float().unflatten(-1, (-1, 2)).unbind(-1)
     return (gate / (1 + (-gate).exp()) * up).bfloat16()
 
@@ -330,3 +292,59 @@ def _clone(operand: Operand) -> Operand:
     if isinstance(operand, Tensor):
         return operand.clone()
     return Quantized(operand.codes.clone(), operand.scale.clone(), operand.format)
+
+
+# Compiling
+
+Pair = tuple[Problem, Plan]
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """Processes that fill Triton's disk cache: compiling a kernel takes about a second."""
+
+    pool: Pool
+    device: torch.device
+    compiled: set[tuple] = field(default_factory=set)
+
+    def run(self, pairs: Iterable[Pair], deadline: float) -> None:
+        """Compile the kernels of the pairs, until `time.monotonic()` reaches the deadline."""
+        if time.monotonic() >= deadline:
+            return
+        jobs = [shrunk(pair) for pair in covering(pairs, self.compiled)]
+        work = functools.partial(_compile, device=self.device)
+        for _ in self.pool.imap_unordered(work, jobs):
+            if time.monotonic() >= deadline:
+                return
+
+
+def covering(pairs: Iterable[Pair], compiled: set[tuple]) -> Iterator[Pair]:
+    """The pairs that need a kernel not yet in `compiled`, which grows."""
+    for pair in pairs:
+        kernels = kernels_of(*pair)
+        if not kernels <= compiled:
+            compiled |= kernels
+            yield pair
+
+
+def kernels_of(problem: Problem, plan: Plan) -> set[tuple]:
+    """The specializations that a plan launches.
+
+    The product depends on whether K is cut, its consumer on the number of parts.
+    """
+    same_cut = dataclasses.replace(plan, splits=min(plan.splits, 1))
+    return {
+        ("product", problem.kind, problem.is_gated, problem.role == "qkv", same_cut),
+        ("consumer", problem.kind, problem.role, problem.N, plan.splits),
+    }
+
+
+def shrunk(pair: Pair) -> Pair:
+    """A smaller problem with the same kernels, which depend on neither M nor K."""
+    problem, plan = pair
+    return dataclasses.replace(problem, M=plan.tokens, K=1024), plan
+
+
+def _compile(pair: Pair, device: torch.device) -> None:
+    problem, plan = pair
+    Setup(problem, device).launch(plan)

@@ -1,8 +1,7 @@
 """Where the GPU's time goes in a decode step.
 
-Kernels may overlap (a kernel can start while the one before it ends, and then waits for it), so a
-moment counts once, for the kernel that began first. The times of all kernels then add up to the
-time in which the GPU was busy.
+Kernels may overlap: one can start, and then wait, while the one before it ends. A moment counts
+once, for the kernel that began first, so the times of all kernels add up to the GPU's busy time.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from qurl.errors import EngineError
 NUM_STEPS = 61
 """Length of the profiled run: a prime, which no number of layers divides."""
 FIRST_STEP, LAST_STEP = 38, 58
-"""What is looked at: past the prefill, before sequences end."""
+"""The steps to look at: after the prefill, before sequences end."""
 CATEGORIES = (
     ("attention", r"attend|attention|flash|fmha|^split_kernel|^combine_kernel"),
     ("sampling", r"^summarise_|sampl|argmax|softmax|logprob|exponential|topk|distribution"),
@@ -34,12 +33,8 @@ CATEGORIES = (
     ("linears", r"gemm|gemv|nvjet|cutlass|xmma|splitk|matmul|_mm"),
     ("other", r""),
 )
-"""By the first pattern found in the kernel's name."""
-LM_HEAD = "lm_head"
+"""The first pattern found in a kernel's name decides."""
 NUM_TOP = 20
-"""Kernels that are named one by one."""
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -50,26 +45,22 @@ class Kernel:
     start: float
     duration: float
 
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
-
 
 @dataclass(frozen=True)
 class Profile:
-    """Per decode step."""
+    """Means per decode step."""
 
     busy_ms: float
     num_kernels: float
     microseconds: dict[str, float]
-    """By category."""
+    """Time of each category, the largest first."""
     top: list[dict[str, Any]]
-    """The most expensive kernels: name, category, count and microseconds per step."""
+    """The most expensive kernels: name, category, launches and microseconds per step."""
 
 
 def profile_decode(generate: Callable[[int], Any]) -> Profile:
-    """Trace `generate(NUM_STEPS)`, which makes so many decode steps."""
-    generate(NUM_STEPS)  # nothing is compiled or captured the second time
+    """Trace `generate(NUM_STEPS)`, which must make this many decode steps."""
+    generate(NUM_STEPS)  # compiles and captures
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         generate(NUM_STEPS)
@@ -82,7 +73,7 @@ def profile_decode(generate: Callable[[int], Any]) -> Profile:
 
 
 def read_trace(text: str) -> list[Kernel]:
-    """Everything that ran on the GPU, in order of its start."""
+    """Everything that ran on the GPU, sorted by start."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     events = [e for e in json.loads(text)["traceEvents"] if e.get("cat") in kinds]
     kernels = [Kernel(e["name"], float(e["ts"]), float(e["dur"])) for e in events]
@@ -90,14 +81,14 @@ def read_trace(text: str) -> list[Kernel]:
 
 
 def cut_steps(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels of the steps that are looked at, found by one that runs once in every step."""
+    """The kernels of the steps to look at, found by one that runs once in every step."""
     counts = Counter(kernel.name for kernel in kernels)
     # An engine that looks ahead may run a step or two more than it needs.
     once = [name for name, count in counts.items() if NUM_STEPS <= count <= NUM_STEPS + 2]
     if not once:
         raise EngineError(
-            f"--profile: none of {len(counts)} kernels ran once per step in {NUM_STEPS} steps; "
-            "the decode steps cannot be told apart"
+            f"--profile: none of {len(counts)} kernels ran once per step in {NUM_STEPS} steps, so "
+            "it is not clear where a step begins"
         )
     starts = [kernel.start for kernel in kernels if kernel.name == once[0]]
     first, last = starts[FIRST_STEP], starts[LAST_STEP]
@@ -107,45 +98,31 @@ def cut_steps(kernels: Sequence[Kernel]) -> list[Kernel]:
 def summarize(kernels: Sequence[Kernel], num_steps: int) -> Profile:
     """Add up the kernels of `num_steps` steps."""
     times, categories = exclusive_times(kernels), categorize(kernels)
-    by_category: defaultdict[str, float] = defaultdict(float)
-    by_kernel: defaultdict[tuple[str, str], float] = defaultdict(float)
-    counts: Counter[tuple[str, str]] = Counter()
+    totals, by_kernel, counts = Counter[Any](), Counter[Any](), Counter[Any]()
     for kernel, time, category in zip(kernels, times, categories, strict=True):
-        by_category[category] += time / num_steps
-        by_kernel[kernel.name, category] += time / num_steps
-        counts[kernel.name, category] += 1
+        totals.update({category: time / num_steps})
+        by_kernel.update({(kernel.name, category): time / num_steps})
+        counts.update([(kernel.name, category)])
     top = [
-        {
-            "name": name,
-            "category": category,
-            "per_step": counts[name, category] / num_steps,
-            "microseconds": microseconds,
-        }
-        for (name, category), microseconds in _largest_first(by_kernel)[:NUM_TOP]
+        {"name": n, "category": c, "per_step": counts[n, c] / num_steps, "microseconds": us}
+        for (n, c), us in by_kernel.most_common(NUM_TOP)
     ]
-    return Profile(
-        busy_ms=sum(times) / num_steps / 1e3,
-        num_kernels=len(kernels) / num_steps,
-        microseconds=dict(_largest_first(by_category)),
-        top=top,
-    )
-
-
-def _largest_first(times: Mapping[Key, float]) -> list[tuple[Key, float]]:
-    return sorted(times.items(), key=lambda item: -item[1])
+    busy_ms = sum(times) / num_steps / 1e3
+    return Profile(busy_ms, len(kernels) / num_steps, dict(totals.most_common()), top)
 
 
 def exclusive_times(kernels: Sequence[Kernel]) -> list[float]:
-    """What each kernel adds to the time in which those before it ran."""
+    """The busy time that each kernel adds to those before it."""
     times, busy_until = [], float("-inf")
     for kernel in kernels:
-        times.append(max(0.0, kernel.end - max(kernel.start, busy_until)))
-        busy_until = max(busy_until, kernel.end)
+        end = kernel.start + kernel.duration
+        times.append(max(0.0, end - max(kernel.start, busy_until)))
+        busy_until = max(busy_until, end)
     return times
 
 
 def categorize(kernels: Sequence[Kernel]) -> list[str]:
-    """The product before sampling is the head's; other categories go by name."""
+    """Categories by name, except that the product before sampling is the head's."""
     categories = [
         next(title for title, pattern in CATEGORIES if re.search(pattern, kernel.name.lower()))
         for kernel in kernels
@@ -155,8 +132,8 @@ def categorize(kernels: Sequence[Kernel]) -> list[str]:
             j = i - 1
             while j >= 0 and categories[j] == "other":  # a conversion of the logits, say
                 j -= 1
-            while j >= 0 and categories[j] == "linears":  # several where cuBLAS cuts K
-                categories[j] = LM_HEAD
+            while j >= 0 and categories[j] == "linears":  # several if cuBLAS cuts K
+                categories[j] = "lm_head"
                 j -= 1
     return categories
 
@@ -164,9 +141,8 @@ def categorize(kernels: Sequence[Kernel]) -> list[str]:
 def describe_profile(profile: Profile) -> str:
     """Lines for the terminal."""
     lines = [f"  {profile.busy_ms:.3f} ms busy per step, {profile.num_kernels:.0f} kernels"]
-    for category, microseconds in profile.microseconds.items():
-        share = microseconds / profile.busy_ms / 1e3
-        lines.append(f"  {microseconds:9.1f} us {share:6.1%}  {category}")
+    for category, us in profile.microseconds.items():
+        lines.append(f"  {us:9.1f} us {us / profile.busy_ms / 1e3:6.1%}  {category}")
     for kernel in profile.top[:10]:
         lines.append(
             f"  {kernel['microseconds']:9.1f} us {kernel['per_step']:6.1f}x  "

@@ -1,10 +1,9 @@
-"""Results as JSON. A file collects runs under keys, and nothing measured before is ever lost.
+"""Results as JSON. A file collects runs under keys and never loses an earlier result.
 
     {"bench": "rollout",
      "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
 
-A key that is measured again gets one more entry, the newest last. Several commands may add to one
-file at a time.
+Measuring a key again appends an entry. Several commands may add to one file at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ PACKAGES = ("torch", "triton", "transformers", "vllm")
 
 
 class Record:
-    """A results file; opened before anything is measured, so that a bad path costs no time."""
+    """A results file, opened before anything is measured, so that a bad path costs no time."""
 
     def __init__(self, bench: str, path: Path | None = None) -> None:
-        """`path` None: benchmarks/results/<bench>.json, seen from where the command runs."""
+        """The default path is benchmarks/results/<bench>.json in the working directory."""
         self.bench = bench
         self.path = path or RESULTS / f"{bench}.json"
-        self._machine = functools.cache(describe_machine)  # asks git, and a command may add much
+        self._machine = functools.cache(describe_machine)  # it runs git
         self._read()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +48,10 @@ class Record:
 
     def add(self, key: str, device: torch.device, **figures: Any) -> None:
         """Save one more entry under `key`."""
-        entry = {"date": _now(), "machine": self._machine(device), **figures}
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        entry = {"date": date, "machine": self._machine(device), **figures}
         with locked(self.path):
-            # Read again: another process may have added to the file in the meantime.
-            results = self._read()
+            results = self._read()  # another process may have added to it
             results.setdefault(key, []).append(entry)
             text = json.dumps({"bench": self.bench, "results": results}, indent=1)
             replace_text(self.path, text + "\n")
@@ -74,40 +73,25 @@ class Record:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Others who want to change the file wait. The lock is a file beside it, gone afterwards."""
-    lock = path.with_name(f".{path.name}.lock")
-    while True:
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(file.fileno(), lock):
-                continue  # its holder removed it while we waited: what we hold guards nothing
-            try:
-                yield
-            finally:
-                lock.unlink()
-            return
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    """Keep other processes from changing the file, by a lock file beside it that stays."""
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader sees the old one or the new one."""
+    """Write a file atomically."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(text, encoding="utf-8")
     os.replace(staging, path)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Where and with what a figure was measured."""
+    """The hardware and software behind a measurement."""
     is_cuda = device.type == "cuda"
+    cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else cpu,
         "cuda": torch.version.cuda if is_cuda else None,
         "threads": None if is_cuda else torch.get_num_threads(),
         "python": platform.python_version(),
@@ -117,9 +101,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that runs, with "+" where it was changed; None without one."""
+    """The commit of the running checkout, with "+" if it was changed; None without a checkout."""
     folder = Path(__file__).parent
-    if "site-packages" in folder.parts:  # a repository around it is somebody else's
+    if "site-packages" in folder.parts:  # a repository around it is not ours
         return None
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     try:
@@ -137,16 +121,6 @@ def source_commit() -> str | None:
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
-
-
-def _cpu_name() -> str:
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

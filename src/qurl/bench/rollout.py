@@ -5,27 +5,28 @@ Each configuration is checked on a short run, then measured, then checked on wha
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from qurl.bench.contenders import Contender, Setup, build_contender, check_setup
+from qurl.bench.contenders import Contender, EngineContender, Setup
 from qurl.bench.judge import Judge, check_completions
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
 from qurl.bench.profile import describe_profile, profile_decode
 from qurl.bench.record import Record
 from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
-from qurl.bench.timing import Timing, paused_gc, time_call
+from qurl.bench.timing import paused_gc, time_call
 from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
 from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
+from qurl.ops.target import Target
 from qurl.quant.formats import FORMATS
 
 SHORT = 64
@@ -69,40 +70,39 @@ class RolloutBench:
     """Tokens of a prompt, instead of the workload's."""
     new_tokens: int | None = None
     """Tokens of a completion, instead of the workload's."""
-    against: Literal["none", "vllm", "hf"] = "none"
-    """Measure this engine too: vllm (installed apart) or hf (transformers; slow, so shorten)."""
+    against: Literal["none", "hf"] = "none"
+    """Also measure this engine: hf is transformers, which is slow, so shorten the workload."""
     repeats: int = 3
     """Measured runs; the median counts."""
     warm_up: Literal["lengths", "full"] = "lengths"
-    """What comes before the measured runs: a few steps at each length from which on engines use
-    another CUDA graph, or a whole run."""
+    """Warm up with a few steps at each length that uses another CUDA graph, or with a full run."""
     profile: bool = False
     """Add the GPU's busy time of a decode step, by kind of kernel."""
     bandwidth: float | Literal["table", "measured"] = "table"
-    """Of the limit: TB/s, or from the table of devices, or measured now by a copy."""
+    """Memory bandwidth of the limit: in TB/s, from the table of devices, or measured by a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes the GPU where there is one."""
+    """auto takes the GPU if there is one."""
     seed: int = 0
-    """Of weights, prompts and samples."""
+    """Seed of weights, prompts and samples."""
     out: Path | None = None
-    """JSON file that results are added to; benchmarks/results/rollout.json without it."""
+    """JSON file to add results to; by default benchmarks/results/rollout.json."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one configuration."""
+    """The measurements of one configuration."""
 
     seconds: tuple[float, ...]
-    """Of each generate call, prefill included."""
+    """Time of each generate call, prefill included."""
     tokens_per_s: float
     ms_per_step: float
     limit_tokens_per_s: float
     limit_share: float
     logprob_gap: float | None
     """Mean |difference| of full-length completions to the trainer's forward; None for an engine
-    that has weights of its own."""
+    with weights of its own."""
     logprob_gap_short: float | None
-    """The same of the short run."""
+    """The same for the short run."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class Session:
     device: torch.device
     speed: Speed
     record: Record
+    plans: str | None = None
+    """Source of the local engine's plans; None on a CPU."""
 
 
 def run_rollout(bench: RolloutBench) -> list[Figures]:
@@ -120,17 +122,29 @@ def run_rollout(bench: RolloutBench) -> list[Figures]:
     device = pick_device(bench.device)
     setups, workloads = plan(bench, device)
     record = Record("rollout", bench.out)
-    session = Session(bench, device, find_speed(device, bench.bandwidth), record)
+    session = Session(
+        bench, device, find_speed(device, bench.bandwidth), record, find_plans(device)
+    )
     print(head(COLUMNS))
     results = []
     for shape, group in itertools.groupby(setups, key=lambda setup: setup.shape):
         results += _measure_shape(session, shape, list(group), workloads)
-    print(f"saved to {record.path}")
+    print(f"saved to {session.record.path}")
     return results
 
 
+def find_plans(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    from qurl.quant.kernels.plans import Plans  # needs Triton
+
+    source = Plans(Target.of(device)).source
+    print(f"plans of products: {source}")
+    return source
+
+
 def plan(bench: RolloutBench, device: torch.device) -> tuple[list[Setup], list[Workload]]:
-    """Every engine to build and every workload for each; refuses what cannot be measured."""
+    """The engines to build and the workloads for each; raises if one cannot be measured."""
     if bench.repeats < 1:
         raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
     if bench.profile and device.type != "cuda":
@@ -145,21 +159,15 @@ def plan(bench: RolloutBench, device: torch.device) -> tuple[list[Setup], list[W
         )
         for name in split_list("workload", bench.workload)
     ]
-    engines = ("local",) if bench.against == "none" else ("local", bench.against)
     setups = [
         Setup(engine, get_shape(model), quant, kv)
         for model in split_list("model", bench.model)
         for quant in split_list("quant", bench.quant, ("none", *FORMATS))
         for kv in split_list("kv", bench.kv, ("none", "fp8"))
-        for engine in engines
+        for engine in (("local",) if bench.against == "none" else ("local", bench.against))
     ]
-    if bench.against == "vllm" and len(setups) > len(engines):
-        raise ConfigError(
-            "--against vllm takes one model, one quant and one kv per command: vLLM does not give "
-            "its memory back before the process ends"
-        )
-    for setup in setups:
-        check_setup(setup)
+    if any(setup.engine == "hf" and setup.kv != "none" for setup in setups):
+        raise ConfigError("--against hf keeps keys and values in full precision: use --kv none")
     return setups, workloads
 
 
@@ -169,50 +177,54 @@ def _measure_shape(
     model = build_model(shape, session.device, seed=session.bench.seed)
     results = []
     for setup in setups:
-        results += _measure_setup(session, setup, model, workloads)
+        contender = EngineContender(setup, model, max(w.num_sequences for w in workloads))
+        judge = Judge(model, setup)
+        results += [measure_setup(session, contender, setup, w, judge) for w in workloads]
+        del contender
         gc.collect()  # engine n is gone before engine n + 1 is built
         if session.device.type == "cuda":
             torch.cuda.empty_cache()
     return results
 
 
-def _measure_setup(
-    session: Session, setup: Setup, model: Any, workloads: Sequence[Workload]
-) -> list[Figures]:
-    contender = build_contender(setup, model, workloads)
-    judge = None if setup.engine == "vllm" else Judge(model, setup)
-    results = []
-    for workload in workloads:
-        figures = measure_rollout(session, contender, setup, workload, judge)
-        settings = _settings(setup, workload, session.bench)
-        print(row(COLUMNS, settings | dataclasses.asdict(figures)), flush=True)
-        more: dict[str, Any] = {"engine": contender.facts()}
-        try:
-            if session.bench.profile:
-                more["profile"] = _profile(contender, setup, workload, session.bench.seed)
-        finally:  # a profile that fails must not take along what was measured
-            session.record.add(
-                setup.key(workload),
-                session.device,
-                settings=settings,
-                speed=dataclasses.asdict(session.speed),
-                figures=dataclasses.asdict(figures),
-                **more,
-            )
-        results.append(figures)
-    return results
+def measure_setup(
+    session: Session, contender: Contender, setup: Setup, workload: Workload, judge: Judge | None
+) -> Figures:
+    """Measure one workload, print its row and save it."""
+    figures = measure_rollout(session, contender, setup, workload, judge)
+    bench = session.bench
+    settings = {
+        **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
+        **{"workload": workload.name, **workload.sizes},
+        **{"repeats": bench.repeats, "warm_up": bench.warm_up, "seed": bench.seed},
+        "garbage_collection": "off",
+    }
+    print(row(COLUMNS, settings | asdict(figures)), flush=True)
+    facts = contender.facts()
+    if setup.engine == "local" and session.plans:
+        facts["plans"] = session.plans
+    more: dict[str, Any] = {"engine": facts}
+    try:
+        if bench.profile:
+            more["profile"] = _profile(contender, setup, workload, bench.seed)
+    finally:  # a failed profile must not lose the measurement
+        session.record.add(
+            setup.key(workload),
+            session.device,
+            settings=settings,
+            speed=asdict(session.speed),
+            figures=asdict(figures),
+            **more,
+        )
+    return figures
 
 
 def measure_rollout(
-    session: Session,
-    contender: Contender,
-    setup: Setup,
-    workload: Workload,
-    judge: Judge | None,
+    session: Session, contender: Contender, setup: Setup, workload: Workload, judge: Judge | None
 ) -> Figures:
     """Check on a short run, warm up, measure, and check what was measured."""
     bench, device = session.bench, session.device
-    short = workload.shortened(SHORT)
+    short = replace(workload, new_tokens=min(SHORT, workload.new_tokens))
     _, gap_short = _run(contender, setup, short, bench.seed, device, judge)
     for run in [workload] if bench.warm_up == "full" else warm_ups(workload):
         _run(contender, setup, run, bench.seed + 1, device)
@@ -220,15 +232,16 @@ def measure_rollout(
         _run(contender, setup, workload, bench.seed + 2 + i, device, judge if i == 0 else None)
         for i in range(bench.repeats)
     ]
-    timing = Timing(tuple(seconds for seconds, _ in runs))
+    seconds = tuple(seconds for seconds, _ in runs)
+    median = statistics.median(seconds)
     storage = Storage.of(setup.quant, setup.kv, device.type)
     limit = rollout_limit(setup.shape, storage, session.speed, workload)
     return Figures(
-        seconds=timing.seconds,
-        tokens_per_s=workload.num_new_tokens / timing.median,
-        ms_per_step=1e3 * timing.median / workload.new_tokens,
+        seconds=seconds,
+        tokens_per_s=workload.num_new_tokens / median,
+        ms_per_step=1e3 * median / workload.new_tokens,
         limit_tokens_per_s=workload.num_new_tokens / limit,
-        limit_share=limit / timing.median,
+        limit_share=limit / median,
         logprob_gap=runs[0][1],
         logprob_gap_short=gap_short,
     )
@@ -237,15 +250,13 @@ def measure_rollout(
 def warm_ups(workload: Workload) -> list[Workload]:
     """Short runs that end where the workload does and where its contexts reach a power of two.
 
-    The longest comes first: it makes the engine allocate what the others then find.
+    The longest comes first, so that the engine allocates what the others need.
     """
     first, last = workload.prompt_tokens, workload.prompt_tokens + workload.new_tokens
     powers = (1 << n for n in range(last.bit_length()))
     ends = [last, *(end for end in powers if first + WARM_UP <= end < last)]
     steps = min(WARM_UP, workload.new_tokens)
-    return [
-        dataclasses.replace(workload, prompt_tokens=end - steps, new_tokens=steps) for end in ends
-    ]
+    return [replace(workload, prompt_tokens=end - steps, new_tokens=steps) for end in ends]
 
 
 def _run(
@@ -256,7 +267,7 @@ def _run(
     device: torch.device,
     judge: Judge | None = None,
 ) -> tuple[float, float | None]:
-    """Seconds of one generate call, and the gap where there is somebody to judge it."""
+    """Seconds of one generate call, and the log-prob gap if there is a judge."""
     problems = make_problems(workload, setup.shape.vocabulary, seed)
     params = sampling_params(workload, seed)
     with paused_gc():
@@ -268,28 +279,10 @@ def _run(
 
 def _profile(contender: Contender, setup: Setup, workload: Workload, seed: int) -> dict[str, Any]:
     def generate(new_tokens: int) -> Any:
-        run = dataclasses.replace(workload, new_tokens=new_tokens)
+        run = replace(workload, new_tokens=new_tokens)
         problems = make_problems(run, setup.shape.vocabulary, seed)
         return contender.generate(problems, sampling_params(run, seed))
 
     profile = profile_decode(generate)
     print(describe_profile(profile), flush=True)
-    return dataclasses.asdict(profile)
-
-
-def _settings(setup: Setup, workload: Workload, bench: RolloutBench) -> dict[str, Any]:
-    return {
-        "engine": setup.engine,
-        "model": setup.shape.name,
-        "quant": setup.quant,
-        "kv": setup.kv,
-        "workload": workload.name,
-        "num_prompts": workload.num_prompts,
-        "group_size": workload.group_size,
-        "prompt_tokens": workload.prompt_tokens,
-        "new_tokens": workload.new_tokens,
-        "repeats": bench.repeats,
-        "warm_up": bench.warm_up,
-        "seed": bench.seed,
-        "garbage_collection": "off",
-    }
+    return asdict(profile)

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: speed does not depend on what the weights say."""
+"""Models of real shapes with random weights: speed does not depend on their values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from qurl.errors import ConfigError
-
-MAX_POSITIONS = 32768
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ SHAPES: Mapping[str, Shape] = {
         Shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
     )
 }
-"""Those of Qwen2.5, and a tiny one for machines without a GPU."""
+"""The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
 
 
 def get_shape(name: str) -> Shape:
@@ -95,7 +92,7 @@ def model_config(shape: Shape) -> dict[str, Any]:
         "intermediate_size": shape.intermediate,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.is_tied,
-        "max_position_embeddings": MAX_POSITIONS,
+        "max_position_embeddings": 32768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.02,
@@ -107,22 +104,16 @@ def model_config(shape: Shape) -> dict[str, Any]:
 def build_model(
     shape: Shape, device: torch.device, dtype: torch.dtype | None = None, *, seed: int = 0
 ) -> Any:
-    """A transformers model, made on the device; None: bfloat16 there, float32 on a CPU."""
+    """A transformers model, made on the device; by default BF16 on a GPU, FP32 on a CPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     config = Qwen2Config(**model_config(shape))
-    # No copy of the weights ever exists on the host or in another precision.
+    # On the device and in this dtype from the start: no second copy of the weights.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
-        _randomize_biases_(model)
-    return model.requires_grad_(False).eval()
-
-
-@torch.no_grad()
-def _randomize_biases_(model: nn.Module) -> None:
-    """transformers starts with zeros, which would hide a bias that is left out."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            parameter.normal_(std=0.02)
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype).requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # zeros would hide a missing bias
+                parameter.normal_(std=0.02)
+    return model.eval()

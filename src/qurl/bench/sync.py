@@ -1,14 +1,14 @@
 """`qurl bench sync`: how long the engine takes to follow the trainer.
 
-The master weights are the trainer's, in BF16 or FP32. Loading them into the engine is bound by
-bytes (`qurl.bench.limits.sync_bytes`); verifying the copy is timed apart.
+The trainer's master weights are BF16 or FP32. Loading them into the engine is limited by memory
+bandwidth (`qurl.bench.limits.sync_bytes`); verifying the copy is timed separately.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-from dataclasses import dataclass
+import statistics
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
 from qurl.bench.record import Record
 from qurl.bench.shapes import Shape, build_model, get_shape
 from qurl.bench.table import Column, head, row, split_list
-from qurl.bench.timing import Timing, paused_gc
+from qurl.bench.timing import paused_gc
 from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
@@ -54,25 +54,25 @@ class SyncBench:
     repeats: int = 5
     """Measured syncs; the median counts."""
     bandwidth: float | Literal["table", "measured"] = "table"
-    """Of the limit: TB/s, or from the table of devices, or measured now by a copy."""
+    """Memory bandwidth of the limit: in TB/s, from the table of devices, or measured by a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes the GPU where there is one."""
+    """auto takes the GPU if there is one."""
     seed: int = 0
-    """Of the weights."""
+    """Seed of the weights."""
     out: Path | None = None
-    """JSON file that results are added to; benchmarks/results/sync.json without it."""
+    """JSON file to add results to; by default benchmarks/results/sync.json."""
 
 
 @dataclass(frozen=True)
 class SyncFigures:
-    """What was measured of one configuration."""
+    """The measurements of one configuration."""
 
     load_seconds: tuple[float, ...]
     verify_seconds: tuple[float, ...]
     load_ms: float
     verify_ms: float
     gigabytes: float
-    """Read and written at least."""
+    """Bytes that must be read and written."""
     gigabytes_per_s: float
     limit_ms: float
     limit_share: float
@@ -97,20 +97,14 @@ def run_sync(bench: SyncBench) -> list[SyncFigures]:
     results = []
     for shape, master, quant in cases:
         figures = measure_sync(shape, master, quant, bench, speed, device)
-        settings = {
-            "model": shape.name,
-            "quant": quant,
-            "master": master,
-            "repeats": bench.repeats,
-            "seed": bench.seed,
-        }
-        print(row(COLUMNS, settings | dataclasses.asdict(figures)), flush=True)
+        case = {"model": shape.name, "quant": quant, "master": master}
+        print(row(COLUMNS, case | asdict(figures)), flush=True)
         record.add(
             f"{shape.name} {quant} master={master}",
             device,
-            settings=settings,
-            speed=dataclasses.asdict(speed),
-            figures=dataclasses.asdict(figures),
+            settings={**case, "repeats": bench.repeats, "seed": bench.seed},
+            speed=asdict(speed),
+            figures=asdict(figures),
         )
         results.append(figures)
         gc.collect()
@@ -123,25 +117,25 @@ def run_sync(bench: SyncBench) -> list[SyncFigures]:
 def measure_sync(
     shape: Shape, master: str, quant: str, bench: SyncBench, speed: Speed, device: torch.device
 ) -> SyncFigures:
-    """The engine verifies every sync, so a wrong copy raises here."""
+    """Sync several times; the engine verifies each copy and raises if it is wrong."""
     dtype = MASTERS[master]
     model = build_model(shape, device, dtype, seed=bench.seed)
     engine = build_engine("local", model, quant=quant)
     with paused_gc():
         reports = [engine.sync(model, version=i) for i in range(WARM_UP + bench.repeats)]
-    reports = reports[WARM_UP:]
-    load = Timing(tuple(r.seconds for r in reports))
-    verify = Timing(tuple(r.verify_seconds for r in reports))
+    load = tuple(r.seconds for r in reports[WARM_UP:])
+    verify = tuple(r.verify_seconds for r in reports[WARM_UP:])
+    median = statistics.median(load)
     num_bytes = sync_bytes(shape, Storage.of(quant, "none", device.type), dtype.itemsize)
     limit = num_bytes / speed.bandwidth
     return SyncFigures(
-        load_seconds=load.seconds,
-        verify_seconds=verify.seconds,
-        load_ms=1e3 * load.median,
-        verify_ms=1e3 * verify.median,
+        load_seconds=load,
+        verify_seconds=verify,
+        load_ms=1e3 * median,
+        verify_ms=1e3 * statistics.median(verify),
         gigabytes=num_bytes / 1e9,
-        gigabytes_per_s=num_bytes / 1e9 / load.median,
+        gigabytes_per_s=num_bytes / 1e9 / median,
         limit_ms=1e3 * limit,
-        limit_share=limit / load.median,
+        limit_share=limit / median,
         engine_bytes=reports[-1].bytes,
     )

@@ -1,4 +1,4 @@
-"""Lists on the way in, and on the way out tables that grow as configurations are measured."""
+"""Lists of values as flags, and tables that grow as configurations are measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Column:
     form: str = ""
     """Format specification; figures are aligned right, words left."""
     width: int = 0
-    """At least that of the title."""
+    """The title's width at least."""
 
     def show(self, value: Any) -> str:
         text = "-" if value is None else format(value, self.form)
@@ -37,12 +37,12 @@ def head(columns: Sequence[Column]) -> str:
 
 
 def row(columns: Sequence[Column], values: Mapping[str, Any]) -> str:
-    """A key that is missing, or None, is shown as a dash."""
+    """One line; a missing key or None is shown as a dash."""
     return "  ".join(column.show(values.get(column.key)) for column in columns).rstrip()
 
 
 def split_list(flag: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:
-    """Values with commas between them, each once."""
+    """Values separated by commas, without duplicates."""
     values = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for value in values:
         if not value or (allowed is not None and value not in allowed):

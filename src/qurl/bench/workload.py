@@ -1,4 +1,4 @@
-"""What is generated: so many prompts of one length, so many completions of one length each."""
+"""Workloads: a number of prompts of one length, and of completions of one length."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ class Workload:
     new_tokens: int
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, size in vars(self).items() if name != "name"}
+
+    @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.group_size
 
     @property
     def num_new_tokens(self) -> int:
-        """Of all sequences together."""
         return self.num_sequences * self.new_tokens
-
-    def shortened(self, new_tokens: int) -> Workload:
-        """The same batch, stopped earlier."""
-        return dataclasses.replace(self, new_tokens=min(self.new_tokens, new_tokens))
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -48,7 +47,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 def get_workload(name: str, **changes: int | None) -> Workload:
-    """A named workload; one that is changed is named by its sizes."""
+    """A named workload; with changes, its name becomes its sizes."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
     given = {field: value for field, value in changes.items() if value is not None}
@@ -58,15 +57,14 @@ def get_workload(name: str, **changes: int | None) -> Workload:
     workload = dataclasses.replace(WORKLOADS[name], **given)
     if workload == WORKLOADS[name]:
         return workload
-    sizes = (
-        f"{workload.num_prompts}x{workload.group_size}:"
-        f"{workload.prompt_tokens}+{workload.new_tokens}"
+    batch = f"{workload.num_prompts}x{workload.group_size}"
+    return dataclasses.replace(
+        workload, name=f"{batch}:{workload.prompt_tokens}+{workload.new_tokens}"
     )
-    return dataclasses.replace(workload, name=sizes)
 
 
 def make_problems(workload: Workload, vocabulary: int, seed: int) -> list[Problem]:
-    """Random prompts. Another seed gives prompts that no cache of prefixes has seen."""
+    """Random prompts; another seed gives prompts that no prefix cache has seen."""
     generator = torch.Generator().manual_seed(seed)
     size = (workload.num_prompts, workload.prompt_tokens)
     prompts = torch.randint(vocabulary, size, generator=generator).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from qurl.config.rules import find_mistakes
 from qurl.config.schema import AlgoConfig, Config, Section
 from qurl.errors import ConfigError
+from qurl.objectives import Advantage, Objective
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
@@ -41,65 +43,81 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "optim": {"warmup_steps": 10, "weight_decay": 0.1},
     },
 }
-"""What `algo.name` sets; every part can be overridden in the recipe or by a flag."""
+"""What `algo.name` sets; a recipe or a flag overrides any part of it."""
+
+MOVED: Mapping[str, str] = {
+    "algo.acr_max_bound": "experimental.acr_max_bound",
+    "algo.kl_is_correct": "experimental.weighted_kl",
+    "optim.norm_fed_lr_scale": "experimental.norm_fed_lr_scale",
+    "optim.dither": "experimental.dither",
+    "quant.scale_o_proj": "experimental.scale_o_proj",
+    "quant.scale_down_proj": "experimental.scale_down_proj",
+    "sampling.top_p": "gone: training always samples with top_p = 1; eval.top_p is for evaluations",
+    "sampling.top_k": "gone: training always samples from all tokens",
+    "rollout.page_size": "gone: the engine chooses it, and results do not depend on it",
+}
+"""Keys of earlier versions: where each is now, or why it is gone.
+
+No key that is gone ever had a value that changed a run's results.
+"""
 
 
 def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
-    """Read a recipe, lay the flags over it, and check the whole."""
-    recipe = read_recipe(path) if path else {}
-    source = " and ".join(
-        [*([str(path)] if path else []), *(["flags"] if flags or not path else [])]
-    )
+    """Read a recipe or a run, lay the flags over it, and check the whole."""
+    recipe, words = read_recipe(path) if path else {}, _split_flags(flags)
+    sources = ([str(path)] if path else []) + (["flags"] if flags or not path else [])
+    source = " and ".join(sources)
     own = _section(recipe, "algo").get("name")
-    name = _flag_value(flags, "--algo.name") or own
-    if path and _is_run(path) and name != own:
-        raise ConfigError(
-            f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with {own!r}, "
-            "whose keys would all stay as they are; start from a recipe of recipes/ instead"
-        )
+    name = _last_value(words, "algo.name") or own
     if path and _is_run(path):
+        if name != own:
+            raise ConfigError(
+                f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with "
+                f"{own!r}, whose keys would all stay; start from a recipe of recipes/ instead"
+            )
         recipe["run_dir"] = str(path)  # it may have been moved
-    config = build_config(_merge(PRESETS.get(str(name or AlgoConfig.name), {}), recipe), source)
-    if flags := _with_values(flags):
-        import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
-
-        config = tyro.cli(
-            Config,
-            prog="qurl COMMAND [RECIPE|RUN]",
-            default=config,
-            args=[_python_word(flags, i) for i in range(len(flags))],
-            config=(tyro.conf.FlagConversionOff,),
-        )
-        config = build_config(to_dict(config), source)
+    config = build_config(_with_preset(recipe, str(name or AlgoConfig.name)), source)
+    if words:
+        config = build_config(to_dict(_apply_flags(config, words)), source)
     check_combinations(config, source)
     return config
 
 
-def check_combinations(config: Config, source: str = "config") -> None:
-    """Refuse settings that do not go together."""
-    if mistakes := find_mistakes(config):
+def check_combinations(
+    config: Config,
+    source: str = "config",
+    objective: Objective | None = None,
+    advantage: Advantage | None = None,
+) -> None:
+    """Refuse settings that do not go together; give the facts of parts of your own if known."""
+    if mistakes := find_mistakes(config, objective, advantage):
         raise ConfigError(_listed(mistakes, source))
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw tree of a TOML recipe, or of the config.json of a run directory."""
-    path = Path(path)
-    if _is_run(path):
-        path, parse, kind = path / "config.json", json.loads, "JSON"
-    else:
-        parse, kind = tomllib.loads, "TOML"
+    """The raw tree of a TOML recipe, or of the config.json of a run directory.
+
+    A run of an earlier version has its old keys carried over.
+    """
+    path, is_run = Path(path), _is_run(path)
+    path = path / "config.json" if is_run else path
     if path.is_dir():
         raise ConfigError(f"{path} is a folder without a config.json; give a recipe or a run")
     if not path.is_file():
         raise ConfigError(f"there is no recipe and no run at {path}; see recipes/ for examples")
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of either parser, or no text at all
+        tree = (json.loads if is_run else tomllib.loads)(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # both parsers raise it, and so does a file that is not text
+        kind = "JSON" if is_run else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
-    if kind == "JSON" and not (
-        isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)
-    ):
-        raise ConfigError(f"{path} is not that of a run, but something else's")
+    if not is_run:
+        return tree
+    if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
+        raise ConfigError(f"{path} is not a run's config")
+    for name in [name for name, section in tree.items() if isinstance(section, dict)]:
+        for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
+            section, _, rest = key.partition(".")
+            tree.setdefault(section, {})[rest] = value
     return tree
 
 
@@ -107,10 +125,25 @@ def _is_run(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
+def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"section.key": value} of an earlier version under today's keys."""
+    return {MOVED.get(key, key): value for key, value in values.items() if not _is_gone(key)}
+
+
+def _is_gone(key: str) -> bool:
+    return MOVED.get(key, "").startswith("gone: ")
+
+
+def _explain_moved(key: str, value: Any) -> str:
+    if _is_gone(key):
+        return f"{key} = {value!r} is {MOVED[key]}; remove the key"
+    return f"{key} = {value!r} has moved; write {MOVED[key]} instead"
+
+
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
     """Validate a tree of plain values; all mistakes are reported at once.
 
-    It sets no presets and does not look at combinations, as `load_config` does.
+    Unlike `load_config`, it applies no preset and does not check combinations.
     """
     try:
         return TypeAdapter(Config).validate_python(_without_none_strings(tree))
@@ -127,12 +160,10 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2)
 
 
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+def _with_preset(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
+    own = {section: recipe.get(section, {}) for section in PRESETS.get(name, {})}
+    preset = {s: {**PRESETS[name][s], **keys} for s, keys in own.items() if isinstance(keys, dict)}
+    return {**recipe, **preset}
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -140,50 +171,54 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The last one counts, as for tyro."""
-    found = None
-    for i, flag in enumerate(flags):
-        if flag == name and i + 1 < len(flags):
-            found = flags[i + 1]
-        elif flag.startswith(name + "="):
-            found = flag.split("=", 1)[1]
-    return found
-
-
-def _with_values(flags: Sequence[str]) -> list[str]:
-    """A switch that is only named is on."""
+def _split_flags(flags: Sequence[str]) -> list[str]:
+    """Flags in tyro's form: `--a=b` in two words, a value after every switch, None, True, False."""
     words: list[str] = []
-    for i, flag in enumerate(flags):
-        words.append(flag)
-        if _is_switch(flag) and all(word.startswith("--") for word in flags[i + 1 : i + 2]):
-            words.append("true")
-    return words
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        is_pair = flag.startswith("--") and equals and not value.startswith("-")
+        for word in (name, value) if is_pair else (flag,):
+            before = words[-1] if words else ""
+            if _is_switch(before) and word.startswith("--"):
+                words.append("True")
+            is_none = word == "none" and _key(before).split(".")[-1] in _optional_keys()
+            is_bool = word in ("true", "false") and _is_switch(before)
+            words.append(word.capitalize() if is_none or is_bool else word)
+    return [*words, "True"] if words and _is_switch(words[-1]) else words
 
 
-def _python_word(flags: Sequence[str], index: int) -> str:
-    """Flags say none, true and false as recipes do; tyro wants them capitalised."""
-    name, equals, value = flags[index].partition("=")
-    if not equals:
-        name, value = flags[max(index - 1, 0)], flags[index]
-    is_word = (value == "none" and _keys_of(name)[-1] in _optional_keys()) or (
-        value in ("true", "false") and _is_switch(name)
+def _apply_flags(config: Config, words: Sequence[str]) -> Config:
+    if old := [key for word in words if (key := _key(word)) in MOVED]:
+        mistakes = [_explain_moved(key, _last_value(words, key) or True) for key in old]
+        raise ConfigError(_listed(mistakes, "flags"))
+    import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
+
+    return tyro.cli(
+        Config,
+        prog="qurl COMMAND [RECIPE|RUN]",
+        default=config,
+        args=words,
+        config=(tyro.conf.FlagConversionOff,),
     )
-    if not is_word:
-        return flags[index]
-    return f"{name}={value.capitalize()}" if equals else value.capitalize()
 
 
-def _is_switch(flag: str) -> bool:
-    """Does `--optim.dither`, say, name a key that is true or false?"""
+def _last_value(words: Sequence[str], key: str) -> str | None:
+    """The value of a flag; as for tyro, the last one counts."""
+    values = [value for name, value in itertools.pairwise(words) if _key(name) == key]
+    return values[-1] if values and not _key(values[-1]) else None
+
+
+def _key(word: str) -> str:
+    """`--run-dir` -> `run_dir`; "" for a word that is no flag."""
+    return word[2:].replace("-", "_") if word.startswith("--") else ""
+
+
+def _is_switch(word: str) -> bool:
+    """Is it the flag of a key that is true or false?"""
     default: Any = Config()
-    for key in _keys_of(flag):
-        default = getattr(default, key, None)
+    for name in _key(word).split("."):
+        default = getattr(default, name, None)
     return isinstance(default, bool)
-
-
-def _keys_of(flag: str) -> list[str]:
-    return flag.removeprefix("--").replace("-", "_").split(".")
 
 
 @functools.cache
@@ -210,13 +245,15 @@ def _explain(error: Mapping[str, Any]) -> str:
     parts = [str(p) for p in error["loc"] if not (isinstance(p, str) and "[" in p)]
     path, value = ".".join(parts), error["input"]
     kind, context = error["type"], error.get("ctx", {})
+    if path in MOVED:
+        return _explain_moved(path, value)
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{path} = {value!r} is not a key; {_known_keys(parts[:-1])}"
     if kind == "literal_error":
         return f"{path} = {value!r} is not one of {context['expected']}"
     if kind == "dataclass_type":
         return f"{path} = {value!r} must be a table, like [{path}]"
-    if kind == "missing":  # the input is what lacks it
+    if kind == "missing":  # the input is the list that is too short
         return f"{'.'.join(parts[:-1])} = {value!r} has too few values"
     if kind == "tuple_type":
         return f"{path} = {value!r} must be a list, like [{value!r}]"

@@ -1,19 +1,33 @@
-"""Which settings go together: what is refused at start-up, and what is only warned of."""
+"""Which settings go together: what is refused at start-up, and what only gets a warning.
+
+Rules read facts about objectives and advantages (`qurl.objectives`), never their names. Facts of
+your own parts are known once those are loaded; without them, the rules that need them are skipped.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qurl.config.schema import Config
+from qurl.config.schema import Config, Section
+from qurl.errors import ConfigError
+from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
+from qurl.plugins import check_plugin, is_users_own
 
-WEIGHTED = ("decoupled", "tis", "acr")
-"""Objectives that multiply with an importance weight."""
+GENERATED = ("arithmetic", "countdown")
+BUILT_IN: Mapping[str, Sequence[str]] = {
+    "algo.objective": tuple(OBJECTIVES),
+    "algo.advantage": tuple(ADVANTAGES),
+    "rollout.engine": ("local", "hf"),
+    "rollout.episode": ("",),
+    "sampling.select": ("shuffle",),
+    "task.name": (*GENERATED, "gsm8k", "math", "file", "gym:<name>", "<path>.jsonl"),
+    "task.reward": ("auto", "math", "exact", "countdown", "gym:<name>"),
+}
+"""Keys that name a part, and their built-in parts; `module:name` is one of your own."""
 
-TASKS = ("arithmetic", "countdown", "gsm8k", "math", "file")
-
-NEEDS_EVAL_PATH = "set task.eval_path, for a file has no held-out problems of its own"
+NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
 
 _DIVERGENCES = ("k1", "k2", "k3")
 _REJECTIONS = (
@@ -22,70 +36,102 @@ _REJECTIONS = (
 )
 
 
-def find_mistakes(config: Config) -> list[str]:
+def find_mistakes(
+    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
+) -> list[str]:
     """Combinations that cannot work, each with what to do about it."""
-    parts = (
-        *(_sampling_mistakes, _algorithm_mistakes, _correction_mistakes, _task_mistakes),
-        *(_engine_mistakes, _save_mistakes, _dither_mistakes),
-    )
-    return [mistake for part in parts for mistake in part(config)]
+    objective = objective or OBJECTIVES.get(config.algo.objective)
+    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
+    return [
+        *_part_mistakes(config),
+        *_algorithm_mistakes(config, objective, advantage),
+        *_correction_mistakes(config, objective),
+        *_other_mistakes(config),
+    ]
 
 
-def find_warnings(config: Config) -> list[str]:
-    """Choices that work but probably do not do what was meant."""
-    return [*_method_warnings(config), *_ignored_settings(config)]
+def find_warnings(
+    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
+) -> list[str]:
+    """Choices that work but are probably not what was meant."""
+    objective = objective or OBJECTIVES.get(config.algo.objective)
+    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
+    facts = (objective, advantage)
+    return [*_doubts(config, *facts), *_idle_settings(config, *facts)]
 
 
-def _sampling_mistakes(config: Config) -> Iterator[str]:
-    sampling, algo = config.sampling, config.algo
-    if sampling.top_p < 1 or sampling.top_k > 0:
+def needs_file(task: str) -> bool:
+    """Does a built-in task read its problems from a file?"""
+    return not _is_generated(task) and not is_users_own(task)
+
+
+def _is_generated(task: str) -> bool:
+    return task in GENERATED or task.startswith("gym:")
+
+
+def _part_mistakes(config: Config) -> Iterator[str]:
+    for key, names in BUILT_IN.items():
+        section, _, field = key.partition(".")
+        value = getattr(getattr(config, section), field)
+        is_gym = value.startswith("gym:") and "gym:<name>" in names
+        is_file = key == "task.name" and "." in value
+        if is_users_own(value):
+            try:
+                check_plugin(value, key)
+            except ConfigError as error:
+                yield str(error)
+        elif value not in names and not is_gym and not is_file:
+            known = f"one of {', '.join(names)}" if any(names) else "empty"
+            yield f"{key} = {value!r} is not {known}, nor module:name"
+
+
+def _algorithm_mistakes(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    algo, size = config.algo, config.sampling.group_size
+    if size < 2 and advantage and advantage.needs_group:
         yield (
-            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: training "
-            "rollouts must be drawn from the whole distribution (top_p = 1, top_k = 0), or the "
-            "importance weights measure the filter; use eval.top_p for evaluation"
+            f"sampling.group_size = {size}: algo.advantage = {algo.advantage!r} compares "
+            "completions of one problem and needs at least 2"
         )
-    if sampling.group_size < 2 and algo.advantage in ("grpo", "dr_grpo", "rloo"):
+    if size < 2 and algo.dynamic_sampling:
+        yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
+    if config.batch.minibatches > config.batch.problems * size:
         yield (
-            f"sampling.group_size = {sampling.group_size}: algo.advantage = {algo.advantage!r} "
-            "compares completions of one problem and needs at least 2"
+            f"batch.minibatches = {config.batch.minibatches} is more than the "
+            f"{config.batch.problems * size} sequences of a step"
         )
-    if sampling.group_size < 2 and algo.dynamic_sampling:
-        yield f"sampling.group_size = {sampling.group_size}: dynamic sampling needs at least 2"
-    num_sequences = config.batch.problems * sampling.group_size
-    if config.batch.minibatches > num_sequences:
+    if advantage and not advantage.needs_critic:
+        critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
+        if algo.name == "ppo":
+            yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
+        if algo.kl_in_reward:
+            yield f"algo.kl_in_reward = true needs algo.advantage = {critics}; use the loss term"
+    if config.experimental.weighted_kl and objective and not objective.is_weighted:
+        yield f"experimental.weighted_kl = true: {algo.objective!r} has no importance weight"
+    if config.experimental.dither and config.model.compute_dtype == "float32":
         yield (
-            f"batch.minibatches = {config.batch.minibatches} is more than the {num_sequences} "
-            "sequences of a step"
+            'experimental.dither = true needs model.compute_dtype = "bfloat16": a trainer in FP32 '
+            "sees every update"
         )
 
 
-def _algorithm_mistakes(config: Config) -> Iterator[str]:
-    algo = config.algo
-    if algo.name == "ppo" and algo.advantage != "gae":
-        yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means 'gae'"
-    if algo.kl_in_reward and algo.advantage != "gae":
-        yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
-    if algo.kl_is_correct and algo.objective not in WEIGHTED:
-        yield (
-            f"algo.kl_is_correct = true needs a weighted objective ({', '.join(WEIGHTED)}), not "
-            f"{algo.objective!r}"
-        )
-
-
-def _correction_mistakes(config: Config) -> Iterator[str]:
-    correction, objective = config.correction, config.algo.objective
-    if correction.mode == "bypass" and objective != "ppo_behav":
-        yield (
-            f"correction.mode = 'bypass' sets prox := behav, so algo.objective = {objective!r} has "
-            "nothing to correct; set algo.objective = 'ppo_behav'"
-        )
-    if correction.mode == "bypass" and (correction.reject or correction.veto is not None):
-        yield (
-            "correction.mode = 'bypass' computes no mismatch, so correction.reject and "
-            "correction.veto have nothing to look at"
-        )
-    if correction.kind == "icepop" and objective not in ("tis", "acr"):
-        yield f"correction.kind = 'icepop' needs objective 'tis' or 'acr', not {objective!r}"
+def _correction_mistakes(config: Config, objective: Objective | None) -> Iterator[str]:
+    correction, name = config.correction, config.algo.objective
+    if correction.mode == "bypass":
+        if objective and objective.against != "behav":
+            yield (
+                f"correction.mode = 'bypass' sets prox := behav, so algo.objective = {name!r} has "
+                "nothing to correct; set algo.objective = 'ppo_behav'"
+            )
+        if correction.reject or correction.veto is not None:
+            yield (
+                "correction.mode = 'bypass' computes no mismatch, so correction.reject and "
+                "correction.veto have nothing to look at"
+            )
+    if correction.kind == "icepop" and objective and not objective.is_truncated:
+        truncated = " or ".join(repr(n) for n, o in OBJECTIVES.items() if o.is_truncated)
+        yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
     if correction.icepop_low >= correction.icepop_high:
         yield (
             f"correction.icepop_low = {correction.icepop_low} must lie below "
@@ -98,140 +144,113 @@ def _correction_mistakes(config: Config) -> Iterator[str]:
             yield f"correction.reject: {error}"
 
 
-def is_generated(task: str) -> bool:
-    """Whether a task draws its problems, and has no file."""
-    return task in ("arithmetic", "countdown") or task.startswith("gym:")
-
-
-def _task_mistakes(config: Config) -> Iterator[str]:
-    task, scratch = config.task, config.model.scratch
-    if not (task.name in TASKS or task.name.startswith("gym:") or "." in task.name):
-        yield f"task.name = {task.name!r} is not one of {', '.join(TASKS)}, gym:<name>, nor a file"
-        return
+def _other_mistakes(config: Config) -> Iterator[str]:
+    task, scratch, save = config.task, config.model.scratch, config.save
     if task.name == "file" and not (task.path or task.eval_path):
         yield "task.name = 'file' needs task.path"
-    for key in ("path", "eval_path"):
-        if is_generated(task.name) and getattr(task, key):
+    for key, path in {"path": task.path, "eval_path": task.eval_path}.items():
+        if path and _is_generated(task.name):
             yield (
-                f"task.{key} = {getattr(task, key)!r}, but task.name = {task.name!r} draws its "
-                "problems and reads no file; set task.name = 'file', 'gsm8k' or 'math'"
+                f"task.{key} = {path!r}, but task.name = {task.name!r} draws its problems and "
+                "reads no file; set task.name = 'file', 'gsm8k' or 'math'"
             )
-    if config.eval.every and not is_generated(task.name) and not task.eval_path:
+    if config.eval.every and needs_file(task.name) and not task.eval_path:
         yield f"eval.every = {config.eval.every}: {NEEDS_EVAL_PATH}"
-    if ":" not in task.reward and task.reward not in ("auto", "math", "exact", "countdown"):
-        yield (
-            f"task.reward = {task.reward!r} is not one of auto, math, exact, countdown, "
-            "gym:<name>, module:function"
-        )
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
         yield (
             f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of "
             f"2 x model.scratch.heads = {2 * scratch.heads}"
         )
-
-
-def _engine_mistakes(config: Config) -> Iterator[str]:
-    if config.quant.kv != "none" and config.rollout.engine != "local":
+    if config.quant.kv != "none" and config.rollout.engine == "hf":
         yield (
             f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local': transformers keeps "
             "its cache in the compute precision"
         )
-
-
-def _save_mistakes(config: Config) -> Iterator[str]:
-    if config.save.every > 0 and config.save.keep == 0:
+    if save.every > 0 and save.keep == 0:
         yield (
-            f"save.every = {config.save.every} asks for checkpoints, save.keep = 0 for none; set "
+            f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none; set "
             "save.every = 0 or save.keep >= 1"
         )
 
 
-def _dither_mistakes(config: Config) -> Iterator[str]:
-    if config.optim.dither and config.model.compute_dtype == "float32":
+def _doubts(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    algo, quant, optim = config.algo, config.quant, config.optim
+    if objective and objective.is_widened:
+        if config.updates_per_step == 1:
+            yield (
+                "ACR cannot act: with one update per rollout batch the ratio is 1 everywhere and "
+                "acr equals tis; raise batch.minibatches or batch.epochs"
+            )
+        if algo.cap is None:
+            yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
+        if config.correction.kind == "icepop":
+            yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
+    if objective and not objective.is_weighted and (quant.format, quant.kv) != ("none", "none"):
         yield (
-            'optim.dither = true needs model.compute_dtype = "bfloat16": a trainer in FP32 sees '
-            "every update"
+            f"algo.objective = {algo.objective!r} does not correct the mismatch of quantized "
+            "rollouts; use 'acr' or 'tis' unless you compare objectives"
         )
-
-
-def _method_warnings(config: Config) -> Iterator[str]:
-    algo, quant = config.algo, config.quant
-    if algo.objective == "acr" and config.updates_per_step == 1:
-        yield (
-            "ACR cannot act: with one update per rollout batch the ratio is 1 everywhere and acr "
-            "equals tis; raise batch.minibatches or batch.epochs"
-        )
-    if algo.objective == "acr" and algo.cap is None:
-        yield "ACR cannot act: with algo.cap = none nothing is truncated and acr equals decoupled"
-    if algo.objective == "acr" and config.correction.kind == "icepop":
-        yield "ACR cannot act: correction.kind = 'icepop' truncates nothing, and acr equals tis"
-    if config.critic.pretrain_steps >= config.steps and algo.advantage == "gae":
+    if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
         yield (
             f"critic.pretrain_steps = {config.critic.pretrain_steps} of steps = {config.steps}: "
             "the policy is never trained"
         )
     if quant.format == "none" and quant.update_scale > 1:
-        yield "UAQ without quantization is little more than a learning rate for the scaled layers"
-    if quant.update_scale > 1 and config.optim.lr >= 1e-5:
-        yield f"UAQ with optim.lr = {config.optim.lr}: the paper turns it off from 1e-5 up"
+        yield "UAQ without quantization only changes the learning rate of the scaled layers"
+    if quant.update_scale > 1 and optim.lr >= 1e-5:
+        yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield (
-            f"evaluations named full answer with quant.kv = {quant.kv!r}: without quant.format the "
-            "actor itself is evaluated"
+            f"evaluations named full answer with quant.kv = {quant.kv!r}: with quant.format = "
+            "'none' they use the actor itself"
         )
-    if (quant.format, quant.kv) != ("none", "none") and algo.objective not in WEIGHTED:
+    if optim.warmup_steps > config.steps:
         yield (
-            f"quantized rollouts with algo.objective = {algo.objective!r} are not corrected for "
-            "the mismatch; use 'acr' or 'tis' unless you compare objectives"
+            f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}: the "
+            "learning rate never reaches optim.lr"
         )
 
 
-def _ignored_settings(config: Config) -> Iterator[str]:
-    algo, correction = config.algo, config.correction
-    if algo.kl_coef == 0 and (algo.kl_in_reward or algo.kl_is_correct):
-        yield "algo.kl_in_reward and algo.kl_is_correct do nothing while algo.kl_coef = 0"
-    if algo.kl_in_reward and algo.kl_is_correct:
-        yield "algo.kl_is_correct does nothing with algo.kl_in_reward, which has no loss term"
-    if algo.kl_in_reward and algo.kl_estimator != "k3":
-        yield f"algo.kl_estimator = {algo.kl_estimator!r} does nothing with algo.kl_in_reward"
-    if config.rollout.engine == "hf":
-        for name in _changed(config.rollout, but="engine"):
-            yield f"rollout.{name} does nothing with rollout.engine = 'hf'"
-    if algo.advantage != "gae":
-        names = [f"critic.{name}" for name in _changed(config.critic)]
-        names += [f"algo.{name}" for name in ("gamma", "lam") if getattr(algo, name) != 1]
-        for name in names:
-            yield f"{name} does nothing with algo.advantage = {algo.advantage!r}"
-    quant = config.quant
-    if quant.update_scale == 1 and (quant.scale_o_proj or quant.scale_down_proj):
-        yield "quant.scale_o_proj and scale_down_proj do nothing while quant.update_scale = 1"
-    if "cap" in _changed(algo) and algo.objective not in ("tis", "acr"):
-        yield f"algo.cap does nothing with algo.objective = {algo.objective!r}"
-    if not algo.dynamic_sampling:
-        for name in _changed(algo):
-            if name in ("gen_multiple", "max_gen_rounds"):
-                yield f"algo.{name} does nothing without algo.dynamic_sampling"
-    if algo.kl_coef == 0 and algo.kl_estimator != "k3":
-        yield "algo.kl_estimator does nothing while algo.kl_coef = 0"
-    if config.optim.warmup_steps > config.steps:
-        yield (
-            f"optim.warmup_steps = {config.optim.warmup_steps} is more than steps = "
-            f"{config.steps}: the learning rate never reaches optim.lr"
-        )
-    if algo.acr_max_bound is not None and algo.objective != "acr":
-        yield f"algo.acr_max_bound does nothing with algo.objective = {algo.objective!r}"
-    is_shaped = correction.level != "token" or correction.batch_normalize
-    if is_shaped and algo.objective not in WEIGHTED:
-        yield (
-            "correction.level and correction.batch_normalize do nothing with algo.objective = "
-            f"{algo.objective!r}, which has no importance weight"
-        )
+def _idle_settings(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    """Keys that are set but have no effect beside the others."""
+    o, a, algo, rollout = objective, advantage, config.algo, config.rollout
+    chosen = f"with algo.objective = {algo.objective!r}"
+    kl = ("algo.kl_estimator", "experimental.weighted_kl")
+    paging = ("rollout.max_", "rollout.kv_", "rollout.release_", "rollout.determ")
+    cases: list[tuple[Any, tuple[str, ...], str]] = [  # (when, keys or their beginnings, why)
+        (o and not o.is_truncated, ("algo.cap",), chosen),
+        (o and not o.is_widened, ("experimental.acr_",), chosen),
+        (o and not o.is_weighted, ("correction.level", "correction.batch_"), chosen),
+        (
+            a and not a.needs_critic,
+            ("critic.", "algo.gamma", "algo.lam"),
+            f"with algo.advantage = {algo.advantage!r}",
+        ),
+        (algo.kl_coef == 0, (*kl, "algo.kl_in_reward"), "while algo.kl_coef = 0"),
+        (algo.kl_coef and algo.kl_in_reward, kl, "with algo.kl_in_reward"),
+        (not algo.dynamic_sampling, ("algo.gen_", "algo.max_gen_"), "without dynamic sampling"),
+        (config.quant.update_scale == 1, ("experimental.scale_",), "while quant.update_scale = 1"),
+        (rollout.engine == "hf", paging, "with rollout.engine = 'hf'"),
+    ]
+    changed = _changed(config)
+    for is_idle, keys, why in cases:
+        if is_idle:
+            yield from (f"{key} does nothing {why}" for key in changed if key.startswith(keys))
 
 
-def _changed(section: Any, but: str = "") -> list[str]:
-    """Keys of a section that are not at their defaults."""
-    defaults = vars(type(section)())
-    return [k for k, value in vars(section).items() if k != but and value != defaults[k]]
+def _changed(config: Config) -> list[str]:
+    """Keys that are not at their defaults."""
+    return [
+        f"{name}.{key}"
+        for name, section in vars(config).items()
+        if isinstance(section, Section)
+        for key, default in vars(type(section)()).items()
+        if getattr(section, key) != default
+    ]
 
 
 def parse_rejection(rule: str) -> tuple[str, float | None, float]:

@@ -1,4 +1,4 @@
-"""Quantizers, quantized linear layers, UAQ and update tracking: one place, used by all."""
+"""Quantizers, quantized linear layers, UAQ and update tracking, for trainer and engines alike."""
 
 from qurl.quant.formats import FORMATS, Format, Quantized, dequantize, get_format, quantize
 from qurl.quant.linear import QuantLinear, linear, quantized_copy

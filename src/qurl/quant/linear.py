@@ -3,11 +3,11 @@
     y = scale_x * scale_w * (codes_x @ codes_w^T) + bias
 
 Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
-stays below 2^24; longer sums are cut into blocks of K that are added in FP64, so that the result
-is the integer one on any hardware. FP8 codes take the same route (products exact, sums FP32).
+stays below 2^24. Longer sums are cut into blocks of K that are added in FP64, so the result is the
+integer one on any hardware. FP8 codes take the same route (products exact, sums FP32).
 
 This is the reference. On a GPU the engine multiplies with `qurl.quant.kernels.gemm`, which returns
-the same numbers: of integers to the bit.
+the same numbers, for integers to the bit.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from qurl.errors import ModelError
 from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize_activation
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers that are quantized; embeddings, norms, biases, lm_head and routers never are."""
+"""Layers that are quantized. Embeddings, norms, biases, lm_head and routers are not."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A product that whoever consumes it finishes, which saves a pass over memory.
+    """A product that its consumer finishes, which saves a pass over memory.
 
         y = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
 
-    in this order, so that integer codes give the same bits for every S.
+    The order is part of the contract: integer codes give the same bits for every S.
     """
 
     acc: Tensor  # [S, M, N] int32 or float32
@@ -57,13 +57,15 @@ def finish(product: Product) -> Tensor:
     for part in product.acc[1:]:
         y = y + part
     y = y.float()
-    for scale in (product.scale_x, None if product.scale_w is None else product.scale_w.T):
-        y = y if scale is None else y * scale
+    if product.scale_x is not None:
+        y = y * product.scale_x
+    if product.scale_w is not None:
+        y = y * product.scale_w.T
     return (y if product.bias is None else y + product.bias.float()).to(product.dtype)
 
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + b with W in codes and x coded per token; the result has the dtype of x."""
+    """x W^T + b with W in codes and x coded on the fly, in the dtype of x."""
     return multiply(quantize_activation(x, weight.format), weight, bias, x.dtype)
 
 
@@ -77,7 +79,7 @@ def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:
     """[..., M, K] by [N, K] to [..., M, N] in FP32."""
     if weight.format.block is not None:
         return _matmul_blocks(x, weight)
-    # The scale of the token first, then that of the channel: the order is part of the result.
+    # The token's scale first, then the channel's: the order is part of the result.
     return _sum_of_products(x.codes, weight.codes, weight.format) * x.scale * weight.scale.T
 
 
@@ -97,24 +99,20 @@ def exact_length(format: Format) -> int:
 
 def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
     """Sum over blocks of K of scale_x[m, k] * scale_w[n, k] * (codes_x @ codes_w^T)."""
-    block = weight.format.block
+    block, rows = weight.format.block, len(weight.codes)
     assert block is not None
-    rows = weight.codes.shape[0]
-    total = 0.0
-    for k, (a, b) in enumerate(
-        zip(x.codes.float().split(block, -1), weight.codes.float().split(block, -1), strict=True)
-    ):
-        scale_w = weight.scale[:, k].repeat_interleave(block)[:rows]
-        total = total + (a @ b.T) * x.scale[..., k, None] * scale_w
-    assert isinstance(total, Tensor)
-    return total
+    scale_w = weight.scale.repeat_interleave(block, 0)[:rows]  # [N, K / block]
+    pairs = zip(
+        x.codes.float().split(block, -1), weight.codes.float().split(block, -1), strict=True
+    )
+    return sum((a @ b.T) * x.scale[..., k, None] * scale_w[:, k] for k, (a, b) in enumerate(pairs))  # type: ignore[return-value]
 
 
 class QuantLinear(nn.Module):
-    """An `nn.Linear` replaced by its quantized copy (for models run by transformers)."""
+    """The quantized copy of an `nn.Linear`, for models run by transformers."""
 
     def __init__(self, source: nn.Linear, format: Format, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: to which the weight is rounded first."""
+        """The weight is rounded to `dtype` before it is quantized."""
         super().__init__()
         self.weight = quantize(source.weight.detach().to(dtype=dtype), format)
         self.bias = None if source.bias is None else source.bias.detach().clone()
@@ -130,45 +128,36 @@ def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, layer
 
 
-def _other_linears(model: nn.Module) -> list[str]:
-    """Linear layers that are neither projections, nor the head, nor a router."""
+@torch.no_grad()
+def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a transformers model whose projections are quantized: the dense reference.
+
+    Weights are rounded to `dtype` first, as the trainer rounds them.
+    """
+    if obstacle := _obstacle(model):
+        raise ModelError(f"{type(model).__name__} {obstacle}; use quant.format = 'none'")
+    clone = copy.deepcopy(model).requires_grad_(False).eval()
+    for name, layer in list(projections(clone)):
+        clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
+    return clone
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why a model cannot be quantized as a whole."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3:
+            return f"keeps its experts in one tensor ({name}), which has no quantized copy"
+    if not any(projections(model)):
+        return f"has no layer named like {', '.join(PROJECTIONS)} to quantize"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    return [
+    others = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not head
         and name.rpartition(".")[2] not in (*PROJECTIONS, *ROUTERS)
     ]
-
-
-@torch.no_grad()
-def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a transformers model whose projections are quantized: the dense reference.
-
-    `dtype`: to which weights are rounded first, like those that a trainer computes with.
-    """
-    fused = [
-        name
-        for name, parameter in model.named_parameters()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3
-    ]
-    if fused:
-        raise ModelError(
-            f"{type(model).__name__} keeps its experts in one tensor ({fused[0]}), which has no "
-            "quantized copy; use quant.format = 'none'"
-        )
-    if not any(projections(model)):
-        raise ModelError(
-            f"{type(model).__name__} has no layer named like {', '.join(PROJECTIONS)} to quantize; "
-            "use quant.format = 'none'"
-        )
-    if others := _other_linears(model):
-        raise ModelError(
-            f"{type(model).__name__} would be quantized only in part: {', '.join(others[:3])} are "
-            f"not among {', '.join(PROJECTIONS)}; use quant.format = 'none'"
-        )
-    clone = copy.deepcopy(model).requires_grad_(False).eval()
-    for name, layer in list(projections(clone)):
-        clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
-    return clone
+    if others:
+        listed = f"{', '.join(others[:3])} are not among {', '.join(PROJECTIONS)}"
+        return f"would be quantized only in part: {listed}"
+    return None

@@ -1,4 +1,4 @@
-"""Does the actor see an update? Measured at sync, against the sync before.
+"""How much of an update the actor sees, measured from one sync to the next.
 
     update_norm     ||theta_t - theta_{t-1}||^2 / ||theta_{t-1}||^2           Eq. (13)
     quant_error     ||Q(theta_t) - theta_t||^2 / ||theta_t||^2                Eq. (14)
@@ -7,15 +7,14 @@
     update_proj     <dQ, dtheta> / ||dtheta||^2                               1 = unbiased
 
 with dtheta = theta_t - theta_{t-1} and dQ = Q(theta_t) - Q(theta_{t-1}). Q is all that lies between
-the FP32 masters and the actor: the rounding to the dtype that the trainer computes in, then the
-codes of the format, where there is one. Sums run over a sample of the output channels of every
-projection.
+the FP32 masters and the actor: rounding to the dtype that the trainer computes in, then the codes
+of the format, if any. Sums run over a sample of the output channels of every projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,8 @@ GROUPS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What the ratios are made of; sums of several weights add."""
+class UpdateSums:
+    """The sums behind the metrics."""
 
     update: float = 0.0  # ||dtheta||^2
     before: float = 0.0  # ||theta_{t-1}||^2
@@ -46,11 +45,8 @@ class Sums:
     flips: float = 0.0
     codes: float = 0.0
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
     def ratios(self) -> dict[str, float]:
-        """The metrics; a ratio without a denominator (no update, zero weights) is 0."""
+        """The metrics; 0 if the denominator is 0 (no update, zero weights)."""
         return {
             "update_norm": _ratio(self.update, self.before),
             "quant_error": _ratio(self.error, self.after),
@@ -63,9 +59,8 @@ class Sums:
 class UpdateTracker:
     """Compares the weights at a sync with those of the sync before.
 
-    `format` is that of the actor, `dtype` what weights are rounded to before (None: they are not);
-    `rows` output channels of each projection are watched, evenly spread, in whole tiles where the
-    format has tiles.
+    Weights are rounded to `dtype`, if given, and coded in `format`, as for the actor. Each
+    projection is watched in `rows` output channels, evenly spread; block formats in whole tiles.
     """
 
     def __init__(self, format: str, rows: int, dtype: torch.dtype | None = None) -> None:
@@ -84,24 +79,20 @@ class UpdateTracker:
             return {}
         _check_same(before, self._snapshot)
         stacks = self._stacks()
-        rows = [
-            update_sums(
-                torch.cat([before[name].to(self._snapshot[name].device) for name in names]),
-                torch.cat([self._snapshot[name] for name in names]),
-                self.format,
-                self.dtype,
-            )
-            for names in stacks
-        ]
-        sums: dict[str, Sums] = {}
-        # Read at once: a GPU is asked for one table, not for a row of each stack.
-        for names, row in zip(stacks, torch.stack(rows).tolist(), strict=True):
+        rows = []
+        for names in stacks:
+            new = [self._snapshot[name] for name in names]
+            old = [before[name].to(weight.device) for name, weight in zip(names, new, strict=True)]
+            rows.append(update_sums(torch.cat(old), torch.cat(new), self.format, self.dtype))
+        totals: dict[str, Tensor] = {}
+        # One table, so that a GPU is read once and not per stack.
+        for names, row in zip(stacks, torch.stack(rows).cpu(), strict=True):
             for key in ("", "/" + GROUPS[_projection(names[0])]):
-                sums[key] = sums.get(key, Sums()) + Sums(*row)
+                totals[key] = totals[key] + row if key in totals else row
         return {
             f"uaq/{metric}{key}": value
-            for key, total in sums.items()
-            for metric, value in total.ratios().items()
+            for key, total in totals.items()
+            for metric, value in UpdateSums(*total.tolist()).ratios().items()
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -111,14 +102,13 @@ class UpdateTracker:
         self._snapshot = dict(state)
 
     def _stacks(self) -> list[list[str]]:
-        """Weights of one kind in all layers: their rows are quantized alike, in one go.
+        """Weights of one kind in all layers, to be quantized at once.
 
-        Those that do not fill the tiles of their format stay alone.
+        A weight that does not fill the tiles of its format stays alone.
         """
-        unit = _unit(self.format)
         stacks: dict[tuple[object, ...], list[str]] = {}
         for name, weight in self._snapshot.items():
-            is_alone = weight.shape[0] % unit != 0
+            is_alone = weight.shape[0] % _strip(self.format) != 0
             key = (name,) if is_alone else (_projection(name), weight.shape, weight.device)
             stacks.setdefault(key, []).append(name)
         return list(stacks.values())
@@ -142,45 +132,36 @@ class UpdateTracker:
 
 def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
     """Indices of about `wanted` rows, evenly spread, in whole strips of tiles for block formats."""
-    unit = _unit(format)
-    num_units = -(-num_rows // unit)
-    taken = min(-(-wanted // unit), num_units)
-    units = torch.arange(taken) * num_units // taken
-    rows = (units[:, None] * unit + torch.arange(unit)).flatten()
+    strip = _strip(format)
+    num_strips = -(-num_rows // strip)
+    taken = min(-(-wanted // strip), num_strips)
+    strips = torch.arange(taken) * num_strips // taken
+    rows = (strips[:, None] * strip + torch.arange(strip)).flatten()
     return rows[rows < num_rows]
 
 
-def _unit(format: Format | None) -> int:
-    """Rows that are quantized together."""
+def _strip(format: Format | None) -> int:
+    """Rows that share scales."""
     return (format.block if format else None) or 1
 
 
 def update_sums(
     before: Tensor, after: Tensor, format: Format | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The `Sums` of one weight [N, K] as a tensor of FP64, in the order of their fields."""
-    update = after.double() - before.double()
+    """The fields of `UpdateSums` for one weight [N, K], in their order, as FP64."""
     (old, old_codes), (new, new_codes) = (_seen_by_actor(w, format, dtype) for w in (before, after))
-    visible, error = new - old, new - after.double()
+    before, after = before.double(), after.double()
+    update, visible, error = after - before, new - old, new - after
+    pairs = [(x, x) for x in (update, before, after, error, visible)] + [(visible, update)]
     flips = (old_codes != new_codes).sum().double()
-    return torch.stack(
-        [
-            _dot(update, update),
-            _dot(before, before),
-            _dot(after, after),
-            _dot(error, error),
-            _dot(visible, visible),
-            _dot(visible, update),
-            flips,
-            torch.full_like(flips, after.numel()),
-        ]
-    )
+    sums = [(x * y).sum() for x, y in pairs]
+    return torch.stack([*sums, flips, torch.full_like(flips, after.numel())])
 
 
 def _seen_by_actor(
     weight: Tensor, format: Format | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Q(weight) in FP64, and its codes; those of a float dtype are the numbers themselves."""
+    """Q(weight) in FP64 and its codes; without a format the codes are the rounded numbers."""
     rounded = weight.to(dtype=dtype)
     if format is None:
         return rounded.double(), rounded
@@ -189,22 +170,17 @@ def _seen_by_actor(
 
 
 def _projection(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+    return name.rpartition(".")[2]
 
 
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        if old is None or new is None or old.shape != new.shape:
-            shapes = [None if x is None else tuple(x.shape) for x in (old, new)]
+        old, new = (tuple(x[name].shape) if name in x else None for x in (before, after))
+        if old != new:
             raise ModelError(
-                f"{name}: {shapes[0]} was watched at the last sync, {shapes[1]} is now: "
+                f"{name}: {old} was watched at the last sync, {new} is now: "
                 "the model, quant.format or quant.track_rows has changed"
             )
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x.double() * y.double()).sum()
 
 
 def _ratio(numerator: float, denominator: float) -> float:

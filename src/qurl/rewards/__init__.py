@@ -1,16 +1,16 @@
-"""What an answer is worth. Nothing here imports torch: the grading processes start fast."""
+"""Rewards. Nothing here imports torch, so that grading processes start fast."""
 
-from qurl.rewards.grading import grade_math, grade_rollouts, reward_metrics
+from qurl.rewards.grading import Grading, grade_math, reward_metrics
 from qurl.rewards.pool import Grade, GradingPool
 from qurl.rewards.reward import Reward
 from qurl.rewards.shaping import overlong_penalty
 
 __all__ = [
     "Grade",
+    "Grading",
     "GradingPool",
     "Reward",
     "grade_math",
-    "grade_rollouts",
     "overlong_penalty",
     "reward_metrics",
 ]

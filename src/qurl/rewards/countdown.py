@@ -17,33 +17,29 @@ _OPERATIONS = {
     ast.Div: operator.truediv,
 }
 _ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
-"""Nothing else reaches the parser; 200 characters cannot nest deep enough to trouble it."""
+"""Only this reaches the parser; 200 characters cannot nest too deeply for it."""
 
 
 def score_countdown(text: str, answer: str, extra: Mapping[str, Any]) -> float:
-    """1.0 where an expression of `extra["numbers"]`, each used at most once, equals the target."""
-    del answer  # One right expression of many.
+    """1.0 if an expression of `extra["numbers"]`, each used at most once, equals the target."""
+    del answer  # It is one right expression of many.
     expression = text.strip()
     if not _ALLOWED.fullmatch(expression):
         return 0.0
     try:
         tree = ast.parse(expression, mode="eval").body
         used, value = _evaluate(tree)
-    except (SyntaxError, ZeroDivisionError, _NotAllowed):
+    except (SyntaxError, ZeroDivisionError, ValueError):
         return 0.0
     return float(used <= Counter(extra["numbers"]) and value == extra["target"])
 
 
-class _NotAllowed(Exception):
-    """The expression holds something besides + - * / and whole numbers."""
-
-
 def _evaluate(node: ast.AST) -> tuple[Counter[int], Fraction]:
-    """The numbers that an expression uses, and its exact value."""
+    """The numbers that an expression uses and its exact value."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Counter([node.value]), Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         used_left, left = _evaluate(node.left)
         used_right, right = _evaluate(node.right)
         return used_left + used_right, _OPERATIONS[type(node.op)](left, right)
-    raise _NotAllowed
+    raise ValueError("only + - * / and whole numbers are allowed")

@@ -1,15 +1,16 @@
-"""From answers to rewards: one by one, or a step's rollouts at once."""
+"""From answers to rewards: one at a time, or rollouts as they arrive."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool, failure
+from qurl.rewards.pool import Grade, GradingPool, wait_for
 from qurl.rewards.shaping import overlong_penalty
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
     """1.0 if the answer in a text equals the truth, else 0.0; RewardTimeout at the deadline.
 
-    A grading process is started by the first call and kept for the next ones.
+    The first call starts a grading process, and later calls use it again.
     """
-    item = (answer_text, truth, {})
-    [grade] = _math_pool(timeout).grade([item])
+    pool = _math_pool(timeout)
+    [grade] = pool.grade([(answer_text, truth, {})])
     if grade.timed_out:
-        raise failure(f"killed after {timeout} s", item, kind=RewardTimeout)
+        reply = {"error": f"killed after {timeout} s"}
+        raise pool.failure(reply, [answer_text], truth, kind=RewardTimeout)
     return grade.score
 
 
@@ -35,68 +37,82 @@ def _math_pool(timeout: float) -> GradingPool:
     return pool
 
 
-def grade_rollouts(
-    rollouts: Sequence[Rollout], pool: GradingPool, *, overlong_cache: int, max_tokens: int
-) -> list[Graded]:
-    """Grade every completion; reward = score + overlong penalty.
+class Grading:
+    """Grades rollouts from the moment they are submitted, while others are still generated."""
 
-    `accuracy` of the details is the score before any shaping, `timed_out` is 1 where the grader
-    was killed.
-    """
-    from qurl.types import Graded  # here, because it imports torch and the workers must not
+    def __init__(self, pool: GradingPool, rollouts: Iterable[Rollout] = ()) -> None:
+        self._pool = pool
+        self._rollouts: list[Rollout] = []
+        self._futures: list[Future[list[Grade]]] = []
+        self._failed: list[Future[list[Grade]]] = []
+        for rollout in rollouts:
+            self.submit(rollout)
 
-    groups = grade_groups(rollouts, pool)
-    grades = [grade for group in groups for grade in group]
-    if grades and all(grade.timed_out for grade in grades):
-        raise RewardTimeout(
-            f"reward {pool.reward!r} was killed on all {len(grades)} completions after "
-            f"{pool.timeout:g} s each; raise task.grade_timeout, or mend it"
-        )
-    graded = []
-    for rollout, group in zip(rollouts, groups, strict=True):
-        rewards = [
-            grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
-            for grade, c in zip(group, rollout.completions, strict=True)
-        ]
-        graded.append(Graded(rollout, rewards, [_details(grade) for grade in group]))
-    return graded
+    def submit(self, rollout: Rollout) -> None:
+        """Start to grade its completions; raises if an earlier grade failed."""
+        if self._failed:
+            wait_for([*self._failed, *self._futures])
+        problem, texts = rollout.problem, [c.text for c in rollout.completions]
+        self._rollouts.append(rollout)
+        for future in self._pool.submit(texts, problem.answer, problem.extra):
+            self._futures.append(future)
+            future.add_done_callback(self._watch)
 
+    def _watch(self, future: Future[list[Grade]]) -> None:
+        if not future.cancelled() and future.exception():
+            self._failed.append(future)
 
-def grade_groups(rollouts: Sequence[Rollout], pool: GradingPool) -> list[list[Grade]]:
-    """The grades of each rollout's completions, unshaped."""
-    items = [(c.text, r.problem.answer, r.problem.extra) for r in rollouts for c in r.completions]
-    grades = iter(pool.grade(items))
-    return [[next(grades) for _ in rollout.completions] for rollout in rollouts]
+    def grades(self) -> list[list[Grade]]:
+        """The grades of each rollout's completions, in the order of submission."""
+        grades = iter(wait_for(self._futures))
+        return [[next(grades) for _ in rollout.completions] for rollout in self._rollouts]
 
+    def rewards(self, *, overlong_cache: int, max_tokens: int) -> list[Graded]:
+        """Every rollout with its rewards, in the order of submission.
 
-def _details(grade: Grade) -> dict[str, float]:
-    return {**grade.details, "accuracy": grade.accuracy, "timed_out": float(grade.timed_out)}
+        reward = score + overlong penalty. In the details, `accuracy` is the score before shaping,
+        and `timed_out` is 1 if the grader was killed.
+        """
+        from qurl.types import Graded  # here, because it imports torch and the workers must not
 
-
-def _detail_means(graded: Sequence[Graded]) -> dict[str, float]:
-    """Means of what a reward returned beside its score."""
-    details = [d for g in graded for d in g.details]
-    names = dict.fromkeys(name for d in details for name in d)
-    return {
-        f"reward/{name}": fmean(d[name] for d in details if name in d)
-        for name in names
-        if name not in ("accuracy", "timed_out")
-    }
+        groups = self.grades()
+        if groups and all(grade.timed_out for group in groups for grade in group):
+            raise RewardTimeout(
+                f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
+                f"completions after {self._pool.timeout:g} s each; raise task.grade_timeout, or "
+                "mend it"
+            )
+        graded = []
+        for rollout, group in zip(self._rollouts, groups, strict=True):
+            rewards = [
+                grade.score + overlong_penalty(len(c.token_ids), max_tokens, overlong_cache)
+                for grade, c in zip(group, rollout.completions, strict=True)
+            ]
+            details = [
+                {**g.details, "accuracy": g.accuracy, "timed_out": float(g.timed_out)}
+                for g in group
+            ]
+            graded.append(Graded(rollout, rewards, details))
+        return graded
 
 
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
-    """What a step's answers were worth, and how long they were."""
+    """Rewards and lengths of a step's completions, and means of the other values of a reward."""
     rewards = [reward for g in graded for reward in g.rewards]
     completions: list[Completion] = [c for g in graded for c in g.rollout.completions]
     lengths = [len(c.token_ids) for c in completions]
+    details = [d for g in graded for d in g.details]
+    names = dict.fromkeys(name for d in details for name in d)  # a set would not keep the order
+    means = {f"reward/{name}": fmean(d[name] for d in details if name in d) for name in names}
+    del means["reward/timed_out"]
     return {
-        "reward/timeouts": sum(d["timed_out"] for g in graded for d in g.details),
+        "reward/timeouts": sum(d["timed_out"] for d in details),
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
-        **_detail_means(graded),
+        **means,
         "response_length/mean": fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),

@@ -1,7 +1,7 @@
-"""Is a mathematical answer right? Equality of expressions is decided by math-verify.
+"""Is a mathematical answer right? math-verify decides whether two expressions are equal.
 
-Run it in the main thread of a process that can be killed (`GradingPool`, `grade_math`): sympy may
-never come back, and math-verify's own time limits (signals) are off here.
+Run this in a process that can be killed (`GradingPool`, `grade_math`): sympy may never return, and
+math-verify's own time limits are off here because they use signals.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math_verify
 
 from qurl.answers import find_answer, is_words, normalise
 
-# It warns that time limits are off. They are, on purpose.
+# It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
-    """1.0 where the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
+    """1.0 if the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
 
-    The answer is the last \\boxed{...}, else what follows ####, else what math-verify finds in the
-    text. An answer that does not parse is wrong; a truth that does not parse is compared as text.
+    The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds.
+    An answer that does not parse is wrong. A truth that does not parse is compared as text.
     """
     truths = [find_answer(t) or t.strip() for t in (answer, *extra.get("accepted_answers", ()))]
     if not all(truths):
@@ -38,8 +38,7 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
 
 
 def warm_up() -> None:
-    """Let sympy and the LaTeX parser set themselves up: on the first expressions they take long,
-    which is no answer's fault."""
+    """Parse a few expressions: the first ones are slow, which must not count against an answer."""
     for expression in (r"\frac{1}{2}", "x=3", r"2\text{ m}", r"\sqrt{2}"):
         _same_value(_parse_expression(expression), "2")
 
@@ -54,7 +53,7 @@ def _same_value(parsed: list[Any], truth: str) -> bool:
 
 
 def _parse_expression(expression: str) -> list[Any]:
-    """All of `expression` as LaTeX, which plain numbers and formulas are too."""
+    """Parse all of `expression` as LaTeX; plain numbers and formulas are LaTeX too."""
     return _parse(f"\\boxed{{{expression}}}")
 
 

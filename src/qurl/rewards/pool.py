@@ -1,36 +1,38 @@
 """Grading in processes that can be killed.
 
-A grader may hang (sympy does), crash or print; none of it may stop the run in silence or be
-mistaken for a wrong answer. At the deadline the process is killed and the answer counts as a
-timeout. Anything else that goes wrong is a RewardError with the answer in it.
+A grader may hang (sympy does), crash or print. None of this may stop the run in silence or count as
+a wrong answer. At the deadline the process is killed and the answer counts as a timeout. Any other
+failure is a RewardError that carries the answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-import selectors
+import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from qurl.errors import ConfigError, RewardError
-from qurl.rewards.reward import check_value, is_inline, load_reward
-
-Item = tuple[str, str, Mapping[str, Any]]
-"""The text of an answer, the truth, and `Problem.extra`."""
+from qurl.plugins import name_of
+from qurl.rewards.reward import Scorer, is_inline, load_reward
 
 _START_SECONDS = 120.0
-"""Importing a grader may take long on a busy machine; it does not count against its deadline."""
+"""A grader's imports may take long on a busy machine; they do not count against its deadline."""
+_ASYNC_GRACE = 1.0
+"""Seconds until a process that did not cancel its late async calls is killed."""
+_Calls = Sequence[Sequence[str]]
+"""The texts of each call of the reward."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Grade:
 
     @property
     def accuracy(self) -> float:
-        """For filters and evaluation: the score, unless a shaped reward says it apart."""
+        """For filters and evaluation: the score, unless a shaped reward gives it separately."""
         return self.details.get("accuracy", self.score)
 
 
@@ -54,25 +56,41 @@ class GradingPool:
         with GradingPool("math") as pool:
             grades = pool.grade([(text, answer, extra), ...])
 
-    A `module:function` is looked for in the working directory first. After an error the pool can be
-    used again.
+    A `module:function` is looked up in the working directory first. `reward` may be a function too.
+    If other processes can import it, it runs there. Lambdas, inner functions and functions of the
+    main script run in this process, without a deadline. After an error the pool can be used again.
     """
 
     def __init__(
-        self, reward: str, *, workers: int = 2, timeout: float = 10.0, timeout_score: float = 0.0
+        self,
+        reward: str | Callable[..., Any],
+        *,
+        workers: int = 2,
+        timeout: float = 10.0,
+        timeout_score: float = 0.0,
     ) -> None:
         if workers < 1 or timeout <= 0:
             raise ConfigError(f"workers = {workers} and timeout = {timeout} must be positive")
-        self.reward = reward
+        spec = reward if isinstance(reward, str) else name_of(reward)
+        self.reward = spec or getattr(reward, "__qualname__", repr(reward))
         self.timeout = timeout
         self.timeout_score = timeout_score
-        self._lock = threading.Lock()
-        self._inline = load_reward(reward) if is_inline(reward) else None
-        self._folder = Path.cwd()
-        self._workers = [] if self._inline else [self._start() for _ in range(workers)]
+        self._workers: list[_Worker] = []
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._inline: Scorer | None = None
+        if spec is None or is_inline(spec):
+            self._inline = Scorer(load_reward(spec) if spec else reward)  # type: ignore[arg-type]
+            self._is_async, self._is_grouped = False, self._inline.is_grouped
+            return
+        self._threads = ThreadPoolExecutor(workers)  # each waits for one process
+        self._workers = [_Worker(spec) for _ in range(workers)]
         try:
-            while any(w.is_starting for w in self._workers):
-                self._collect(())
+            for worker in self._workers:
+                kind = worker.wait_ready()
+                if "error" in kind:
+                    raise self.failure(kind)
+                self._is_async, self._is_grouped = kind["is_async"], kind["is_grouped"]
+                self._idle.put(worker)
         except BaseException:
             self.close()
             raise
@@ -84,163 +102,154 @@ class GradingPool:
         self.close()
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+        """End the processes; grades that were not started are cancelled."""
+        if self._inline is None:
+            for wait in (False, True):  # again, because a retry may have started a process
+                self._threads.shutdown(wait=wait, cancel_futures=True)
+                for worker in self._workers:
+                    worker.kill()
 
-    def grade(self, items: Sequence[Item]) -> list[Grade]:
-        """The grade of each item, in order."""
-        if self._inline is not None:
-            return [self._grade_inline(item) for item in items]
-        if not self._workers:
-            raise RewardError(f"the grading pool of {self.reward!r} is closed")
-        with self._lock:
-            try:
-                return self._grade_in_processes(items)
-            except BaseException:
-                self._replace([w for w in self._workers if not w.is_idle])
-                raise
+    def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
+        """The grade of each (text, truth, extra), in order, each as a problem of its own."""
+        return wait_for(
+            f for text, truth, extra in items for f in self.submit([text], truth, extra)
+        )
 
-    def _grade_inline(self, item: Item) -> Grade:
-        assert self._inline is not None
+    def submit(
+        self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
+    ) -> list[Future[list[Grade]]]:
+        """Start to grade the completions of one problem; together the futures hold their grades."""
+        calls = [texts] if self._is_grouped else [[text] for text in texts]
+        requests = [calls] if self._is_async else [[call] for call in calls]
         try:
-            return _grade(check_value(self._inline(*item)))
-        except Exception as error:
-            raise self._failure(repr(error), item, traceback.format_exc()) from error
+            return [self._submit(request, answer, extra) for request in requests]
+        except RuntimeError as error:
+            raise RewardError(f"the grading pool of {self.reward!r} is closed") from error
 
-    def _grade_in_processes(self, items: Sequence[Item]) -> list[Grade]:
-        waiting = deque(range(len(items)))
-        grades: dict[int, Grade] = {}
-        while len(grades) < len(items):
-            for worker in self._workers:
-                if waiting and worker.is_idle:
-                    job = waiting.popleft()
-                    worker.send(job, items[job], self.timeout)
-            grades.update(self._collect(items))
-        return [grades[i] for i in range(len(items))]
+    def _submit(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
+        if self._inline is None:
+            return self._threads.submit(self._grade, calls, answer, extra)
+        [texts], scorer, future = calls, self._inline, Future()
 
-    def _collect(self, items: Sequence[Item]) -> dict[int, Grade]:
-        """Wait until some worker has replied or is late; the grades that this brought."""
-        unfinished = [w for w in self._workers if not w.is_idle]
-        grades: dict[int, Grade] = {}
-        for worker in _wait_readable(unfinished):
-            job, message = worker.job, worker.receive()
-            if message is None:
-                continue
-            if "error" in message:
-                item = None if job is None else items[job]
-                raise self._failure(message["error"], item, message.get("traceback", ""))
-            worker.job, worker.is_starting = None, False
-            if job is not None:
-                grades[job] = _grade(message["values"])
-        for worker in unfinished:
-            if worker.is_idle or time.monotonic() < worker.deadline:
-                continue
-            if worker.job is None:
-                raise self._failure(f"no start in {_START_SECONDS} s", None)
-            grades[worker.job] = Grade(self.timeout_score, timed_out=True)
-            self._replace([worker])
-        return grades
+        def value() -> Any:
+            found = scorer.call(texts, answer, extra)
+            return asyncio.run(found) if scorer.is_async else found
 
-    def _failure(self, what: str, item: Item | None, evidence: str = "") -> RewardError:
-        return failure(f"reward {self.reward!r} failed: {what}", item, evidence=evidence)
+        try:
+            future.set_result(self._read(scorer.reply(texts, value), texts, answer))
+        except RewardError as error:
+            future.set_exception(error)
+        return future
 
-    def _replace(self, workers: Sequence[_Worker]) -> None:
-        for worker in workers:
-            worker.kill()
-            self._workers[self._workers.index(worker)] = self._start()
+    def _grade(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
+        worker = self._idle.get()
+        try:
+            replies = worker.ask(calls, answer, extra, self.timeout)
+        finally:
+            self._idle.put(worker)
+        if len(replies) < len(calls):  # One hung or crashed; each gets a deadline of its own.
+            return [g for call in calls for g in self._grade([call], answer, extra)]
+        pairs = zip(replies, calls, strict=True)
+        return [grade for reply, texts in pairs for grade in self._read(reply, texts, answer)]
 
-    def _start(self) -> _Worker:
-        return _Worker(self.reward, self._folder)
+    def _read(self, reply: Mapping[str, Any], texts: Sequence[str], answer: str) -> list[Grade]:
+        if "error" in reply:
+            raise self.failure(reply, texts, answer)
+        if "timed_out" in reply:
+            return [Grade(self.timeout_score, timed_out=True)] * len(texts)
+        return [Grade(values.pop("score"), values) for values in reply["values"]]
+
+    def failure(
+        self,
+        reply: Mapping[str, Any],
+        texts: Sequence[str] = (),
+        answer: str = "",
+        kind: type[RewardError] = RewardError,
+    ) -> RewardError:
+        """An error that carries `text`, `answer` and the grader's `traceback`."""
+        text, evidence = "\n\n".join(texts), reply.get("traceback", "")
+        where = f"; it was grading {text[-300:]!r} against {answer!r}" if texts else ""
+        error = kind(f"reward {self.reward!r} failed: {reply['error']}{where}")
+        error.text, error.answer, error.traceback = text, answer, evidence
+        if evidence:
+            error.add_note(evidence)
+        return error
 
 
 class _Worker:
     """The pool's end of one grading process."""
 
-    def __init__(self, reward: str, folder: Path) -> None:
+    def __init__(self, reward: str) -> None:
+        self._reward, self._folder = reward, Path.cwd()
+        self._launch()
+
+    def _launch(self) -> None:
+        self._kind: dict[str, Any] = {}
+        self._deadline = time.monotonic() + _START_SECONDS
+        self._socket, theirs = Pipe()
+        fd = theirs.fileno()
+        # The worker imports what we import, wherever it runs.
+        path = filter(None, [str(Path(__file__).resolve().parents[2]), *sys.path])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "qurl.rewards.worker", reward],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            [sys.executable, "-u", "-m", "qurl.rewards.worker", self._reward, str(fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[fd],
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # so that what a grader started is killed with it
         )
-        self._buffer = b""
-        self.job: int | None = None
-        """Index of the item that it grades."""
-        self.is_starting = True
-        self.deadline = time.monotonic() + _START_SECONDS
+        theirs.close()
 
-    @property
-    def is_idle(self) -> bool:
-        return self.job is None and not self.is_starting
+    def wait_ready(self) -> dict[str, Any]:
+        """Wait until the reward is loaded; what kind it is, or an error."""
+        if not self._kind:
+            [kind] = self._receive()
+            if "timed_out" in kind:
+                return {"error": f"no start in {_START_SECONDS} s"}
+            if "error" in kind:
+                return kind
+            self._kind = kind
+        return self._kind
 
-    def fileno(self) -> int:
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+    def ask(
+        self, calls: _Calls, answer: str, extra: Mapping[str, Any], timeout: float
+    ) -> list[dict[str, Any]]:
+        """One reply per call; a single one if the process hung or died."""
+        if self._process.poll() is not None:
+            self._launch()
+        kind = self.wait_ready()
+        if "error" in kind:
+            self.kill()
+            return [kind]
+        request = {"calls": calls, "answer": answer, "extra": dict(extra), "timeout": timeout}
+        message = json.dumps(request, default=str).encode()
+        self._deadline = time.monotonic() + timeout + (_ASYNC_GRACE if kind["is_async"] else 0)
+        with contextlib.suppress(OSError):  # a dead process shows as the end of its replies
+            self._socket.send_bytes(message)
+        return self._receive()
 
-    def send(self, job: int, item: Item, timeout: float) -> None:
-        text, answer, extra = item
-        request = {"text": text, "answer": answer, "extra": dict(extra), "timeout": timeout}
-        line = json.dumps(request, default=str) + "\n"
-        self.job, self.deadline = job, time.monotonic() + timeout
-        assert self._process.stdin is not None
-        # A worker that is dead already shows as the end of its replies.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-
-    def receive(self) -> dict[str, Any] | None:
-        """The reply, an error if the process died, or None while the line is not complete."""
-        data = os.read(self.fileno(), 1 << 16)
-        if not data:
-            return {"error": f"the grading process died, exit status {self._process.wait()}"}
-        self._buffer += data
-        if not self._buffer.endswith(b"\n"):
-            return None
-        line, self._buffer = self._buffer, b""
-        return json.loads(line)
+    def _receive(self) -> list[dict[str, Any]]:
+        try:
+            if self._socket.poll(max(0.0, self._deadline - time.monotonic())):
+                return json.loads(self._socket.recv_bytes())
+            self.kill()
+            return [{"timed_out": True}]
+        except (EOFError, OSError):
+            return [{"error": f"the grading process died, exit status {self._process.wait()}"}]
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
-def _wait_readable(workers: Sequence[_Worker]) -> list[_Worker]:
-    """Block until a worker has something to read or the first deadline passes."""
-    first = min(w.deadline for w in workers)
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            selector.register(worker, selectors.EVENT_READ)
-        events = selector.select(max(0.0, first - time.monotonic()))
-    ready = {key.fd for key, _ in events}
-    return [w for w in workers if w.fileno() in ready]
-
-
-def _python_path() -> str:
-    """The worker imports the same qurl as we do, wherever it runs."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-
-
-def _grade(values: Mapping[str, float]) -> Grade:
-    return Grade(values["score"], {k: v for k, v in values.items() if k != "score"})
-
-
-def failure(
-    what: str, item: Item | None, *, evidence: str = "", kind: type[RewardError] = RewardError
-) -> RewardError:
-    """An error that carries `text`, `answer` and the grader's `traceback`."""
-    text, answer = ("", "") if item is None else item[:2]
-    where = f"; it was grading {text[-300:]!r} against {answer!r}" if item else ""
-    error = kind(f"{what}{where}")
-    error.text, error.answer, error.traceback = text, answer, evidence
-    if evidence:
-        error.add_note(evidence)
-    return error
+def wait_for(futures: Iterable[Future[list[Grade]]]) -> list[Grade]:
+    """The grades of all futures, in order; the first error cancels the rest."""
+    futures = list(futures)
+    try:
+        return [grade for future in futures for grade in future.result()]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

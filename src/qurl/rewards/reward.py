@@ -1,28 +1,33 @@
-"""What a reward is, and the names by which one is asked for."""
+"""What a reward is, and the names that recipes use for them."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import sys
-from collections.abc import Mapping
-from importlib.machinery import PathFinder
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import Any, Protocol
 
 from qurl.errors import ConfigError, RewardError
+from qurl.plugins import load_plugin
 
 RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
-"""What a reward may not call its other values: `reward/<name>` is ours."""
+"""Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
 
 class Reward(Protocol):
-    """A plain function from an answer and the truth to what the answer is worth.
+    """A plain function that says what an answer is worth.
 
-    It returns a number, or a mapping with `score` and other numbers to log. A mapping may name the
-    `accuracy` that filters look at; otherwise that is the score.
+    It returns a number, or a mapping with `score` and other numbers to log. A mapping may hold the
+    `accuracy` that filters and evaluation use; by default, that is the score.
+
+    Two other forms need no configuration either:
+
+        async def judge(text, answer, extra): ...   # the calls for one problem run concurrently
+        def rank(texts, answer, extra): ...         # one call for all completions of a problem
+
+    A function whose first parameter is called `texts` returns a list with one score for each text.
     """
 
     def __call__(
@@ -31,7 +36,7 @@ class Reward(Protocol):
 
 
 def score_exact(text: str, answer: str, extra: Mapping[str, Any]) -> float:
-    """1.0 where the text is the answer, or another accepted one, up to white space at the ends."""
+    """1.0 if the text is the answer or an accepted one, ignoring white space at the ends."""
     accepted = (answer, *extra.get("accepted_answers", ()))
     return float(text.strip() in [a.strip() for a in accepted])
 
@@ -41,12 +46,7 @@ def is_inline(spec: str) -> bool:
     return spec in ("exact", "countdown")
 
 
-def is_users_own(spec: str) -> bool:
-    """Is it a function of the user, of which nothing more is known?"""
-    return ":" in spec and not spec.startswith("gym:")
-
-
-def load_reward(spec: str) -> Reward:
+def load_reward(spec: str) -> Callable[..., Any]:
     """The function behind math, exact, countdown, gym:<name> or module:function."""
     if spec == "exact":
         return score_exact
@@ -69,51 +69,47 @@ def load_reward(spec: str) -> Reward:
             f"task.reward = {spec!r} is not one of math, exact, countdown, gym:<name>, "
             "module:function"
         )
-    return _load_function(module, function)
+    return load_plugin(spec, "task.reward")
 
 
-def check_reward(spec: str) -> None:
-    """Raise where a user's module is not there; it is not run, which a grader may do for long."""
-    if not is_users_own(spec):
-        return
-    module, _, _ = spec.partition(":")
-    if not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
-        raise ConfigError(
-            f"task.reward = {spec!r}: {module!r} is not the name of a module; for a file "
-            "my_reward.py in the working directory write my_reward:function"
-        )
-    if not _is_importable(module):
-        raise ConfigError(
-            f"task.reward = {spec!r}: there is no module {module!r} in {Path.cwd()} nor on "
-            "Python's path (PYTHONPATH)"
-        )
+class Scorer:
+    """A reward of any form. Its replies are what grading processes send:
+
+    {"values": [{"score": ..., ...}, ...]} or {"error": ..., "traceback": ...}
+    """
+
+    def __init__(self, reward: Callable[..., Any]) -> None:
+        self._reward = reward
+        self.is_async = inspect.iscoroutinefunction(reward)
+        self.is_grouped = next(iter(inspect.signature(reward).parameters), "") == "texts"
+
+    def call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
+        """What the reward returns for the texts of one call; a coroutine if it is async."""
+        return self._reward(texts if self.is_grouped else texts[0], answer, extra)
+
+    def reply(self, texts: Sequence[str], get_value: Callable[[], Any]) -> dict[str, Any]:
+        """The checked value of a call, or the error that getting it raises."""
+        try:
+            value = get_value()
+            values = value if self.is_grouped else [value]
+            if not isinstance(values, Sequence) or len(values) != len(texts):
+                raise RewardError(
+                    f"the reward returned {value!r} for {len(texts)} texts; it must return a list "
+                    "with one score for each"
+                )
+            return {"values": [check_value(v) for v in values]}
+        except (Exception, SystemExit) as error:
+            return describe(error)
 
 
-def _is_importable(module: str) -> bool:
-    """From where the graders run, whose path begins with the working directory."""
-    places = [str(Path.cwd()), *sys.path]
-    for part in module.split("."):
-        found = PathFinder.find_spec(part, places)
-        if found is None:
-            return False
-        places = list(found.submodule_search_locations or [])
-    return True
-
-
-def _load_function(module: str, function: str) -> Reward:
-    found = importlib.import_module(module)
-    reward = getattr(found, function, None)
-    if not callable(reward):
-        names = [name for name, value in vars(found).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"task.reward = '{module}:{function}': {module} has no function {function!r}; it has "
-            f"{', '.join(names) or 'none'}"
-        )
-    return reward  # type: ignore[return-value]
+def describe(error: BaseException) -> dict[str, str]:
+    """An error as a reply."""
+    evidence = "".join(traceback.format_exception(error))
+    return {"error": f"{type(error).__name__}: {error}", "traceback": evidence}
 
 
 def check_value(value: Any) -> dict[str, float]:
-    """What a reward returned as a mapping of finite floats with `score`, or RewardError."""
+    """One score as a mapping of finite floats that holds `score`, or RewardError."""
     named = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in named:
         raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")

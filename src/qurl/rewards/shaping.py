@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def overlong_cache(fraction: float, max_tokens: int) -> int:
-    """Lcache in tokens; a fraction above 0 punishes at least the last one."""
+    """Lcache in tokens; any fraction above 0 punishes at least the last token."""
     return max(1, round(fraction * max_tokens)) if fraction else 0
 
 

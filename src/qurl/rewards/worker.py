@@ -1,71 +1,73 @@
-"""The process that grades: `python -m qurl.rewards.worker SPEC`.
+"""The process that grades: `python -m qurl.rewards.worker SPEC FD`.
 
-It talks JSON lines with `GradingPool`: {"ready": true} once, then one reply per request.
+It exchanges JSON with `GradingPool` over the socket FD. The first message says what kind of reward
+it has, or why there is none. Then each request gets a list with one reply per call.
 
-    request  {"text": ..., "answer": ..., "extra": {...}, "timeout": seconds}
-    reply    {"values": {"score": ..., ...}} | {"error": ..., "traceback": ...}
+    request  {"calls": [texts, ...], "answer": ..., "extra": {...}, "timeout": seconds}
+    reply    see `Scorer`, or {"timed_out": true} for an async call that was cancelled
 
 Imports stay light: no torch here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
 import sys
-import traceback
-from typing import IO, Any
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
-from qurl.rewards.reward import Reward, check_value, load_reward
+from qurl.rewards.reward import Scorer, describe, load_reward
 
 
-def main(spec: str) -> None:
-    requests, replies = _take_pipes()
+def main(spec: str, fd: int) -> None:
+    os.set_inheritable(fd, False)  # what a grader starts must not keep the socket open
+    pool = Connection(fd)
     try:
-        reward = load_reward(spec)
+        scorer = Scorer(load_reward(spec))
     except BaseException as error:
-        _reply(replies, _describe(error))
+        _send(pool, [describe(error)])
         return
-    _reply(replies, {"ready": True})
-    for line in requests:
-        _reply(replies, _answer(reward, json.loads(line)))
+    _send(pool, [{"is_grouped": scorer.is_grouped, "is_async": scorer.is_async}])
+    with asyncio.Runner() as runner:  # one loop for all, so that a reward can keep connections
+        while True:
+            try:
+                request = json.loads(pool.recv_bytes())
+            except (EOFError, OSError):  # the pool is gone
+                return
+            # The pool kills at the deadline. If the pool itself is gone, this ends a hung grader.
+            faulthandler.dump_traceback_later(2 * request["timeout"] + 10, exit=True)
+            if scorer.is_async:
+                _send(pool, runner.run(_reply_together(scorer, **request)))
+            else:
+                _send(pool, [_reply(scorer, texts, request) for texts in request["calls"]])
+            faulthandler.cancel_dump_traceback_later()
 
 
-def _take_pipes() -> tuple[IO[str], IO[str]]:
-    """Keep the pipes to the pool for us alone: what a reward prints goes to stderr."""
-    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return requests, replies
+def _reply(scorer: Scorer, texts: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    return scorer.reply(texts, lambda: scorer.call(texts, request["answer"], request["extra"]))
 
 
-def _answer(reward: Reward, request: dict[str, Any]) -> dict[str, Any]:
-    # The pool kills at the deadline. If the pool itself was killed, this ends a grader that hangs.
-    faulthandler.dump_traceback_later(2 * request["timeout"] + 10, exit=True)
-    try:
-        value = reward(request["text"], request["answer"], request["extra"])
-        return {"values": check_value(value)}
-    except BaseException as error:
-        return _describe(error)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+async def _reply_together(
+    scorer: Scorer, calls: Sequence[Sequence[str]], answer: str, extra: Any, timeout: float
+) -> list[dict[str, Any]]:
+    """Start all calls at once, and cancel those that miss the deadline."""
+    tasks = [asyncio.create_task(scorer.call(texts, answer, extra)) for texts in calls]
+    _, late = await asyncio.wait(tasks, timeout=timeout)
+    for task in late:
+        task.cancel()
+    return [
+        {"timed_out": True} if task in late else scorer.reply(texts, task.result)
+        for texts, task in zip(calls, tasks, strict=True)
+    ]
 
 
-def _describe(error: BaseException) -> dict[str, str]:
-    return {
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-
-
-def _reply(replies: IO[str], message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message) + "\n")
-    replies.flush()
+def _send(pool: Connection, message: Any) -> None:
+    pool.send_bytes(json.dumps(message).encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

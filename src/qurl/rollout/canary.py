@@ -1,4 +1,4 @@
-"""After each sync trainer and engine score a fixed prompt: a bad copy cannot go unnoticed."""
+"""After each sync, trainer and engine score a fixed prompt, so that a bad copy is noticed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def canary_ids(model: Any) -> list[int]:
 
 
 def canary_bound(quant: str, *dtypes: torch.dtype, kv: str = "none") -> float:
-    """Largest mean |log-prob gap| that rounding explains, of the weights and of the cache.
+    """Largest mean |log-prob gap| that rounding of weights and cache explains.
 
-    `dtypes`: of the engine and of the trainer's model.
+    `dtypes` are those of the engine and of the trainer's model.
     """
     if bounds := [get_format(name).canary_bound for name in (quant, kv) if name != "none"]:
         return max(bounds)
@@ -39,16 +39,16 @@ def canary_bound(quant: str, *dtypes: torch.dtype, kv: str = "none") -> float:
 def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
     """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward."""
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    # A compiled model would be compiled once more, for one short prompt.
+    # A compiled model would be compiled again for this one short prompt.
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
-def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: str = "") -> float:
-    """The mean |log-prob gap| of the canary prompt; raises when it is not below the bound.
+def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path: str = "") -> float:
+    """The mean |log-prob gap| of the canary prompt; raises if it exceeds the bound.
 
-    `by` says how the engine has computed its log-probs, where there are several ways.
+    `path` says how the engine computed its log-probs.
     """
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
     if math.isfinite(gap) and gap <= bound:
@@ -60,7 +60,7 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, by: s
         else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
     )
     raise SyncError(
-        f"sync of version {version} failed on the canary prompt{by and f' {by}'}: {cause}; the "
+        f"sync of version {version} failed on the canary prompt{path and f' {path}'}: {cause}; the "
         "engine's copy does not compute what the trainer's model does, and sampling from it would "
         "train on garbage"
     )

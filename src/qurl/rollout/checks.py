@@ -1,4 +1,4 @@
-"""What every engine refuses: prompts it cannot continue, and tokens drawn from no distribution."""
+"""What every engine refuses: prompts it cannot continue, and log-probs that are not finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qurl.types import Problem, SamplingParams
 
 
 def context_length(config: Any) -> int | None:
-    """The positions that a model was made for; None where its config does not say."""
+    """The number of positions that a model was made for; None if its config does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -31,7 +31,7 @@ def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: An
 
 
 def check_finite(logprob: float, problem: Problem, position: int) -> None:
-    """Raise when a token was drawn from a distribution that is none."""
+    """Raise if a token was drawn from a broken distribution."""
     if not math.isfinite(logprob):
         raise EngineError(
             f"problem {problem.id!r}: the log-prob of completion token {position} is {logprob}; "

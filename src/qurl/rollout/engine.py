@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -33,7 +35,7 @@ class Stream(Protocol):
     def __enter__(self) -> Stream: ...
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the engine's memory; what is unfinished is dropped."""
+        """Give the engine's memory back and drop what is unfinished."""
         ...
 
 
@@ -52,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
-        """The rollouts of a whole stream, in the order of the problems."""
+        """All rollouts of one stream, in the order of the problems."""
         ...
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -61,29 +63,15 @@ class Engine(Protocol):
 
 
 def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
-    """What every `Engine.generate` is: all rollouts of one stream, in the order of the problems."""
+    """The usual `Engine.generate`: all rollouts of one stream, in the order of the problems."""
+    found: dict[object, list[Rollout]] = defaultdict(list)
     with engine.stream(params) as stream:
         stream.submit(problems)
-        rollouts = {rollout.problem.id: rollout for rollout in stream}
-    return [rollouts[problem.id] for problem in problems]
+        for rollout in stream:
+            found[_key(rollout.problem)].append(rollout)
+    return [replace(found[_key(p)].pop(), problem=p) for p in problems]
 
 
-def build_engine(
-    kind: str, model: nn.Module, tokenizer: Any = None, *, quant: str = "none", **options: Any
-) -> Engine:
-    """An engine of the given kind, synchronised with `model` as version 0.
-
-    `tokenizer=None` works when prompts and results are token ids: texts come back empty.
-    `compute_dtype`, an option of all engines, is the trainer's: weights are rounded to it before
-    they are quantized. Without it, they are rounded to the dtype in which the engine itself would
-    hold them.
-    """
-    if kind == "local":
-        from qurl.rollout.local import LocalEngine
-
-        return LocalEngine(model, tokenizer, quant=quant, **options)
-    if kind == "hf":
-        from qurl.rollout.hf import HFEngine
-
-        return HFEngine(model, tokenizer, quant=quant, **options)
-    raise ValueError(f"engine {kind!r} is not one of local, hf")
+def _key(problem: Problem) -> tuple[object, ...]:
+    """Problems that share it draw the same completions; ids alone may repeat."""
+    return (problem.id, *problem.prompt_ids)

@@ -6,7 +6,8 @@ Slow and plain. The other engines are tested against it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from qurl.quant import QuantLinear, quantized_copy
 from qurl.rollout.canary import canary_bound, canary_ids, evaluating, score_with, verify
 from qurl.rollout.checks import check_finite, check_prompts
+from qurl.rollout.engine import generate
 from qurl.rollout.sampler import RowParams, request_key, sample, uniform
 from qurl.rollout.stop import StopRule
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
@@ -39,54 +41,75 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.on_progress = on_progress
         self.version = 0
-        self._actor: Any = None
+        self.actor: Any = None
         self.sync(model, version=0)
 
-    def sync(self, model: nn.Module, *, version: int) -> SyncReport:
+    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into a new copy and verify it."""
         start = time.perf_counter()
-        actor: Any = model
+        actor: Any = source
         if self.quant != "none":
-            actor = quantized_copy(model, self.quant, self.compute_dtype)
-        flip_frac = _code_flip_frac(self._actor, actor)
-        ids = canary_ids(model)
-        gap = verify(
-            score_with(model, ids),
-            score_with(actor, ids),
-            bound=canary_bound(self.quant, next(model.parameters()).dtype),
-            version=version,
-        )
-        self._actor, self.version = actor, version
+            actor = quantized_copy(source, self.quant, self.compute_dtype)
+        flip_frac = _code_flip_frac(self.actor, actor)
+        ids = canary_ids(source)
+        bound = canary_bound(self.quant, next(source.parameters()).dtype)
+        gap = verify(score_with(source, ids), score_with(actor, ids), bound=bound, version=version)
+        self.actor, self.version = actor, version
         seconds = time.perf_counter() - start
         return SyncReport(version, seconds, _num_bytes(actor), flip_frac, True, gap)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1."""
-        return score_with(self._actor, token_ids)
+        return score_with(self.actor, token_ids)
 
-    @torch.no_grad()
+    def stream(self, params: SamplingParams) -> HFStream:
+        """Completions that are drawn like this."""
+        return HFStream(self, params)
+
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
-        check_prompts(problems, params, self._actor)
-        stop = StopRule.of(self._actor, self.tokenizer, params)
-        rollouts, num_tokens = [], 0
-        with evaluating(self._actor):
-            for problem in problems:
-                group = self._sample_group(problem, params, stop)
-                rollouts.append(Rollout(problem, group, self.version, params.temperature))
-                num_tokens += sum(len(c.token_ids) for c in group)
-                if self.on_progress:
-                    self.on_progress(len(rollouts) * params.group_size, num_tokens)
-        return rollouts
+        return generate(self, problems, params)
 
-    def _sample_group(
-        self, problem: Problem, params: SamplingParams, stop: StopRule
-    ) -> list[Completion]:
-        device = next(self._actor.parameters()).device
-        size, row_params = params.group_size, RowParams.stack([params], device)
+
+class HFStream:
+    """Samples one problem after the other, in the order in which they are submitted."""
+
+    def __init__(self, engine: HFEngine, params: SamplingParams) -> None:
+        self._engine = engine
+        self._params = params
+        self._stop = StopRule.of(engine.actor, engine.tokenizer, params)
+        self._waiting: deque[Problem] = deque()
+        self._num_completions = self._num_tokens = 0
+
+    def submit(self, problems: Sequence[Problem]) -> None:
+        check_prompts(problems, self._params, self._engine.actor)
+        self._waiting.extend(problems)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        while self._waiting:
+            problem = self._waiting.popleft()
+            with evaluating(self._engine.actor):
+                group = self._sample_group(problem)
+            self._num_completions += len(group)
+            self._num_tokens += sum(len(c.token_ids) for c in group)
+            if self._engine.on_progress:
+                self._engine.on_progress(self._num_completions, self._num_tokens)
+            yield Rollout(problem, group, self._engine.version, self._params.temperature)
+
+    def __enter__(self) -> HFStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
+
+    @torch.no_grad()
+    def _sample_group(self, problem: Problem) -> list[Completion]:
+        actor, params, stop = self._engine.actor, self._params, self._stop
+        device, size = next(actor.parameters()).device, params.group_size
+        row_params = RowParams.stack([params], device)
         keys = [request_key(params.seed, problem.id, g) for g in range(size)]
         keys = torch.tensor(keys, device=device)
-        output = self._actor(
+        output = actor(
             input_ids=torch.tensor([list(problem.prompt_ids)], device=device), use_cache=True
         )
         output.past_key_values.batch_repeat_interleave(size)
@@ -108,11 +131,14 @@ class HFEngine:
                     finish[g] = stop.finish(tokens[g])
             if all(finish):
                 break
-            output = self._actor(
+            output = actor(
                 input_ids=drawn[:, None], past_key_values=output.past_key_values, use_cache=True
             )
             logits = output.logits[:, -1].float()
-        return [stop.complete(*c) for c in zip(tokens, logprobs, finish, strict=True)]
+        return [
+            stop.complete(*c, [self._engine.version] * len(c[0]))
+            for c in zip(tokens, logprobs, finish, strict=True)
+        ]
 
 
 def _code_flip_frac(before: nn.Module | None, after: nn.Module) -> float:

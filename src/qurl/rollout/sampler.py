@@ -26,7 +26,7 @@ class RowParams:
     top_p: Tensor  # [B] or [1]
     top_k: Tensor  # [B] or [1]
     has_filter: bool
-    """Whether any row has top-p or top-k; known on the host, so that the GPU need not be asked."""
+    """Whether any row has top-p or top-k; kept on the host to avoid a sync with the GPU."""
 
     @staticmethod
     def stack(params: Sequence[SamplingParams], device: torch.device | str) -> RowParams:
@@ -59,8 +59,8 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 def sample(logits: Tensor, random: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     """A token [B] and its log-prob [B] for each row of logits [B, V] and uniform number [B].
 
-    The log-prob is that of the distribution drawn from; of a greedy row (temperature 0), that of
-    the unscaled softmax.
+    The log-prob is under the distribution drawn from; for a greedy row (temperature 0), under the
+    unscaled softmax.
     """
     is_greedy = params.temperature == 0
     logits = logits / torch.where(is_greedy, 1.0, params.temperature)[:, None]

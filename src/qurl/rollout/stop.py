@@ -42,8 +42,7 @@ class StopRule:
 
     @property
     def tail_length(self) -> int:
-        """Last tokens that decide whether a completion ends: decoding everything for each new
-        token would be quadratic."""
+        """How many last tokens decide the end: decoding all of them each time is quadratic."""
         longest = max((len(s) for s in self.strings), default=0)
         return _TOKENS_PER_CHARACTER * (longest + 1)
 
@@ -52,7 +51,7 @@ class StopRule:
     ) -> Literal["stop", "length"] | None:
         """Why the completion ends with its last token, or None if it goes on.
 
-        The last `tail_length` tokens suffice where `num_tokens` says how many there are in all.
+        The last `tail_length` tokens suffice if `num_tokens` gives the length.
         """
         if token_ids[-1] in self.token_ids or self._ends_in_string(token_ids):
             return "stop"
@@ -60,10 +59,15 @@ class StopRule:
         return "length" if num_tokens >= self.max_tokens else None
 
     def complete(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Literal["stop", "length"]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish: Literal["stop", "length"],
+        versions: Sequence[int],
     ) -> Completion:
         """The finished record; its text is cut before the first stop string, its tokens are not."""
-        return Completion(tuple(token_ids), tuple(logprobs), self._text(token_ids), finish)
+        text = self._text(token_ids)
+        return Completion(tuple(token_ids), tuple(logprobs), text, finish, versions=tuple(versions))
 
     def _ends_in_string(self, token_ids: Sequence[int]) -> bool:
         if not self.strings:

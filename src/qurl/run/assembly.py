@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from qurl.advantages import ESTIMATORS, Estimator
-from qurl.config import Config
-from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, is_generated
+from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
+from qurl.config import AlgoConfig, Config, check_combinations
+from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, needs_file
 from qurl.errors import CheckpointError, ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage
@@ -25,10 +25,10 @@ from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
-from qurl.rewards.pool import GradingPool
-from qurl.rewards.reward import check_reward
+from qurl.rewards import GradingPool, Reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.checks import context_length
+from qurl.rollout.episode import Episode, EpisodeEngine
 from qurl.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -38,8 +38,9 @@ from qurl.run.checkpoint import (
 )
 from qurl.run.directory import INITIAL, Run
 from qurl.run.scratch import make_scratch_model
-from qurl.sampling import ProblemStream
+from qurl.sampling import ProblemStream, Selector
 from qurl.tasks import load_task
+from qurl.tasks.generated import Draw
 from qurl.tasks.task import Task
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
@@ -51,16 +52,41 @@ EngineFactory = Callable[..., Engine]
 
 
 @dataclass(frozen=True)
-class Own:
-    """Parts that the caller of `train` brings; None takes what the recipe names."""
+class Choices:
+    """The parts that make one run different from another, as objects or by name."""
 
-    objective: Surrogate | None = None
-    advantage: Estimator | None = None
-    engine: EngineFactory | None = None
-    task: Any = None
-    reward: Any = None
-    select: Any = None
-    episode: Any = None
+    objective: Surrogate
+    advantage: Estimator
+    engine: EngineFactory | None
+    """None: the recipe names a built-in one."""
+    task: Task | Draw | str
+    reward: Reward | None
+    """None: the recipe names it, or the task has its own."""
+    select: Selector | str
+    episode: Episode | str
+    """ "" for completions of one turn."""
+
+    @classmethod
+    def of(cls, config: Config, **given: Any) -> Choices:
+        """What the caller gives, or the recipe names; refuses what does not go together."""
+        algo, rollout = config.algo, config.rollout
+        objective = given["objective"] or _find(algo.objective, "algo.objective", SURROGATES)
+        advantage = given["advantage"] or _find(algo.advantage, "algo.advantage", ESTIMATORS)
+        engine = given["engine"]
+        if engine is None and is_users_own(rollout.engine):
+            engine = load_plugin(rollout.engine, "rollout.engine")
+        check_combinations(
+            config, objective=facts_of(objective), advantage=_facts_of_advantage(advantage)
+        )
+        return cls(
+            objective=objective,
+            advantage=advantage,
+            engine=engine,
+            task=given["task"] or config.task.name,
+            reward=given["reward"],
+            select=given["select"] or config.sampling.select,
+            episode=given["episode"] or rollout.episode,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,8 +113,8 @@ class Parts:
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
-        stream = self.stream
-        return {"position": stream.position, "problems": len(stream.task), "tracker": tracker}
+        num_problems = len(self.stream.task)
+        return {**self.stream.state_dict(), "problems": num_problems, "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -98,11 +124,11 @@ class Parts:
 
 
 @contextmanager
-def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
+def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint if there is one."""
-    for warning in find_warnings(config):
+    facts = facts_of(choices.objective), _facts_of_advantage(choices.advantage)
+    for warning in find_warnings(config, *facts):
         run.event("warning", warning)
-    check_reward(config.task.reward)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
@@ -110,27 +136,27 @@ def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
         policy = load_saved_policy(checkpoint, config.model, device)
     else:
         policy = load_policy(initial, config.model, device)
-    learner, advantage = _build_learner(config, policy, initial, own)
-    prompts = (config, policy.tokenizer, policy.model.config)
+    learner = _build_learner(config, policy, initial, choices)
+    prompts = (config, policy.tokenizer, policy.model.config, choices.task)
     task = training_task(*prompts)
     held_out = held_out_problems(*prompts) if config.eval.every else []
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
-    stream = ProblemStream(task, config.seed)
+    stream = ProblemStream(task, config.seed, choices.select)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
         first_step = _resume(checkpoint, learner, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
-    with build_pool(config, task.reward) as pool:
-        engine = build_actor(config, policy, config.quant.format, own=own.engine)
+    with build_pool(config, choices.reward or task.reward) as pool:
+        engines = _build_engines(config, policy, choices)
         parts = Parts(
             learner=learner,
-            advantage=advantage,
-            cap=facts_of(learner.objective).cap(config.algo.cap),
-            engine=engine,
-            engines=_build_engines(config, policy, engine, own.engine),
+            advantage=_configured(choices.advantage, config.algo),
+            cap=facts_of(choices.objective).cap(config.algo.cap),
+            engine=engines[config.quant.format],
+            engines=engines,
             stream=stream,
             held_out=held_out,
             pool=pool,
@@ -142,22 +168,30 @@ def assemble(config: Config, run: Run, own: Own) -> Iterator[Parts]:
 
 
 def _build_learner(
-    config: Config, policy: Policy, initial: str | Path, own: Own
-) -> tuple[Learner, Estimator]:
-    algo = config.algo
-    objective = own.objective or _find(algo.objective, "algo.objective", SURROGATES)
-    advantage = own.advantage or _find(algo.advantage, "algo.advantage", ESTIMATORS)
-    facts = getattr(advantage, "facts", Advantage())
-    if advantage is ESTIMATORS["gae"]:
-        kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
-        advantage = functools.partial(advantage, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
+    config: Config, policy: Policy, initial: str | Path, choices: Choices
+) -> Learner:
     reference = None
-    if algo.kl_coef > 0:
+    if config.algo.kl_coef > 0:
         reference = load_policy(initial, config.model, policy.device).freeze_()
-    learner = Learner(
-        policy, config, reference=reference, objective=objective, has_critic=facts.needs_critic
+    return Learner(
+        policy,
+        config,
+        reference=reference,
+        objective=choices.objective,
+        has_critic=_facts_of_advantage(choices.advantage).needs_critic,
     )
-    return learner, advantage
+
+
+def _facts_of_advantage(advantage: Estimator) -> Advantage:
+    return getattr(advantage, "facts", Advantage())
+
+
+def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
+    """GAE with the recipe's settings; other advantages have none."""
+    if advantage is not critic_advantages:
+        return advantage
+    kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
+    return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
 
 
 def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:
@@ -174,7 +208,7 @@ def _resume(
 ) -> int:
     """Take over the state of a checkpoint; returns the step to go on with."""
     state, num_problems = load_checkpoint(checkpoint, learner), len(stream.task)
-    stream.position = state["position"]
+    stream.load_state_dict(state)
     if (num_saved := state.get("problems", num_problems)) != num_problems:
         run.event(
             "warning",
@@ -225,10 +259,20 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     return folder
 
 
-def training_task(config: Config, tokenizer: Any = None, model_config: Any = None) -> Task:
-    """Prompts and completions fit the context of the model, where its config is given."""
+def training_task(
+    config: Config,
+    tokenizer: Any = None,
+    model_config: Any = None,
+    task: Task | Draw | str = "",
+) -> Task:
+    """The recipe's task, or a given one; prompts leave room for completions in the model's context.
+
+    A `Task` is taken as it is.
+    """
+    if not isinstance(task, str) and not callable(task):
+        return task
     return load_task(
-        config.task.name,
+        task or config.task.name,
         path=config.task.path,
         split="train",
         tokenizer=tokenizer,
@@ -237,8 +281,10 @@ def training_task(config: Config, tokenizer: Any = None, model_config: Any = Non
     )
 
 
-def held_out_problems(config: Config, tokenizer: Any, model_config: Any) -> list[Problem]:
-    return first_problems(config, held_out_task(config, tokenizer, model_config))
+def held_out_problems(
+    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
+) -> list[Problem]:
+    return first_problems(config, held_out_task(config, tokenizer, model_config, task))
 
 
 def first_problems(config: Config, task: Task) -> list[Problem]:
@@ -246,12 +292,17 @@ def first_problems(config: Config, task: Task) -> list[Problem]:
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
-def held_out_task(config: Config, tokenizer: Any, model_config: Any) -> Task:
+def held_out_task(
+    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
+) -> Task:
     """The held-out split or file."""
-    if not is_generated(config.task.name) and not config.task.eval_path:
+    if not isinstance(task, str) and not callable(task):
+        task = "file"  # a task as an object has no other split
+    task = task or config.task.name
+    if isinstance(task, str) and needs_file(task) and not config.task.eval_path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     return load_task(
-        config.task.name,
+        task,
         path=config.task.eval_path,
         path_key="task.eval_path",
         split="eval",
@@ -293,7 +344,7 @@ def _task_options(config: Config) -> dict[str, Any]:
     }
 
 
-def build_pool(config: Config, reward: str) -> GradingPool:
+def build_pool(config: Config, reward: Reward | str) -> GradingPool:
     task = config.task
     return GradingPool(
         reward,
@@ -308,38 +359,38 @@ def build_actor(
     policy: Policy,
     quant: str,
     *,
-    own: EngineFactory | None = None,
+    engine: EngineFactory | None = None,
+    episode: Episode | str = "",
     release_kv: bool = False,
 ) -> Engine:
-    """The engine of the recipe, holding a copy of the policy in the given format.
+    """The engine of the recipe, or a given one, with a copy of the policy in the given format.
 
     In another format than the recipe's it answers for the full precision, cache included.
     """
     rollout, options = config.rollout, {"compute_dtype": policy.compute_dtype}
-    if own is None and is_users_own(rollout.engine):
-        own = load_plugin(rollout.engine, "rollout.engine")
-    if own is not None:
-        return own(policy.model, policy.tokenizer, quant=quant, **options)
-    if rollout.engine == "local":
+    if engine is None and is_users_own(rollout.engine):
+        engine = load_plugin(rollout.engine, "rollout.engine")
+    if engine is None and rollout.engine == "local":
         options |= {
             "kv": config.quant.kv if quant == config.quant.format else "none",
             "max_batch": rollout.max_batch,
-            "page_size": rollout.page_size,
             "kv_tokens": rollout.kv_tokens,
             "kv_memory_frac": rollout.kv_memory_frac,
             "release_kv": rollout.release_kv or release_kv,
             "deterministic": rollout.deterministic,
         }
-    return build_engine(rollout.engine, policy.model, policy.tokenizer, quant=quant, **options)
+    factory = engine or functools.partial(build_engine, rollout.engine)
+    actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    episode = episode or rollout.episode
+    return EpisodeEngine(actor, episode, policy.tokenizer) if episode else actor
 
 
-def _build_engines(
-    config: Config, policy: Policy, engine: Engine, own: EngineFactory | None
-) -> dict[str, Engine]:
-    engines = {config.quant.format: engine}
+def _build_engines(config: Config, policy: Policy, choices: Choices) -> dict[str, Engine]:
+    own = {"engine": choices.engine, "episode": choices.episode}
+    engines = {config.quant.format: build_actor(config, policy, config.quant.format, **own)}
     if config.has_full_engine:
         # Between evaluations its cache is the trainer's: two caches would leave little for moments.
-        engines["full"] = build_actor(config, policy, "none", own=own, release_kv=True)
+        engines["full"] = build_actor(config, policy, "none", release_kv=True, **own)
     return engines
 
 
@@ -376,17 +427,17 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
         rescale_(
             policy.model,
             quant.update_scale,
-            o_proj=quant.scale_o_proj,
-            down_proj=quant.scale_down_proj,
+            o_proj=config.experimental.scale_o_proj,
+            down_proj=config.experimental.scale_down_proj,
         )
-    if not config.optim.dither:
+    if not config.experimental.dither:
         return
     if policy.compute_dtype != torch.bfloat16:
         raise ConfigError(
-            f"optim.dither = true, but the trainer computes in {policy.compute_dtype}, which sees "
-            'every update; leave it off, or set model.compute_dtype = "bfloat16"'
+            f"experimental.dither = true, but the trainer computes in {policy.compute_dtype}, "
+            'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
-        run.event("warning", f"optim.dither left on their grid: {', '.join(kept)}")
+        run.event("warning", f"experimental.dither left on their grid: {', '.join(kept)}")
     if learner.critic is not None:
         dither_(learner.critic.backbone, config.seed)

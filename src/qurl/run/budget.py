@@ -1,4 +1,4 @@
-"""What a recipe will ask of the machine, before anything is loaded."""
+"""The memory and tokens that a recipe needs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qurl.config import Config
+from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS
@@ -17,11 +18,9 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters and cache of one model."""
-
     num_parameters: int
     num_quantized: int
-    """Those of the projections, which the engine holds in codes."""
+    """Parameters of the projections, which the engine holds in codes."""
     kv_numbers_per_token: int
     vocabulary: int
 
@@ -44,9 +43,8 @@ def describe_budget(config: Config) -> str:
         size = measure_model(config)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        return "\n".join(
-            [*lines, f"  unknown: {config.model.path} is not reachable here ({reason})"]
-        )
+        lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
+        return "\n".join(lines)
     rows = memory_rows(config, size, longest)
     lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
     lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")
@@ -54,7 +52,7 @@ def describe_budget(config: Config) -> str:
 
 
 def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, float]:
-    """Bytes by use; activations are left out, they depend on batch.microbatch_tokens."""
+    """Bytes by use, without activations, which depend on batch.microbatch_tokens."""
     is_cuda = pick_device(config.device).type == "cuda"
     wide = 2 if is_cuda else 4  # the engine's full precision
     parameters = size.num_parameters
@@ -62,11 +60,11 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     rows["AdamW"] = 8.0 * parameters
     if config.algo.kl_coef > 0:
         rows["reference"] = 4.0 * parameters
-    if config.algo.advantage == "gae":
+    if ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic:
         rows["critic and its AdamW"] = 16.0 * parameters
-    is_coded = is_cuda and config.quant.format != "none"  # a CPU keeps the codes as FP32 numbers
+    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds them as FP32
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
-    others = wide * (parameters - size.num_quantized) if is_cuda else 0  # a CPU shares the policy's
+    others = wide * (parameters - size.num_quantized) if is_cuda else 0  # shared on a CPU
     rows["engine weights"] = float(narrow * size.num_quantized + others)
     if is_cuda and config.has_full_engine:
         rows["engine of evaluations"] = float(wide * parameters)
@@ -75,13 +73,13 @@ def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, floa
     )
     kv_bytes = 1 if config.quant.kv == "fp8" else wide
     rows["KV cache, full"] = float(kv_bytes * size.kv_numbers_per_token * tokens)
-    # In FP32, and their gradients as factors of products.
+    # The logits in FP32, and their gradients in compute precision.
     rows["logits of one chunk"] = (4.0 + wide) * config.model.logits_chunk * size.vocabulary
     return rows
 
 
 def measure_model(config: Config) -> ModelSize:
-    """Counted on the meta device: no weights are read or made."""
+    """Count parameters on the meta device: no weights are read or made."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""Checkpoints: written beside and renamed, so that a kill or a full disk leaves the last one whole.
+"""Checkpoints: written to a temporary folder and renamed, so a kill or full disk harms none.
 
 checkpoints/step-000123/
     policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config)
-    critic.pt          where there is one
+    critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic
     state.pt           step, data position, update tracker, random state
 """
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
-from qurl.errors import CheckpointError, ModelError
+from qurl.errors import CheckpointError
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
 
@@ -30,13 +30,13 @@ from qurl.trainer.policy import Policy, load_policy
 def save_checkpoint(
     folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
 ) -> Path:
-    """Write step-NNNNNN atomically and drop all but the newest `keep`."""
+    """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
     try:
         with staged_folder(target) as staging:
             write_state(staging, learner, {"step": step, **state})
             shutil.rmtree(target, ignore_errors=True)
-    # A full disk shows as any of the first three; transformers refuses with a ValueError.
+    # A full disk raises any of the first three; transformers refuses with a ValueError.
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         previous = latest_checkpoint(folder)
         raise CheckpointError(
@@ -51,7 +51,7 @@ def save_checkpoint(
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when all went well, and else disappears."""
+    """A temporary folder that becomes `target` on success and is deleted on failure."""
     staging = target.with_name(f".{target.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -63,7 +63,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
-    """The files of a checkpoint, flushed to the disk."""
+    """Write the files of a checkpoint and flush them to the disk."""
     learner.policy.save(folder / "policy")
     optimizers = {"policy": learner.optimizer.state_dict()}
     if learner.critic is not None and learner.critic_optimizer is not None:
@@ -78,17 +78,18 @@ def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> Non
 
 
 def load_saved_policy(folder: Path, config: ModelConfig, device: torch.device) -> Policy:
-    """The policy of a checkpoint."""
-    try:
+    """Load the policy of a checkpoint."""
+    with _naming_unreadable(folder):
         return load_policy(folder / "policy", config, device)
-    except ModelError as error:
-        raise _unreadable(folder, error.__cause__ or error) from error
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Restore all but the policy, which was loaded from `folder` already; returns the rest."""
-    try:
-        device = learner.policy.device
+    """Restore optimizers, critic and random state; return the other state.
+
+    The learner already holds the policy of this checkpoint.
+    """
+    device = learner.policy.device
+    with _naming_unreadable(folder):
         optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         _load_optimizer(learner.optimizer, optimizers["policy"])
@@ -96,24 +97,27 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
             weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
             learner.critic.load_state_dict(weights)
             _load_optimizer(learner.critic_optimizer, optimizers["critic"])
-    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
-        raise _unreadable(folder, error) from error
     torch.set_rng_state(state.pop("torch_rng"))
     return state
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """All but `fused`, which is not the run's choice but that of the device it is resumed on."""
+    """Load all but `fused`, which depends on the device."""
     for group in state["param_groups"]:
         group["fused"] = optimizer.defaults["fused"]
     optimizer.load_state_dict(state)
 
 
-def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}. Remove that "
-        "folder to resume from the one before it"
-    )
+@contextmanager
+def _naming_unreadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
+        cause = error.__cause__ or error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {str(cause) or type(cause).__name__}. Remove "
+            "that folder to resume from the one before it"
+        ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

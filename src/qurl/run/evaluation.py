@@ -1,6 +1,6 @@
 """Held-out accuracy in one stated precision: greedy accuracy, avg@k and pass@k, with intervals.
 
-All intervals are over problems, at 95 %.
+All intervals are 95 % intervals over problems.
 """
 
 from __future__ import annotations
@@ -9,129 +9,145 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from qurl.config import Config
-from qurl.errors import DataError
-from qurl.rewards.grading import grade_groups
+from qurl.config import Config, load_config
+from qurl.errors import ConfigError, DataError
+from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
+from qurl.run.assembly import build_actor, build_pool, first_problems, held_out_task, prepare_torch
+from qurl.run.checkpoint import find_policy
 from qurl.seeds import derive_seed
+from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams
 
 Interval = tuple[float, float]
 Z = 1.96
-"""Standard deviations on either side of a mean that 95 % lie within."""
+"""Half the width of a 95 % interval, in standard deviations."""
+
+
+class Score(NamedTuple):
+    """A mean over problems in [0, 1] and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one set of weights is worth on the held-out problems."""
+    """How well one set of weights answers the held-out problems."""
 
     precision: str
-    """Of the weights that answered: "full", "int8", ..."""
-    num_problems: int
-    accuracy: float
-    """Of the greedy completions."""
-    accuracy_interval: Interval
+    """The weights that answered: "full", "int8", ..."""
+    outcomes: tuple[bool, ...]
+    """Whether the greedy completion of each problem is correct."""
+    scores: Mapping[str, Score]
+    """Greedy "accuracy", and with samples "avg@k" and "pass@k"."""
     mean_length: float
-    """Tokens of a greedy completion."""
+    """Tokens per greedy completion."""
     frac_truncated: float
     """Share of greedy completions cut at max_tokens."""
     num_timeouts: int
-    """Completions, greedy and sampled, whose grader was killed; they count as wrong."""
-    outcomes: tuple[bool, ...]
-    """Whether the greedy completion of each problem is correct, in the order of the problems."""
-    samples_per_problem: int = 0
-    avg_at_k: float | None = None
-    """Mean accuracy of the sampled completions, k = samples_per_problem; None without samples."""
-    avg_at_k_interval: Interval | None = None
-    pass_at_k: Mapping[int, float] = field(default_factory=dict)
-    pass_at_k_intervals: Mapping[int, Interval] = field(default_factory=dict)
+    """Completions, greedy and sampled, whose grader was killed. They count as wrong."""
 
     def metrics(self) -> dict[str, float]:
         """Flat, under eval/<precision>/."""
         values = {
-            **_with_interval("accuracy", self.accuracy, self.accuracy_interval),
             "mean_length": self.mean_length,
             "frac_truncated": self.frac_truncated,
             "num_timeouts": float(self.num_timeouts),
         }
-        if self.avg_at_k is not None and self.avg_at_k_interval is not None:
-            name = f"avg@{self.samples_per_problem}"
-            values |= _with_interval(name, self.avg_at_k, self.avg_at_k_interval)
-        for k, value in self.pass_at_k.items():
-            values |= _with_interval(f"pass@{k}", value, self.pass_at_k_intervals[k])
+        for name, score in self.scores.items():
+            values |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
         return {f"eval/{self.precision}/{name}": value for name, value in values.items()}
 
 
+def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]:
+    """`qurl eval`: accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
+    config = load_config(source, flags)
+    device = prepare_torch(config)
+    policy = load_policy(_weights_to_evaluate(source, config), config.model, device)
+    task = held_out_task(config, policy.tokenizer, policy.model.config)
+    problems = first_problems(config, task)
+    results: list[EvalResult] = []
+    try:
+        with build_pool(config, task.reward) as pool:
+            for precision in config.eval_precisions:
+                engine = build_actor(config, policy, "none" if precision == "full" else precision)
+                results.append(evaluate(config, engine, problems, pool, precision))
+    finally:  # results of one precision are shown even if the next one fails
+        if results:
+            print_results(results)
+    return results
+
+
+def _weights_to_evaluate(source: str | None, config: Config) -> str | Path:
+    if source and Path(source).is_dir():
+        if config.model.path != load_config(source).model.path:
+            raise ConfigError(
+                f"model.path = {config.model.path!r}, but `qurl eval {source}` evaluates the "
+                "newest checkpoint of that run; leave model.path out, or give a recipe instead"
+            )
+        return find_policy(Path(source))
+    if config.model.path == "scratch":
+        return find_policy(Path(config.run_dir).expanduser())
+    return config.model.path
+
+
 def evaluate(
-    engine: Engine,
-    problems: Sequence[Problem],
-    pool: GradingPool,
-    *,
-    precision: str,
-    max_tokens: int,
-    samples: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    stop: Sequence[int | str] = (),
-    seed: int = 0,
+    config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
 ) -> EvalResult:
-    """One greedy completion of each problem, then `samples` sampled ones where asked.
+    """One greedy completion of each problem, then `eval.samples` sampled ones.
 
     `precision` only labels the result: the engine decides which weights answer. A completion is
-    correct when its accuracy reaches 1.
+    correct if its accuracy reaches 1.
     """
     if not problems:
         raise DataError("there are no held-out problems to evaluate on; see task.eval_path")
-    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop, seed=seed)
-    rollouts = engine.generate(problems, greedy)
-    counts, timeouts = _count_correct(rollouts, pool)
-    completions = [r.completions[0] for r in rollouts]
-    result = EvalResult(
-        precision=precision,
-        num_problems=len(problems),
-        accuracy=sum(counts) / len(problems),
-        accuracy_interval=wilson_interval(sum(counts), len(problems)),
-        mean_length=statistics.fmean(len(c.token_ids) for c in completions),
-        frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
-        num_timeouts=timeouts,
-        outcomes=tuple(count > 0 for count in counts),
-    )
-    if samples == 0:
-        return result
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        stop=stop,
-        seed=seed,
-        group_size=samples,
-    )
-    counts, timeouts = _count_correct(engine.generate(problems, params), pool)
-    return _with_samples(result, counts, samples, timeouts)
-
-
-def evaluate_recipe(
-    config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
-) -> EvalResult:
-    """`evaluate` as a recipe's [eval] section asks for it."""
-    return evaluate(
-        engine,
-        problems,
-        pool,
-        precision=precision,
+    greedy = SamplingParams(
         max_tokens=config.eval_max_tokens,
-        samples=config.eval.samples,
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
+        temperature=0.0,
         stop=config.sampling.stop,
         seed=derive_seed(config.seed, "eval"),
     )
+    rollouts = engine.generate(problems, greedy)
+    counts, timeouts = _count_correct(rollouts, pool)
+    accuracy = sum(counts) / len(problems)
+    scores = {"accuracy": Score(accuracy, *wilson_interval(sum(counts), len(problems)))}
+    if num := config.eval.samples:
+        options = {"temperature": config.eval.temperature, "top_p": config.eval.top_p}
+        sampled = dataclasses.replace(greedy, group_size=num, **options)
+        correct, more = _count_correct(engine.generate(problems, sampled), pool)
+        timeouts += more
+        scores[f"avg@{num}"] = _mean_score([count / num for count in correct])
+        for k in ks_up_to(num):
+            scores[f"pass@{k}"] = _mean_score([pass_at_k(num, count, k) for count in correct])
+    completions = [rollout.completions[0] for rollout in rollouts]
+    return EvalResult(
+        precision=precision,
+        outcomes=tuple(count > 0 for count in counts),
+        scores=scores,
+        mean_length=statistics.fmean(len(c.token_ids) for c in completions),
+        frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
+        num_timeouts=timeouts,
+    )
+
+
+def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list[int], int]:
+    """Correct completions of each rollout, and how many graders were killed."""
+    groups = Grading(pool, rollouts).grades()
+    counts = [sum(grade.accuracy >= 1 for grade in group) for group in groups]
+    return counts, sum(grade.timed_out for group in groups for grade in group)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -163,10 +179,10 @@ def wilson_interval(successes: float, trials: int) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """mean -+ z * std / sqrt(n) of numbers in [0, 1], clipped to [0, 1]; one number says nothing.
+    """mean -+ z * std / sqrt(n) of numbers in [0, 1], clipped to [0, 1].
 
-    Equal numbers have no spread to estimate from. Their interval is Wilson's, which is the widest
-    that numbers in [0, 1] with this mean can need.
+    Equal numbers have no spread to estimate from. They get Wilson's interval, the widest that
+    numbers in [0, 1] with this mean can need.
     """
     if not values:
         raise ValueError("the mean of no values has no interval")
@@ -179,6 +195,10 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return max(mean - spread, 0.0), min(mean + spread, 1.0)
 
 
+def _mean_score(values: Sequence[float]) -> Score:
+    return Score(statistics.fmean(values), *mean_interval(values))
+
+
 def ks_up_to(samples: int) -> list[int]:
     """The powers of two up to `samples`, and `samples` itself."""
     powers = [2**i for i in range(samples.bit_length())]
@@ -186,59 +206,20 @@ def ks_up_to(samples: int) -> list[int]:
 
 
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:
-    """One table, a column per precision; outside a terminal it is plain text."""
-    table = Table(title=f"{results[0].num_problems} held-out problems, 95% intervals")
+    """One table with a column per precision; plain text outside a terminal."""
+    table = Table(title=f"{len(results[0].outcomes)} held-out problems, 95% intervals")
     table.add_column("")
     for result in results:
         table.add_column(result.precision, justify="right")
-    rows = [_rows(result) for result in results]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        table.add_row(name, *(row.get(name, "") for row in rows))
+    rows = [
+        {name: str(score) for name, score in result.scores.items()}
+        | {
+            "mean length": f"{result.mean_length:.1f}",
+            "truncated": f"{result.frac_truncated:.1%}",
+            "grader timeouts": str(result.num_timeouts),
+        }
+        for result in results
+    ]
+    for name in rows[0]:
+        table.add_row(name.replace("accuracy", "greedy accuracy"), *(row[name] for row in rows))
     (console or Console()).print(table)
-
-
-def _rows(result: EvalResult) -> dict[str, str]:
-    rows = {"greedy accuracy": _percent(result.accuracy, result.accuracy_interval)}
-    if result.avg_at_k is not None and result.avg_at_k_interval is not None:
-        name = f"avg@{result.samples_per_problem}"
-        rows[name] = _percent(result.avg_at_k, result.avg_at_k_interval)
-    for k, value in result.pass_at_k.items():
-        rows[f"pass@{k}"] = _percent(value, result.pass_at_k_intervals[k])
-    rows["mean length"] = f"{result.mean_length:.1f}"
-    rows["truncated"] = f"{result.frac_truncated:.1%}"
-    rows["grader timeouts"] = str(result.num_timeouts)
-    return rows
-
-
-def _percent(value: float, interval: Interval) -> str:
-    low, high = interval
-    return f"{value:.1%} ({low:.1%} to {high:.1%})"
-
-
-def _with_interval(name: str, value: float, interval: Interval) -> dict[str, float]:
-    low, high = interval
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list[int], int]:
-    """Correct completions of each rollout, and how many graders timed out."""
-    groups = grade_groups(rollouts, pool)
-    counts = [sum(grade.accuracy >= 1 for grade in group) for group in groups]
-    return counts, sum(grade.timed_out for group in groups for grade in group)
-
-
-def _with_samples(
-    result: EvalResult, counts: Sequence[int], samples: int, timeouts: int
-) -> EvalResult:
-    """Add avg@k and pass@k from the number of correct samples of each problem."""
-    averages = [count / samples for count in counts]
-    passes = {k: [pass_at_k(samples, c, k) for c in counts] for k in ks_up_to(samples)}
-    return dataclasses.replace(
-        result,
-        num_timeouts=result.num_timeouts + timeouts,
-        samples_per_problem=samples,
-        avg_at_k=statistics.fmean(averages),
-        avg_at_k_interval=mean_interval(averages),
-        pass_at_k={k: statistics.fmean(values) for k, values in passes.items()},
-        pass_at_k_intervals={k: mean_interval(values) for k, values in passes.items()},
-    )

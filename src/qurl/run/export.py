@@ -1,16 +1,19 @@
-"""Export: a trained policy as a plain Hugging Face folder, UAQ folded back."""
+"""`qurl export`: a plain Hugging Face folder from a trained policy or from a GGUF file."""
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from qurl.errors import CheckpointError, ConfigError
+from qurl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
 from qurl.quant.scaling import uaq_scale, unscale_
 from qurl.run.checkpoint import find_policy, staged_folder
 from qurl.trainer.policy import load_model
@@ -19,21 +22,69 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """Write the policy of a run (its newest checkpoint) or of one checkpoint to `target`."""
-    check_arguments(target, dtype)
+    """Write the policy of a run (its newest checkpoint) or of one checkpoint, with UAQ undone."""
+    _check_arguments(target, dtype)
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
         unscale_(model)
-    with export_folder(target) as folder:
+    with _export_folder(target) as folder:
         model.to(DTYPES[dtype]).save_pretrained(folder)
-        for path in policy.iterdir():  # the tokenizer, as it was saved, but no weights or index
+        for path in policy.iterdir():  # the saved tokenizer, but no weights and no index
             if not (folder / path.name).exists() and ".safetensors" not in path.name:
                 shutil.copy2(path, folder / path.name)
     return target
 
 
-def check_arguments(target: Path, dtype: str) -> None:
+def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
+    """Write the model and tokenizer of a llama.cpp file, as transformers reads them.
+
+    Generation also stops where the chat template ends a turn: some files name only the end of a
+    text. Nothing else is repaired: a tied embedding stored twice becomes an untied head, and the
+    tokenizer may split text differently (a warning says so if it falls back to GPT-2's split).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _check_arguments(target, dtype)
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise MissingExtra(missing[0], "gguf", f"reading {source}")
+    from gguf import GGUFReader
+
+    place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(**place)
+        model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=DTYPES[dtype])
+    except Exception as error:  # a damaged file makes the readers raise almost anything
+        raise ModelError(f"{source} cannot be read as a GGUF model: {error!r}") from error
+    if quantizer := getattr(model, "hf_quantizer", None):  # the weights are plain numbers by now
+        quantizer.remove_quantization_config(model)
+    rule = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    is_gpt2 = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "use_regex", False)
+    if is_gpt2 and rule and rule.contents() not in ("gpt-2", "default"):
+        message = (
+            f"{source}: transformers does not know tokenizer.ggml.pre = {rule.contents()!r} and "
+            "splits text as for GPT-2; replace the exported tokenizer with the original model's"
+        )
+        warnings.warn(message, stacklevel=2)
+    ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
+    model.generation_config.eos_token_id = [end for end in ends if end is not None]
+    with _export_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return target
+
+
+def _turn_end(tokenizer: Any) -> list[int]:
+    """The added token, if any, that the chat template writes after an assistant's words."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [{"role": role, "content": "QuRL"} for role in ("user", "assistant")]
+    text = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("QuRL")[2]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return [id for id in ids[:1] if id in tokenizer.added_tokens_decoder]
+
+
+def _check_arguments(target: Path, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -41,7 +92,7 @@ def check_arguments(target: Path, dtype: str) -> None:
 
 
 @contextmanager
-def export_folder(target: Path) -> Iterator[Path]:
+def _export_folder(target: Path) -> Iterator[Path]:
     try:
         with staged_folder(target) as folder:
             yield folder

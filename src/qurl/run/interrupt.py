@@ -1,4 +1,4 @@
-"""Stopping a run between two steps instead of in the middle of one."""
+"""Stops a run between two steps rather than within one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Ctrl-C, SIGTERM or a terminal that closes asks for a stop at the end of the step; a second
-    one stops at once. Under nohup a terminal may close.
+    """Context manager: Ctrl-C, SIGTERM or a closing terminal requests a stop after this step.
 
-    Used as a context manager. Signals reach only the main thread: elsewhere nothing is caught.
+    A second signal stops at once. nohup keeps its meaning. Signals reach the main thread only, so
+    nothing is caught in other threads.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Interrupt:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
-        # Not print(): the signal may have come in the middle of one. And whoever read what is
-        # written here may be gone: Ctrl-C ends a `| tee` as well.
+        # Not print(), which the signal may have interrupted. The reader may be gone: Ctrl-C also
+        # ends a `| tee`.
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), b"\nstopping after this step; once more stops at once\n")

@@ -22,7 +22,7 @@ from qurl.errors import MissingExtra
 
 
 class Tracker(Protocol):
-    """Receives every line of metrics.jsonl. After a resume, steps may come a second time."""
+    """Receives every row of metrics.jsonl. After a resume, some rows come a second time."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 def build_trackers(config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that the recipe asks for; `warn` hears of anything that works only in part."""
+    """The trackers of the recipe; `warn` gets a message if one works only in part."""
     trackers: list[Tracker] = []
     if config.track.tensorboard:
         trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
@@ -40,7 +40,7 @@ def build_trackers(config: Config, run_dir: Path, *, warn: Callable[[str], None]
 
 
 class TensorBoardTracker:
-    """TensorBoard event files."""
+    """Writes TensorBoard event files."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -53,7 +53,7 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
-            # Opened at the first step, which after a resume tells from where the old curve is void.
+            # Opened at the first row: after a resume, TensorBoard drops the old curve from there.
             self._writer = self._open(str(self._directory), purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -65,7 +65,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run, kept offline where the service cannot be used."""
+    """Logs to Weights & Biases, or offline if the service cannot be reached."""
 
     def __init__(self, config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> None:
         try:
@@ -88,7 +88,7 @@ class WandbTracker:
                 f"{run_dir / 'wandb'}: upload it later with `wandb sync`"
             )
             self._run = wandb.init(**options, mode="offline")
-        # wandb's own step can only grow, and a resumed run goes back to its checkpoint.
+        # A resumed run goes back to its checkpoint, but wandb's own step can only grow.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -107,7 +107,7 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 class Progress:
-    """One live line in a terminal; elsewhere short plain lines, at most one per `interval` seconds.
+    """One live line in a terminal; elsewhere plain lines, at most one per `interval` seconds.
 
     An evaluation and the last step always get their line.
     """
@@ -130,72 +130,62 @@ class Progress:
         self._first: tuple[int, float] | None = None
         self._last_line = -math.inf
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = self._clock()
-        self._first = self._first or (step, now)
+    def log(self, row: int, metrics: Mapping[str, float]) -> None:
+        """Show a row of metrics.jsonl: row -1 comes before training, row k after k + 1 steps."""
+        done, now = row + 1, self._clock()
+        first, start = self._first = self._first or (done, now)
+        seconds_per_step = (now - start) / (done - first) if done > first else None
+        eta = seconds_per_step and seconds_per_step * (self._num_steps - done)
         self._latest |= metrics
-        line = progress_line(step, self._num_steps, self._latest, self._eta(step, now))
+        line = progress_line(done, self._num_steps, self._latest, eta)
+        is_due = now - self._last_line >= self._interval
         if self._is_live:
-            self._without_reader(lambda: self._show(step, line))
-        elif step >= self._num_steps or find_accuracies(metrics) or self._is_due(now):
+            self._survive_closed_output(lambda: self._show(done, line))
+        elif is_due or done >= self._num_steps or find_accuracies(metrics):
             self._last_line = now
             self.print(line)
 
     def print(self, message: str, style: str = "") -> None:
         """Print a message above the live line, or as a plain line."""
         if self._is_live:
-            self._without_reader(lambda: self._console.print(Text(message, style=style)))
-        else:  # the console would wrap at 80 columns and colour where FORCE_COLOR is set
-            self._without_reader(lambda: print(message, file=self._console.file, flush=True))
+            self._survive_closed_output(lambda: self._console.print(Text(message, style=style)))
+        else:  # the console would wrap at 80 columns, and add colour if FORCE_COLOR is set
+            self._survive_closed_output(lambda: print(message, file=self._console.file, flush=True))
 
     def close(self) -> None:
         if self._display is not None:
             self._display.stop()
             self._display = None
 
-    def _without_reader(self, show: Callable[[], None]) -> None:
-        """A terminal or pipe that is gone must not end the run; the files have everything."""
+    def _survive_closed_output(self, show: Callable[[], None]) -> None:
+        """A closed terminal or pipe must not end the run; the files have everything."""
         try:
             show()
-        except (OSError, SystemExit):  # rich exits where a pipe is broken
+        except (OSError, SystemExit):  # rich exits on a broken pipe
             self._console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
             self._is_live, self._display = False, None
 
-    def _is_due(self, now: float) -> bool:
-        return now - self._last_line >= self._interval
-
-    def _eta(self, step: int, now: float) -> float | None:
-        """Seconds left, from the mean of the steps seen so far."""
-        assert self._first is not None
-        first_step, start = self._first
-        if step <= first_step:
-            return None
-        return (now - start) / (step - first_step) * max(self._num_steps - step, 0)
-
-    def _show(self, step: int, line: str) -> None:
+    def _show(self, done: int, line: str) -> None:
         if self._display is None:
+            column = Column(no_wrap=True, overflow="ellipsis")
             self._display = LiveDisplay(
                 SpinnerColumn(),
                 BarColumn(bar_width=16),
-                TextColumn(
-                    "{task.description}",
-                    markup=False,
-                    table_column=Column(no_wrap=True, overflow="ellipsis"),
-                ),
+                TextColumn("{task.description}", markup=False, table_column=column),
                 TimeElapsedColumn(),
                 console=self._console,
                 refresh_per_second=2,
             )
             self._display.add_task(line, total=self._num_steps)
             self._display.start()
-        self._display.update(self._display.task_ids[0], description=line, completed=step)
+        self._display.update(self._display.task_ids[0], description=line, completed=done)
 
 
 def progress_line(
-    step: int, num_steps: int, metrics: Mapping[str, float], eta: float | None
+    done: int, num_steps: int, metrics: Mapping[str, float], eta: float | None
 ) -> str:
     """`step 12/100  reward 0.512  held-out full 43.8%  KL 1.2e-03  5.2k tok/s  ETA 0:03:21`."""
-    parts = [f"step {step}/{num_steps}"]
+    parts = [f"step {done}/{num_steps}"]
     if (reward := metrics.get("reward/mean")) is not None:
         parts.append(f"reward {reward:.3f}")
     if accuracies := find_accuracies(metrics):
@@ -204,21 +194,13 @@ def progress_line(
     if (kl := metrics.get("rollout_corr/k3_kl")) is not None:
         parts.append(f"KL {kl:.1e}")
     if (speed := metrics.get("perf/rollout_tokens_per_s")) is not None:
-        parts.append(f"{_thousands(speed)} tok/s")
-    if eta is not None and step < num_steps:
+        parts.append(f"{speed / 1000:.1f}k tok/s" if speed >= 1000 else f"{speed:.0f} tok/s")
+    if eta is not None and done < num_steps:
         parts.append(f"ETA {timedelta(seconds=round(eta))}")
     return "  ".join(parts)
 
 
 def find_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
     """{precision: accuracy} of the names eval/<precision>/accuracy."""
-    names = {name: name.split("/") for name in metrics}
-    return {
-        parts[1]: metrics[name]
-        for name, parts in names.items()
-        if len(parts) == 3 and parts[0] == "eval" and parts[2] == "accuracy"
-    }
-
-
-def _thousands(x: float) -> str:
-    return f"{x / 1000:.1f}k" if x >= 1000 else f"{x:.0f}"
+    parts = {name: name.split("/") for name in metrics if name.startswith("eval/")}
+    return {p[1]: metrics[name] for name, p in parts.items() if p[2:] == ["accuracy"]}

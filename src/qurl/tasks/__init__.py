@@ -1,4 +1,4 @@
-"""What is asked: generated problems, data files, and reasoning-gym."""
+"""Tasks: generated problems, data files, and reasoning-gym."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from random import Random
 from typing import Any
 
 from qurl.errors import ConfigError, DataError
+from qurl.plugins import is_users_own, load_plugin
 from qurl.tasks import arithmetic, countdown, files, gym
 from qurl.tasks.files import FileTask
-from qurl.tasks.generated import SIZES, Draft, GeneratedTask
-from qurl.tasks.task import Task, has_chat_template
+from qurl.tasks.generated import SIZES, Draft, Draw, GeneratedTask
+from qurl.tasks.task import Prompts, Task
 
-__all__ = ["FileTask", "GeneratedTask", "Task", "load_task"]
+__all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "Task", "load_task"]
 
+_GENERATED = {"arithmetic": arithmetic, "countdown": countdown}
 _EXPECTED_COLUMNS = {
     "gsm8k": "'question' and 'answer' (the working, then '#### 72')",
     "math": "'problem' and 'answer' (or 'solution' with a \\boxed answer)",
@@ -23,7 +25,7 @@ _EXPECTED_COLUMNS = {
 
 
 def load_task(
-    name_or_path: str | Path,
+    name_or_path: str | Path | Draw,
     *,
     tokenizer: Any = None,
     path: str | Path = "",
@@ -37,68 +39,63 @@ def load_task(
     skip_long_prompts: bool = False,
     reward: str = "auto",
 ) -> Task:
-    """A task by name (arithmetic, countdown, gsm8k, math, file, gym:<name>) or by a file's path,
-    for which `path` is another one.
+    """A task by its name, by a file's path, or by your own generator or its `module:name`.
 
-    Generated tasks take `split`, `seed` and `difficulty`; a file is one split, all of it.
-    `path_key` and `limited_by` are what errors call `path` and the limit of prompts.
+    Names are arithmetic, countdown, gsm8k, math, file and gym:<name>. A generator is a function
+    `draw(rng, difficulty) -> Draft`. Generated tasks use `split`, `seed`, `difficulty`; a file is
+    one split. `path` is the file of a named task. Errors call it `path_key`, and the limit of
+    prompts `limited_by`.
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
-    name = str(name_or_path)
-    prompts: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "max_prompt_tokens": max_prompt_tokens,
-        "limited_by": limited_by,
-        "skip_long_prompts": skip_long_prompts,
-    }
-    if name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
-        is_path = name not in _EXPECTED_COLUMNS
-        source = path or (name_or_path if is_path else "")
+    name = name_or_path.__name__ if callable(name_or_path) else str(name_or_path)
+    prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limited_by, skip_long_prompts)
+    if callable(name_or_path):
+        draw, own_instruction, own_reward = _own_generator(name_or_path, seed, difficulty)
+    elif name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
+        source = path or ("" if name in _EXPECTED_COLUMNS else name_or_path)
         if not str(source):
-            raise DataError(_no_path(name))
-        label = _stem(source) if name == "file" or is_path else name
-        grader = "math" if reward == "auto" else reward
-        return FileTask(source, label, grader, path_key, instruction=instruction, **prompts)
-    draw, default_instruction, grader = _generator(name, split, seed, difficulty)
-    if instruction == "auto":
-        # A model without a chat template completes `37+85=`; instructions only lengthen it.
-        instruction = default_instruction if has_chat_template(tokenizer) else ""
-    grader = grader if reward == "auto" else reward
-    return GeneratedTask(name, grader, draw, split, instruction=instruction, **prompts)
+            raise DataError(
+                f"task.name = {name!r} needs task.path: a {', '.join(files.FORMATS)} file with the "
+                f"columns {_EXPECTED_COLUMNS[name]}; nothing is downloaded"
+            )
+        label = name if name in ("gsm8k", "math") else Path(source).name.split(".")[0]
+        return FileTask(source, label, "math" if reward == "auto" else reward, path_key, prompts)
+    else:
+        draw, own_instruction, own_reward = _generator(name, split, seed, difficulty)
+    # A model without a chat template completes `37+85=`; an instruction would only lengthen that.
+    own_instruction = own_instruction if prompts.is_chat else ""
+    reward = own_reward if reward == "auto" else reward
+    return GeneratedTask(name, reward, draw, split, prompts, own_instruction)
 
 
 def _generator(
     name: str, split: str, seed: int, difficulty: int
 ) -> tuple[Callable[[int, int], Draft], str, str]:
-    """What draws the problems, the instruction for chat models, and the grader."""
-    if name == "arithmetic":
-        arithmetic.check_difficulty(difficulty)
-        return _seeded(arithmetic.draw, seed, difficulty), arithmetic.INSTRUCTION, "exact"
-    if name == "countdown":
-        countdown.check_difficulty(difficulty)
-        return _seeded(countdown.draw, seed, difficulty), countdown.INSTRUCTION, "countdown"
+    """The function that draws problems, the instruction for chat models, and the reward."""
+    if name in _GENERATED:
+        task = _GENERATED[name]
+        if difficulty not in task.DIFFICULTIES:
+            raise ConfigError(
+                f"task.difficulty = {difficulty}: {name} takes {task.DIFFICULTIES[0]} to "
+                f"{task.DIFFICULTIES[-1]}"
+            )
+        return _seeded(task.draw, seed, difficulty), task.INSTRUCTION, task.REWARD
     if name.startswith("gym:"):
-        dataset = name.removeprefix("gym:")
-        return gym.make_draw(dataset, seed, split), gym.INSTRUCTION, name
+        return gym.make_draw(name.removeprefix("gym:"), seed, split), gym.INSTRUCTION, name
+    if is_users_own(name):
+        return _own_generator(load_plugin(name, "task.name"), seed, difficulty)
     raise ConfigError(
         f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, file, gym:<name>, "
-        f"nor a file that ends in {', '.join(files.FORMATS)}"
+        f"module:name, nor a file that ends in {', '.join(files.FORMATS)}"
     )
 
 
-def _seeded(
-    draw: Callable[[Random, int], Draft], seed: int, difficulty: int
-) -> Callable[[int, int], Draft]:
+def _own_generator(
+    draw: Draw, seed: int, difficulty: int
+) -> tuple[Callable[[int, int], Draft], str, str]:
+    return _seeded(draw, seed, difficulty), "", "exact"
+
+
+def _seeded(draw: Draw, seed: int, difficulty: int) -> Callable[[int, int], Draft]:
     return lambda index, attempt: draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
-
-
-def _stem(path: str | Path) -> str:
-    return Path(path).name.split(".")[0]
-
-
-def _no_path(name: str) -> str:
-    return (
-        f"task.name = {name!r} needs task.path: a {', '.join(files.FORMATS)} file with the columns "
-        f"{_EXPECTED_COLUMNS[name]}; nothing is downloaded"
-    )

@@ -1,4 +1,4 @@
-"""One row of a data file, whichever of the usual column names it has.
+"""One row of a data file with any of the usual column names.
 
 question   prompt (text or chat messages: verl, TRL) | question (GSM8K) | problem (MATH)
 truth      reward_model.ground_truth (verl) | answer | ground_truth | target | solution
@@ -16,35 +16,38 @@ from qurl.answers import last_boxed
 from qurl.errors import DataError
 from qurl.tasks.task import Content
 
+INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
+
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks, before it is rendered for a model."""
+    """What a row asks, before it is tokenised."""
 
     content: Content
-    is_prompt: bool
-    """From a `prompt` column: it says already how to answer."""
+    instruction: str
+    """Empty for a `prompt` column, which already says how to answer."""
     answers: tuple[str, ...]
-    """The truth first, then others that are accepted; none where the row leaves it blank."""
+    """The truth, then other accepted answers; empty if the row has none."""
     own_id: str
-    """Empty where the row has none."""
+    """Empty if the row has none."""
 
 
 def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool) -> Question:
     """The question of a row; `where` names the file and the row in errors."""
     column = next((c for c in QUESTION_COLUMNS if row.get(c) is not None), None)
-    if column is None:
-        raise DataError(_missing("question", QUESTION_COLUMNS, row, where))
-    if needs_answer and not _truths(row):
+    if column is None or (needs_answer and not _truths(row)):
+        answers = ("answer", (*ANSWER_COLUMNS, "reward_model.ground_truth"))
+        what, columns = ("question", QUESTION_COLUMNS) if column is None else answers
         raise DataError(
-            _missing("answer", (*ANSWER_COLUMNS, "reward_model.ground_truth"), row, where)
+            f"{where}: no {what}; one of {', '.join(columns)} must be there "
+            f"(found: {', '.join(map(str, row)) or 'nothing'})"
         )
     return Question(
         content=_read_content(row[column], column, where),
-        is_prompt=column == "prompt",
+        instruction="" if column == "prompt" else INSTRUCTION,
         answers=_read_answers(row, where),
         own_id=_read_id(row),
     )
@@ -60,27 +63,22 @@ def _read_content(value: Any, column: str, where: str) -> Content:
             f"{where}: {column!r} is a {type(value).__name__}; it must be text or a list of chat "
             "messages"
         )
-    if not value or all(isinstance(m, Mapping) and _is_blank(m.get("content")) for m in value):
+    texts = [m.get("content") if isinstance(m, Mapping) else "?" for m in value]
+    if not any(str(text or "").strip() for text in texts):
         raise DataError(f"{where}: {column!r} is empty; give it a message or remove the row")
     for message in value:
-        fields = [message.get(k) if isinstance(message, Mapping) else None for k in _MESSAGE_KEYS]
-        if not all(isinstance(f, str) for f in fields):
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
             raise DataError(
                 f"{where}: {column!r} holds the message {message!r}; a message is an object with "
                 "the texts 'role' and 'content'"
             )
-    return [{k: m[k] for k in _MESSAGE_KEYS} for m in value]
-
-
-_MESSAGE_KEYS = ("role", "content")
-
-
-def _is_blank(text: Any) -> bool:
-    return not str(text or "").strip()
+    return [{"role": m["role"], "content": m["content"]} for m in value]
 
 
 def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Of the first column that is not empty."""
+    """The answers of the first column that is not empty."""
     for column, value in _truths(row).items():
         values = value if isinstance(value, list) else [value]
         texts = [_read_truth(v, column, where) for v in values if not _is_missing(v)]
@@ -95,10 +93,11 @@ def _is_missing(value: Any) -> bool:
 
 
 def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
-    reward_model = row.get("reward_model")
-    nested = reward_model if isinstance(reward_model, Mapping) else {}
-    truths = {f"reward_model.{k}": nested[k] for k in ("ground_truth",) if k in nested}
-    return truths | {column: row[column] for column in ANSWER_COLUMNS if column in row}
+    truths = {column: row[column] for column in ANSWER_COLUMNS if column in row}
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        return {"reward_model.ground_truth": nested["ground_truth"], **truths}
+    return truths
 
 
 def _read_truth(value: Any, column: str, where: str) -> str:
@@ -127,10 +126,3 @@ def _read_id(row: Mapping[str, Any]) -> str:
         source = row.get("data_source")
         return f"{source}/{info['index']}" if source else str(info["index"])
     return ""
-
-
-def _missing(what: str, columns: tuple[str, ...], row: Mapping[str, Any], where: str) -> str:
-    return (
-        f"{where}: no {what}; one of {', '.join(columns)} must be there "
-        f"(found: {', '.join(map(str, row)) or 'nothing'})"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-from qurl.errors import ConfigError
 from qurl.tasks.generated import Draft
 
 INSTRUCTION = (
@@ -12,32 +11,27 @@ INSTRUCTION = (
     "expression that equals the target, using each of your numbers at most once, with + - * / and "
     "parentheses. Answer with the expression only."
 )
+REWARD = "countdown"
+DIFFICULTIES = range(2, 9)
+"""How many numbers there are."""
 
-_MAX_NUMBERS = 8
 _LARGEST_NUMBER = 25
 _LARGEST_TARGET = 999
 
 
-def check_difficulty(difficulty: int) -> None:
-    if not 2 <= difficulty <= _MAX_NUMBERS:
-        raise ConfigError(
-            f"task.difficulty = {difficulty}: countdown takes 2 to {_MAX_NUMBERS} numbers"
-        )
-
-
 def draw(rng: Random, difficulty: int) -> Draft:
-    """A problem of `difficulty` numbers, made backwards from an expression that uses them all."""
+    """Numbers and a target, made backwards from an expression that uses them all."""
     numbers = [rng.randint(1, _LARGEST_NUMBER) for _ in range(difficulty)]
     expression, target = str(numbers[0]), numbers[0]
     for number in numbers[1:]:
         expression, target = _extend(rng, expression, target, number)
     given = sorted(numbers)
     question = f"{','.join(map(str, given))}:{target}="
-    return Draft(question, expression, key=question, extra={"numbers": given, "target": target})
+    return Draft(question, expression, extra={"numbers": given, "target": target})
 
 
 def _extend(rng: Random, expression: str, value: int, number: int) -> tuple[str, int]:
-    """Join one more number by an operation that leaves a whole number from 1 to the largest."""
+    """Add a number with an operation that gives a whole number from 1 to the largest target."""
     inner = f"({expression})" if any(c in expression for c in "+-") else expression
     choices = {
         f"{expression}+{number}": value + number,

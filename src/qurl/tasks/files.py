@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl.errors import DataError, MissingExtra
-from qurl.rewards.reward import is_users_own
+from qurl.errors import DataError
+from qurl.plugins import import_extra, is_users_own
 from qurl.tasks.columns import Question, read_question
-from qurl.tasks.task import add_instruction, encode_prompt
+from qurl.tasks.task import Prompts, text_of
 from qurl.types import Problem
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-
-INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 
 _TEMPLATE_ROOM = 512
 """More tokens than any chat template adds to a question."""
@@ -26,7 +24,7 @@ _TEMPLATE_ROOM = 512
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was read and checked."""
+    """A checked row."""
 
     id: str
     where: str
@@ -36,41 +34,24 @@ class Row:
 
 
 class FileTask:
-    """The problems of one file. All rows are checked at once, and tokenised when asked for.
+    """The problems of one file. All rows are checked now and tokenised when asked for.
 
-    Prompts that could be longer than `max_prompt_tokens` are tokenised at once too, so that a long
-    one is found now and not in the middle of a run.
+    Prompts that could exceed the limit are tokenised now too, so that a long one is found before
+    the run starts.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        name: str,
-        reward: str,
-        path_key: str,
-        *,
-        tokenizer: Any,
-        instruction: str,
-        max_prompt_tokens: int,
-        limited_by: str,
-        skip_long_prompts: bool,
+        self, path: str | Path, name: str, reward: str, path_key: str, prompts: Prompts
     ) -> None:
-        """`path_key` and `limited_by` are what errors call the file and the limit."""
+        """`path_key` is the setting that names the file, for errors."""
         self.name = name
         self.reward = reward
-        self._tokenizer = tokenizer
-        self._instruction = instruction
-        self._max_prompt_tokens = max_prompt_tokens
-        self._limit = f"{limited_by} = {max_prompt_tokens}"
-        # The reward of a user may need no truth.
+        self._prompts = prompts
         needs_answer = not is_users_own(reward)
         rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
         kept = [row for row in rows if row.question.answers] if needs_answer else rows
-        self._rows = self._without_long(kept) if skip_long_prompts else kept
-        self.notes = (
-            *_left_out(path, rows, kept, self._rows, self._limit),
-            *([_no_answers(path, rows)] if not any(row.question.answers for row in rows) else []),
-        )
+        self._rows = [r for r in kept if self._fits(r)] if prompts.skip_long else kept
+        self.notes = tuple(_notes(path, rows, kept, self._rows, prompts.limit))
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
         for row in filter(self._may_be_long, self._rows):
@@ -83,11 +64,11 @@ class FileTask:
         return self._problem(self._rows[index])
 
     def _problem(self, row: Row) -> Problem:
-        text, ids = encode_prompt(self._content(row), self._tokenizer)
-        if len(ids) > self._max_prompt_tokens:
+        text, ids = self._encode(row)
+        if len(ids) > self._prompts.max_tokens:
             raise DataError(
-                f"{row.where}: the prompt has {len(ids)} tokens, more than {self._limit}; change "
-                "that, or set task.skip_long_prompts"
+                f"{row.where}: the prompt has {len(ids)} tokens, more than {self._prompts.limit}; "
+                "change that, or set task.skip_long_prompts"
             )
         answer, *others = row.question.answers or ("",)
         extra = {**row.columns, "prompt": text}
@@ -95,48 +76,38 @@ class FileTask:
             extra["accepted_answers"] = others
         return Problem(id=row.id, prompt_ids=ids, answer=answer, extra=extra)
 
-    def _content(self, row: Row) -> Any:
-        question = row.question
-        if self._instruction != "auto":
-            return add_instruction(question.content, self._instruction)
-        return add_instruction(question.content, "" if question.is_prompt else INSTRUCTION)
+    def _encode(self, row: Row) -> tuple[str, tuple[int, ...]]:
+        return self._prompts.encode(row.question.content, row.question.instruction)
 
-    def _without_long(self, rows: list[Row]) -> list[Row]:
-        def fits(row: Row) -> bool:
-            _, ids = encode_prompt(self._content(row), self._tokenizer)
-            return len(ids) <= self._max_prompt_tokens
-
-        return [row for row in rows if not self._may_be_long(row) or fits(row)]
+    def _fits(self, row: Row) -> bool:
+        return not self._may_be_long(row) or len(self._encode(row)[1]) <= self._prompts.max_tokens
 
     def _may_be_long(self, row: Row) -> bool:
-        """A token stands for at least one byte, so most prompts are short without tokenising."""
-        content = self._content(row)
-        text = content if isinstance(content, str) else "".join(m["content"] for m in content)
-        return len(text.encode()) + _TEMPLATE_ROOM > self._max_prompt_tokens
+        """A token has at least one byte, so that most prompts are short without tokenising them."""
+        content = self._prompts.instruct(row.question.content, row.question.instruction)
+        return len(text_of(content, "").encode()) + _TEMPLATE_ROOM > self._prompts.max_tokens
 
 
-def _left_out(
+def _notes(
     path: str | Path, rows: list[Row], answerable: list[Row], kept: list[Row], limit: str
 ) -> Iterator[str]:
-    """Say which rows no completion could be right for, and which are too long."""
-    if num_blank := len(rows) - len(answerable):
-        first = next(row for row in rows if not row.question.answers)
+    """Which rows were left out and why, and whether the file has answers at all."""
+    blank = [row for row in rows if not row.question.answers]
+    if len(answerable) < len(rows):
         yield (
-            f"{num_blank} of {len(rows)} rows of {path} are left out because their answer is "
-            f"empty; the first is {first.where}"
+            f"{len(blank)} of {len(rows)} rows of {path} are left out because their answer is "
+            f"empty; the first is {blank[0].where}"
         )
     if num_long := len(answerable) - len(kept):
         yield (
             f"{num_long} of {len(rows)} rows of {path} are left out because their prompt has more "
             f"tokens than {limit}"
         )
-
-
-def _no_answers(path: str | Path, rows: list[Row]) -> str:
-    return (
-        f"no row of {path} has an answer (columns: {', '.join(rows[0].columns)}): the reward gets "
-        "'' as the truth"
-    )
+    if len(blank) == len(rows):
+        yield (
+            f"no row of {path} has an answer (columns: {', '.join(rows[0].columns)}): the reward "
+            "gets '' as the truth"
+        )
 
 
 def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
@@ -199,11 +170,9 @@ def _read_json_list(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> list[Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtra("pyarrow", "data", f"reading {path}") from error
+    pyarrow = import_extra("pyarrow", "pyarrow", "data", f"reading {path}")
+    from pyarrow import parquet
+
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:

@@ -1,18 +1,19 @@
 """Tasks whose problems are drawn from a seed: no file, no end, and a known answer.
 
-A problem depends on (seed, index) alone. The hash of its content says whether it belongs to the
-training or to the evaluation split, so that the two are disjoint whatever the seeds.
+A problem depends on (seed, index) alone. The hash of its content decides whether it belongs to the
+training or the evaluation split, so that the two are disjoint whatever the seeds are.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from qurl.errors import DataError
-from qurl.tasks.task import add_instruction, encode_prompt
+from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
 SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}
@@ -28,9 +29,13 @@ class Draft:
 
     question: str
     answer: str
-    key: str
-    """Equal for problems that are the same question, such as a sum with its terms swapped."""
-    extra: Mapping[str, Any]
+    key: str = ""
+    """Equal for drafts that ask the same, such as a sum with swapped terms; else the question."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+Draw = Callable[[Random, int], Draft]
+"""`draw(rng, difficulty)` makes one problem, as the tasks in this folder do."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,9 @@ class GeneratedTask:
     draw: Callable[[int, int], Draft]
     """The draft of (index, attempt); attempts go on until one falls into the split."""
     split: str
-    tokenizer: Any
+    prompts: Prompts
     instruction: str
-    max_prompt_tokens: int
-    limited_by: str
-    """The setting that says so, for errors."""
-    skip_long_prompts: bool
-    """Draw another problem in place of one that is too long."""
+    """Used unless `prompts` has another one."""
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -58,30 +59,28 @@ class GeneratedTask:
         index = range(len(self))[index]
         for attempt in range(_MAX_ATTEMPTS):
             draft = self.draw(index, attempt)
-            if split_of(draft.key) != self.split:
+            if split_of(draft.key or draft.question) != self.split:
                 continue
             problem = self._problem(index, draft)
-            if len(problem.prompt_ids) <= self.max_prompt_tokens:
+            if len(problem.prompt_ids) <= self.prompts.max_tokens:
                 return problem
-            if not self.skip_long_prompts:
+            if not self.prompts.skip_long:
                 raise DataError(
                     f"problem {problem.id} has a prompt of {len(problem.prompt_ids)} tokens, more "
-                    f"than {self.limited_by} = {self.max_prompt_tokens}; change that, lower "
-                    "task.difficulty, or set task.skip_long_prompts"
+                    f"than {self.prompts.limit}; change that, lower task.difficulty, or set "
+                    "task.skip_long_prompts"
                 )
         raise DataError(
             f"task {self.name} gave no fitting {self.split} problem in {_MAX_ATTEMPTS} attempts: "
-            "it has too few different problems, or its prompts are longer than "
-            f"{self.limited_by} = {self.max_prompt_tokens}"
+            f"it has too few different problems, or prompts longer than {self.prompts.limit}"
         )
 
     def worked_answer(self, problem: Problem) -> str:
-        """What a model is warm-started on; the trainer appends the end-of-sequence token."""
+        """The text that a warm start teaches; the trainer appends the end-of-sequence token."""
         return problem.answer
 
     def _problem(self, index: int, draft: Draft) -> Problem:
-        content = add_instruction(draft.question, self.instruction)
-        text, ids = encode_prompt(content, self.tokenizer)
+        text, ids = self.prompts.encode(draft.question, self.instruction)
         return Problem(
             id=f"{self.name}-{self.split}-{index}",
             prompt_ids=ids,

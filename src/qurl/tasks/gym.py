@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qurl.errors import ConfigError, DataError
-from qurl.rewards.gym import import_reasoning_gym
+from qurl.plugins import import_extra
 from qurl.tasks.generated import SIZES, Draft
 
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
@@ -18,7 +18,7 @@ _MAX_SEED = 2**30
 
 
 def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft]:
-    """Draws from the named data set; each attempt reads from a data set of another seed."""
+    """Draw from the named data set; each attempt reads a data set with another seed."""
     size = SIZES[split]
 
     @functools.cache
@@ -36,14 +36,14 @@ def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft
                 f"process: {error}"
             ) from error
         question = entry["question"].strip()
-        return Draft(question, entry["answer"] or "", key=question, extra={"entry": entry})
+        return Draft(question, entry["answer"] or "", extra={"entry": entry})
 
-    source(0)  # An unknown name is an error now, not at the first problem.
+    source(0)  # An unknown name must be an error now, not at the first problem.
     return draw
 
 
 def _create(dataset: str, seed: int, size: int) -> Any:
-    reasoning_gym = import_reasoning_gym(dataset)
+    reasoning_gym = import_extra("reasoning_gym", "reasoning-gym", "gym", f"task gym:{dataset}")
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
     except ValueError as error:

@@ -6,7 +6,7 @@ import copy
 
 from torch import Tensor, nn
 
-from qurl.trainer.packing import Layout
+from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, compile_layers_, disable_dropout_, hidden_states
 from qurl.types import Batch
 
@@ -18,19 +18,19 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone: nn.Module = copy.deepcopy(policy.model.base_model)  # type: ignore[assignment]
         self.head = nn.Linear(policy.model.config.hidden_size, 1)  # type: ignore[union-attr]
-        # A fresh critic says 0 everywhere, so that the first advantages are the returns.
+        # A fresh critic returns 0 everywhere, so the first advantages are the returns.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = policy.compute_dtype
         self.is_packed = policy.is_packed
         self.to(policy.device)
         disable_dropout_(self)
-        if policy.is_compiled:  # a copy is not
+        if policy.is_compiled:  # copying drops the compiled code
             compile_layers_(self.backbone)
 
-    def forward(self, batch: Batch, layout: Layout | None = None) -> Tensor:
-        """[B, T], aligned with the tokens: the value of t is read at t - 1, which predicts it."""
-        layout = layout or Layout.of(batch, is_packed=self.is_packed)
+    def forward(self, batch: Batch, layout: BatchLayout | None = None) -> Tensor:
+        """Values [B, T] aligned with the tokens: that of t is read at t - 1, which predicts t."""
+        layout = layout or BatchLayout.of(batch, is_packed=self.is_packed)
         states = hidden_states(
             self.backbone, layout.token_ids, self.compute_dtype, **layout.options
         )

@@ -1,11 +1,11 @@
-"""Masters off the grid, so that a trainer in BF16 sees updates from the first one on.
+"""Dithered masters: a trainer in BF16 sees updates from the first one on.
 
     theta = w + d,  d uniform in the cell of w: all numbers that round to the BF16 number w
 
-The masters of a checkpoint in BF16 lie in the middle of their cells. An update of less than half a
-step leaves the forward as it was, and there are many before the first one shows. From random places
-the right share of weights crosses into the next cell, so that on average the forward moves by the
-update itself. The forward before training is the same to the bit.
+The masters of a BF16 checkpoint lie in the middle of their cells. An update of less than half a
+step leaves the forward unchanged, and many pass before the first one shows. From random places in
+the cells the right share of weights crosses into the next cell, so on average the forward moves by
+the update itself. The forward before training stays the same to the bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qurl.seeds import generator
 def dither_(model: nn.Module, seed: int) -> list[str]:
     """Move the weights and biases of linear layers, which autocast rounds, within their cells.
 
-    Norms and embeddings are read in FP32, so they stay, and so does a head tied to an embedding.
-    Returns the names of other matrices, like those of fused experts, which stay too.
+    Norms, embeddings and heads tied to them stay, because they are read in FP32. Other matrices,
+    such as fused experts, stay too; their names are returned.
     """
     modules = list(model.modules())
     embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -38,14 +38,15 @@ def dither_(model: nn.Module, seed: int) -> list[str]:
 
 
 def place_in_cell(weight: Tensor, places: Tensor) -> Tensor:
-    """FP32 numbers that round to what `weight` does in BF16; places 0 to 1 are from zero outwards.
+    """FP32 numbers that round to the same BF16 number as `weight`.
 
-    Zeros stay: their cell is as wide as the smallest number.
+    Places run from 0, the border towards zero, to 1. Zeros stay: their cell is as wide as the
+    smallest number.
     """
     middle = weight.bfloat16()
     size = middle.abs().view(torch.int16)
     inner, outer = ((size + n).clamp(min=0).view(torch.bfloat16).float() for n in (-1, 1))
     inner, outer = (inner + middle.abs().float()) / 2, (outer + middle.abs().float()) / 2
     moved = (inner + places * (outer - inner)).copysign(middle.float())
-    # At the very border the next number may be the nearer one; and the largest has none.
+    # At the very border a number may round to the next one; the largest number has no next.
     return torch.where(moved.bfloat16() == middle, moved, middle.float()) * (size != 0)

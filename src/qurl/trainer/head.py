@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens from hidden states, where [N, V] never exists.
+"""Log-probs and entropies of tokens from hidden states; the logits [N, V] never exist as a whole.
 
     z = (states @ weight^T + bias) * logit_scale / temperature
     log Z = log sum exp z;   log p = z - log Z;   entropy = -sum p log p
@@ -6,10 +6,9 @@
     d log p[target] / dz = onehot(target) - p
     d entropy / dz = -p (log p + entropy)
 
-The logits of a chunk of rows exist at a time; what is kept for the backward pass is log Z, and the
-logits are made again. The factors of the three products (logits, and the gradients of states and
-weight) are rounded to the compute dtype, their sums are FP32 and are not rounded, and everything
-between the products is FP32. In FP64 all of it is FP64.
+Rows are scored in chunks. The backward pass keeps log Z and computes the logits again. The factors
+of the three products (logits, and the gradients of states and weight) are rounded to the compute
+dtype; their sums and everything between the products are FP32. In FP64 all of it is FP64.
 
 Shapes: N tokens, n of a chunk, H hidden, V vocabulary.
 """
@@ -23,71 +22,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from qurl.ops.target import Target
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-class PlainHead(NamedTuple):
-    """logits = (states @ weight^T + bias) * logit_scale"""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    logit_scale: float
-
-
-def plain_head(model: nn.Module) -> PlainHead | None:
-    """The head of a causal LM of transformers; None where it is more than a linear layer."""
-    config: Any = model.config
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
-        return None
-    return PlainHead(head.weight, head.bias, logit_scale(config))
-
-
-def logit_scale(config: Any) -> float:
-    """What a model of transformers multiplies its logits with."""
-    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    return factor / divisor
-
-
-def token_scores(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk: int,
-    compute_dtype: torch.dtype,
-    logit_scale: float = 1.0,
-    needs_entropy_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """log p [N] of the targets [N] and entropies [N], from states [N, H] and the head's weights.
-
-    `chunk` rows are scored at once: beside the logits, n V floats, the backward pass holds as many
-    numbers of the compute dtype. A larger one reads and writes the weight's gradient less often.
-    Without `needs_entropy_grad` no gradient flows through the entropies.
-    """
-    assert states.shape[1:] == weight.shape[1:]
-    assert targets.shape == states.shape[:1]
-    assert compute_dtype in COMPUTE_DTYPES
-    assert temperature > 0
-    assert logit_scale > 0
-    assert chunk > 0
-    settings = _Settings(logit_scale / temperature, chunk, compute_dtype, needs_entropy_grad)
-    return _TokenScores.apply(states, weight, bias, targets.contiguous(), settings)  # type: ignore[return-value]
-
 
 @dataclass(frozen=True)
-class _Settings:
-    factor: float
-    """From the head's logits to z."""
+class Scoring:
+    """How tokens are scored."""
+
+    temperature: float
     chunk: int
+    """Rows scored at once. Besides n V logits the backward pass holds as many numbers of the
+    compute dtype; a larger chunk touches the weight's gradient less often."""
     compute_dtype: torch.dtype
     needs_entropy_grad: bool
+    """Whether gradients flow through the entropies."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -98,6 +48,80 @@ class _Settings:
             yield slice(start, start + self.chunk)
 
 
+class PlainHead(NamedTuple):
+    """logits = (states @ weight^T + bias) * logit_scale"""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    logit_scale: float
+
+    def score(self, states: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """log p [N] of the targets [N] and entropies [N], from states [N, H]."""
+        assert states.shape[1:] == self.weight.shape[1:]
+        assert targets.shape == states.shape[:1]
+        factor = self.logit_scale / scoring.temperature
+        return _TokenScores.apply(  # type: ignore[return-value]
+            states, self.weight, self.bias, targets.contiguous(), factor, scoring
+        )
+
+
+def plain_head(model: nn.Module) -> PlainHead | None:
+    """The head of a causal LM of transformers, or None if it is more than a linear layer."""
+    config: Any = model.config
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
+        return None
+    return PlainHead(head.weight, head.bias, _logit_scale(config))
+
+
+def apply_head(model: nn.Module, states: Tensor) -> Tensor:
+    """The logits [N, V] that the model's own forward computes from hidden states."""
+    config: Any = model.config
+    logits = model.get_output_embeddings()(states) * _logit_scale(config)  # type: ignore[operator]
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def _logit_scale(config: Any) -> float:
+    """The factor by which a model of transformers multiplies its logits."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    return factor / divisor
+
+
+def score_tokens(
+    model: nn.Module, states: Tensor, targets: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """log p [N] of the targets [N] and entropies [N] under any head, from states [N, H]."""
+    if (head := plain_head(model)) is not None:
+        return head.score(states, targets, scoring)
+    chunks = zip(states.split(scoring.chunk), targets.split(scoring.chunk), strict=True)
+    scores = [
+        checkpoint(_score_any_head, model, *chunk, scoring, use_reentrant=False) for chunk in chunks
+    ]
+    logps, entropies = zip(*scores, strict=True)  # type: ignore[arg-type]
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _score_any_head(
+    model: nn.Module, states: Tensor, targets: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    with autocast(states.device, scoring.compute_dtype):
+        logits = apply_head(model, states)
+    logits = logits.float() / scoring.temperature  # [n, V]
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
+    with torch.set_grad_enabled(scoring.needs_entropy_grad and torch.is_grad_enabled()):
+        entropy = log_z - (logits.softmax(-1) * logits).sum(-1)
+    return logp, entropy
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Products in BF16 if that is the dtype, else in the dtype of their factors."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -106,19 +130,20 @@ class _TokenScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: _Settings,
+        factor: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
-        with _without_autocast(states.device):
-            x, w = (_as_factor(values, settings.compute_dtype) for values in (states, weight))
-            logp, log_z, entropy = (x.new_empty(len(x), dtype=settings.sum_dtype) for _ in range(3))
-            for rows in settings.chunks(len(x)):
+        with torch.autocast(states.device.type, enabled=False):
+            x, w = (_as_factor(values, scoring.compute_dtype) for values in (states, weight))
+            logp, log_z, entropy = (x.new_empty(len(x), dtype=scoring.sum_dtype) for _ in range(3))
+            for rows in scoring.chunks(len(x)):
                 logp[rows], log_z[rows], entropy[rows] = _score_rows(
-                    _logits(x[rows], w, bias), targets[rows], settings.factor
+                    _logits(x[rows], w, bias), targets[rows], factor
                 )
-        ctx.settings, ctx.states_dtype = settings, states.dtype
-        if not settings.needs_entropy_grad:
+        ctx.factor, ctx.scoring, ctx.states_dtype = factor, scoring, states.dtype
+        if not scoring.needs_entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        kept = entropy if settings.needs_entropy_grad else None
+        kept = entropy if scoring.needs_entropy_grad else None
         ctx.save_for_backward(x, weight, bias, targets, log_z, kept)
         return logp, entropy
 
@@ -126,24 +151,26 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, log_z, entropy = ctx.saved_tensors
-        settings: _Settings = ctx.settings
+        scoring: Scoring = ctx.scoring
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         vectors = [targets, log_z, grad_logp.contiguous()]
-        if settings.needs_entropy_grad:
+        if scoring.needs_entropy_grad:
             vectors += [entropy, grad_entropy.contiguous()]
         d_states = torch.empty_like(x, dtype=ctx.states_dtype) if needs_states else None
-        d_bias = x.new_zeros(len(weight), dtype=settings.sum_dtype) if needs_bias else None
+        d_bias = x.new_zeros(len(weight), dtype=scoring.sum_dtype) if needs_bias else None
         d_weight = None
-        with _without_autocast(x.device):
-            w = _as_factor(weight, settings.compute_dtype)
-            for rows in settings.chunks(len(x)):
+        with torch.autocast(x.device.type, enabled=False):
+            w = _as_factor(weight, scoring.compute_dtype)
+            for rows in scoring.chunks(len(x)):
                 logits = _logits(x[rows], w, bias)
-                dz = _logit_gradients(logits, settings, *(vector[rows] for vector in vectors))
+                dz = _logit_gradients(
+                    logits, ctx.factor, scoring.compute_dtype, *(vector[rows] for vector in vectors)
+                )
                 del logits
                 if d_states is not None:
                     d_states[rows] = _multiply(dz, w)
                 if needs_weight:
-                    d_weight = _add_product(d_weight, dz.T, x[rows])
+                    d_weight = _multiply(dz.T, x[rows], d_weight)
                 if d_bias is not None:
                     d_bias += dz.sum(0, dtype=d_bias.dtype)
                 del dz  # the next chunk's logits take its place
@@ -151,11 +178,11 @@ class _TokenScores(torch.autograd.Function):
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
         if d_bias is not None:
             d_bias = d_bias.to(bias.dtype)
-        return d_states, d_weight, d_bias, None, None
+        return d_states, d_weight, d_bias, None, None, None
 
 
 def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log p of the targets, log Z and entropies, [n] each; the logits [n, V] are used up."""
+    """log p of the targets, log Z and entropies, [n] each; overwrites the logits [n, V]."""
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
@@ -169,36 +196,28 @@ def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor,
 
 def _logit_gradients(
     logits: Tensor,
-    settings: _Settings,
+    factor: float,
+    dtype: torch.dtype,
     targets: Tensor,
     log_z: Tensor,
     grad_logp: Tensor,
     entropy: Tensor | None = None,
     grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """d logits [n, V], as a factor of products; the logits are used up."""
-    factor = settings.factor
+    """d logits [n, V] as a factor in `dtype`; overwrites the logits."""
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
-        return token_scores.logit_gradients(
-            logits,
-            targets,
-            log_z,
-            grad_logp,
-            entropy,
-            grad_entropy,
-            factor=factor,
-            dtype=settings.compute_dtype,
-            pdl=Target.of(logits.device).has_pdl,
-        )
+        inputs = (logits, targets, log_z, grad_logp, entropy, grad_entropy)
+        pdl = Target.of(logits.device).has_pdl
+        return token_scores.logit_gradients(*inputs, factor=factor, dtype=dtype, pdl=pdl)
     p = logits.mul_(factor).sub_(log_z[:, None]).exp_()
     gradient = -grad_logp[:, None] * p
     if entropy is not None and grad_entropy is not None:
-        # Not p * log p: entr knows what a token that cannot be adds.
+        # entr and not p log p, which is NaN for impossible tokens.
         gradient += grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
     gradient.scatter_add_(-1, targets[:, None], grad_logp[:, None])
-    return _as_factor(gradient.mul_(factor), settings.compute_dtype)
+    return _as_factor(gradient.mul_(factor), dtype)
 
 
 def _has_kernels(logits: Tensor) -> bool:
@@ -211,27 +230,14 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _as_factor(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values rounded to `dtype`. A CPU keeps them in FP32, where it can add up their products."""
+    """Values rounded to `dtype`; a CPU keeps them in FP32, the only way to get FP32 sums."""
     rounded = values.to(dtype)
     return rounded if rounded.is_cuda or dtype != torch.bfloat16 else rounded.float()
 
 
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, unrounded sums."""
-    if a.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, likewise, in total's memory; without one the product alone."""
+def _multiply(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """a @ b with sums that are not rounded, added to `total` in place if there is one."""
+    options: Any = {"out_dtype": torch.float32} if a.dtype == torch.bfloat16 else {}
     if total is None:
-        return _multiply(a, b)
-    if a.dtype == torch.bfloat16:
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    return torch.addmm(total, a, b, out=total)
-
-
-def _without_autocast(device: torch.device) -> torch.autocast:
-    """Which dtypes are multiplied is said here and nowhere else."""
-    return torch.autocast(device.type, enabled=False)
+        return torch.mm(a, b, **options)
+    return torch.addmm(total, a, b, out=total, **options)

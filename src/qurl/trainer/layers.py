@@ -1,15 +1,14 @@
-"""Decoder layers of the trained model with one kernel between products, each way.
+"""Decoder layers of the trained model with one kernel between products, forward and backward.
 
-In a small model what lies between the products moves more bytes than they do: torch computes
-RMSNorm in eight kernels, rotary positions in five and the gate of an MLP in two, most of them in
-FP32, and each reads and writes everything. `fuse_layers_` puts modules with the same weights under
-the same names in their places, so that optimizers, checkpoints and engines see no difference.
+In a small model, the work between products moves more bytes than the products do: torch computes
+RMSNorm in eight kernels, rotary positions in five and the gate of an MLP in two, mostly in FP32,
+and each reads and writes everything. `fuse_layers_` replaces modules by ones with the same weights
+under the same names, so optimizers, checkpoints and engines see no difference.
 
-Under autocast these modules return the compute dtype, rounded once, where the products that follow
-would round for themselves. The residual stream stays FP32: nothing but products reads what a norm
-of these layers returns.
+Under autocast these modules return the compute dtype, rounded once, as the next product would
+round. The residual stream stays FP32: only products read what a norm of these layers returns.
 
-Shapes: B sequences, T positions, H heads, D head size.
+Importing this needs Triton. Shapes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qurl.ops import rms_norm, rotation
+from qurl.ops.families import FAMILIES
+from qurl.ops.gate import gate_gradients, gate_values
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 
-LAYERS = tuple(f"{family}DecoderLayer" for family in ("Llama", "Qwen2", "Qwen3", "Mistral"))
-"""Classes of transformers whose parts may be replaced."""
-ATTENTIONS = tuple(f"{family}Attention" for family in ("Llama", "Qwen2", "Qwen3"))
-"""Those that `FusedAttention` can stand in for. Mistral's has a window that it keeps to itself."""
+LAYERS = {family.fusible_layer for family in FAMILIES.values()}
+ATTENTIONS = {family.fusible_attention for family in FAMILIES.values()}
 CHECK_BOUND = 1e-4
-"""How far results may be from those of the module that is replaced, relative to their size."""
-
-NUM_TRIED = 5
-"""Positions on which it is tried."""
+"""Largest relative difference between a fused module and the one that it replaces."""
+CHECK_POSITIONS = 5
 
 Rotations = tuple[Tensor, Tensor]
 """Cosines and sines, [1 or B, T, D] each."""
@@ -70,20 +68,13 @@ class FusedAttention(nn.Module):
 
     def __init__(self, own: Any) -> None:
         super().__init__()
-        self.q_proj: nn.Module = own.q_proj
-        self.k_proj: nn.Module = own.k_proj
-        self.v_proj: nn.Module = own.v_proj
-        self.o_proj: nn.Module = own.o_proj
-        self.q_norm: nn.Module | None = getattr(own, "q_norm", None)
-        self.k_norm: nn.Module | None = getattr(own, "k_norm", None)
-        self.config = own.config
-        self.layer_idx: int = own.layer_idx
-        self.head_dim: int = own.head_dim
-        self.scaling: float = own.scaling
-        self.sliding_window: int | None = getattr(own, "sliding_window", None)
-        # What the attention functions of transformers look for:
-        self.num_key_value_groups: int = own.num_key_value_groups
-        self.is_causal: bool = own.is_causal
+        self.q_proj, self.k_proj = own.q_proj, own.k_proj
+        self.v_proj, self.o_proj = own.v_proj, own.o_proj
+        self.q_norm, self.k_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
+        self.config, self.layer_idx, self.head_dim = own.config, own.layer_idx, own.head_dim
+        self.scaling, self.sliding_window = own.scaling, getattr(own, "sliding_window", None)
+        # The attention functions of transformers read these:
+        self.num_key_value_groups, self.is_causal = own.num_key_value_groups, own.is_causal
 
     def forward(
         self,
@@ -107,25 +98,15 @@ class FusedAttention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (*rotated, v))  # [B, H, T, D]
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        options |= {"scaling": self.scaling, "sliding_window": self.sliding_window}
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **options,
-        )
+        out, weights = attend(self, q, k, v, attention_mask, **options)
         return self.o_proj(out.reshape(*shape, -1)), weights
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        from qurl.ops import rms_norm
-
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse = rms_norm.normalize(flat, weight, eps, dtype)
         ctx.save_for_backward(flat, weight, inverse)
@@ -134,8 +115,6 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from qurl.ops import rms_norm
-
         x, weight, inverse = ctx.saved_tensors
         dx, dweight = rms_norm.gradients(dy.reshape(x.shape).contiguous(), x, weight, inverse)
         return dx.view(dy.shape), dweight.to(weight.dtype), None, None
@@ -144,8 +123,6 @@ class _Normalize(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from qurl.ops.gate import gate_values
-
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return gate_values(gate, up)
@@ -153,18 +130,13 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        from qurl.ops.gate import gate_gradients
-
         return gate_gradients(dy.contiguous(), *ctx.saved_tensors)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """x is [B, T, H, D]."""
-        from qurl.ops import rotation
-
-        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))
+        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))  # x is [B, T, H, D]
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         return rotation.rotate(x.flatten(0, 1).contiguous(), cos, sin, dtype).view(x.shape)
@@ -172,32 +144,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from qurl.ops import rotation
-
         flat = dy.flatten(0, 1).contiguous()
         cos, sin = ctx.saved_tensors
         dx = rotation.rotate(flat, cos, sin, ctx.dtype, is_gradient=True)
         return dx.view(dy.shape), None, None, None
 
 
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The layers of a causal LM or of its backbone; an empty list where there are none."""
-    layers = getattr(getattr(model, "base_model", model), "layers", None)
-    if isinstance(layers, nn.ModuleList):
-        return layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=nn.ModuleList())
-
-
 def fuse_layers_(model: Any) -> int:
-    """Replace what can be replaced in the decoder layers, and say how many modules that were.
+    """Replace modules of the decoder layers by fused ones; returns how many were replaced.
 
-    A module is replaced only if the new one computes what it computes, which is tried. The last
-    norm stays: what it returns is not rounded.
+    Each fused module is first checked to compute the same. The last norm of the model stays,
+    because its result must not be rounded.
     """
-    layers = [layer for layer in decoder_layers(model) if type(layer).__name__ in LAYERS]
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     rotations = _sample_rotations(model, layers)
-    # What is inside comes first.
+    # Innermost first: fused attention takes over its fused QK-norms.
     parents = [parent for layer in layers for parent in reversed(list(layer.modules()))]
     num_fused = 0
     for parent in parents:
@@ -210,7 +171,7 @@ def fuse_layers_(model: Any) -> int:
 
 
 def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
-    """What might replace a module of transformers."""
+    """A candidate to replace a module of transformers."""
     kind = type(module).__name__
     if kind.endswith("RMSNorm"):
         return FusedRMSNorm(module.weight, module.variance_epsilon)
@@ -223,12 +184,12 @@ def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
 
 @torch.no_grad()
 def _agree(module: nn.Module, fused: nn.Module, rotations: Rotations | None) -> bool:
-    """Whether two modules return the same in FP32, as far as a few random rows can tell."""
+    """Whether two modules return the same in FP32 for a few random rows."""
     weight = next(module.parameters())
     if weight.dtype != torch.float32:
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, NUM_TRIED, weight.shape[-1], generator=generator).to(weight.device)
+    x = torch.randn(1, CHECK_POSITIONS, weight.shape[-1], generator=generator).to(weight.device)
     if isinstance(fused, FusedAttention):
         inputs = {"hidden_states": x, "position_embeddings": rotations, "attention_mask": None}
         expected, found = (m(**inputs)[0] for m in (module, fused))
@@ -239,13 +200,13 @@ def _agree(module: nn.Module, fused: nn.Module, rotations: Rotations | None) -> 
 
 @torch.no_grad()
 def _sample_rotations(model: Any, layers: Sequence[Any]) -> Rotations | None:
-    """Those of the first positions; None where attention cannot be replaced."""
+    """Rotations of the first positions; None if the attention cannot be replaced."""
     rotary = getattr(getattr(model, "base_model", model), "rotary_emb", None)
     if not layers or rotary is None:
         return None
     if model.config._attn_implementation not in (ORDINARY_ATTENTION, ATTENTION):
         return None
     weight = next(model.parameters())
-    positions = torch.arange(NUM_TRIED, device=weight.device)[None]
-    cos, sin = rotary(weight.new_empty(1, NUM_TRIED, 1), positions)
+    positions = torch.arange(CHECK_POSITIONS, device=weight.device)[None]
+    cos, sin = rotary(weight.new_empty(1, CHECK_POSITIONS, 1), positions)
     return (cos, sin) if cos.shape[-1] == layers[0].self_attn.head_dim else None

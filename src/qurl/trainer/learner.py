@@ -28,7 +28,7 @@ from qurl.trainer.batches import microbatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
-from qurl.trainer.packing import Layout
+from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Scored, Stage, Trainable
 
@@ -42,7 +42,7 @@ class Piece(Generic[Stage]):
 
     rows: Tensor  # [b] of the batch that it is a piece of
     batch: Stage
-    layout: Layout
+    layout: BatchLayout
 
     @property
     def num_tokens(self) -> int:
@@ -182,7 +182,7 @@ class Learner:
             clip_high=algo.clip_high,
             cap=algo.cap,
             dual_clip=algo.dual_clip,
-            acr_max_bound=algo.acr_max_bound,
+            acr_max_bound=self.config.experimental.acr_max_bound,
             weight=batch.weight,
             shrink=batch.shrink,
             **shape,
@@ -191,7 +191,7 @@ class Learner:
         if algo.kl_coef > 0 and not algo.kl_in_reward:
             limit = K3_LIMIT if algo.kl_estimator == "k3" else None
             kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=limit)
-            if algo.kl_is_correct:
+            if self.config.experimental.weighted_kl:
                 kl = kl * batch.weight
             kl_loss = aggregate(kl, batch.mask, **shape)
             loss = loss + algo.kl_coef * kl_loss
@@ -258,7 +258,7 @@ def _within_memory(config: Config) -> Iterator[None]:
 
 
 def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] | None:
-    scale = config.optim.norm_fed_lr_scale
+    scale = config.experimental.norm_fed_lr_scale
     return None if scale == 1 else learning_rate_scales(policy.model, scale)
 
 

@@ -20,10 +20,10 @@ def build_optimizer(
     lr: float,
     scales: Mapping[nn.Parameter, float] | None = None,
 ) -> AdamW:
-    """AdamW; matrices decay, norms and biases do not.
+    """AdamW with weight decay on matrices, not on norms and biases.
 
-    `scales` multiply the learning rate of single parameters. Their epsilon and decay are divided,
-    so that a scale s is the same as training the parameter divided by s.
+    `scales` multiply the learning rate of single parameters and divide their epsilon and decay. A
+    scale s is then the same as training the parameter divided by s.
     """
     scales = scales or {}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
@@ -62,7 +62,7 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
     """Clip, step and clear; returns the gradient norm before clipping.
 
-    A non-finite gradient stops the run before it can touch the weights.
+    Raises TrainingError on a non-finite norm, before the weights change.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))

@@ -1,13 +1,13 @@
-"""Sequences end to end in one row: forwards without padding.
+"""Forwards without padding: sequences lie end to end in one row.
 
     padded [B, T]      packed [N], N = 9
     a a a a            token_ids   a a a a b b c c c
     b b . .            positions   0 1 2 3 0 1 0 1 2
     c c c .            bounds      0 4 6 9
 
-The model sees `input_ids` [1, N] and `position_ids` [1, N]. That no token sees another sequence is
-the business of attention alone, which transformers lets us register by name (`attend`). It learns
-the bounds from the forward's keywords, under the names that flash attention has for them.
+The model sees `input_ids` [1, N] and `position_ids` [1, N]. Attention alone keeps the sequences
+apart: transformers lets us register our own by name (`attend`). It gets the bounds from the
+forward's keywords, under the names that flash attention uses.
 
 Shapes: B sequences, T positions, N tokens, M scored tokens, H heads (H_kv of keys), D head size.
 """
@@ -29,7 +29,7 @@ from qurl.types import Batch
 ATTENTION = "qurl-packed"
 """The name under which transformers knows `attend`."""
 ORDINARY_ATTENTION = "sdpa"
-"""What `attend` stands in for."""
+"""The attention that `attend` replaces."""
 
 
 @dataclass(frozen=True)
@@ -37,59 +37,46 @@ class Packed:
     """Sequences end to end."""
 
     token_ids: Tensor  # [N]
-    positions: Tensor  # [N] of each token in its sequence
-    bounds: Tensor  # [B + 1] int32, where sequences begin and end
-    longest: int
-    places: Tensor  # [N] of each token in the flattened [B, T]
+    places: Tensor  # [N] of the tokens in the flattened [B, T]
+    options: Mapping[str, Any]
+    """Further keywords of the backbone's forward: positions and bounds."""
 
     @classmethod
     def of(cls, token_ids: Tensor, lengths: Sequence[int]) -> Packed:
         """The first `lengths[b]` tokens of each row of [B, T]."""
         width, device = token_ids.shape[1], token_ids.device
         counts = torch.tensor(lengths, dtype=torch.int64)
-        bounds = F.pad(counts.cumsum(0), (1, 0))
+        starts = F.pad(counts.cumsum(0), (1, 0))  # [B + 1]
         rows = torch.arange(len(counts)).repeat_interleave(counts)  # [N]
-        positions = torch.arange(len(rows)) - bounds[rows]
+        positions = torch.arange(len(rows)) - starts[rows]
         places = (rows * width + positions).to(device)
-        return cls(
-            token_ids=token_ids.flatten()[places],
-            positions=positions.to(device),
-            bounds=bounds.int().to(device),
-            longest=max(lengths),
-            places=places,
-        )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a backbone's forward needs besides the tokens."""
-        return {
-            "position_ids": self.positions[None],
-            # transformers passes on a mask of four dimensions as it is. Without one it would look
-            # for packing in the positions, wait for the device to tell, and build [N, N].
-            "attention_mask": torch.empty(1, 1, 0, 0, device=self.positions.device),
-            "cu_seq_lens_q": self.bounds,
-            "cu_seq_lens_k": self.bounds,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+        bounds = starts.int().to(device)
+        options = {
+            "position_ids": positions.to(device)[None],
+            # transformers passes a mask of four dimensions on as it is. Without one it would wait
+            # for the device to look for packing in the positions, and build [N, N].
+            "attention_mask": torch.empty(1, 1, 0, 0, device=device),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
+            **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
         }
+        return cls(token_ids.flatten()[places], places, options)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a batch lies in the model's input, packed or padded, and where its scored tokens are."""
 
     token_ids: Tensor  # [1, N] packed, [B, T] padded
-    options: Mapping[str, Any]
-    """What the backbone's forward needs besides the tokens."""
-    scored: Tensor  # [M] of the scored tokens in the flattened input
-    places: Tensor  # [M] of the same in the flattened [B, T]
+    options: Mapping[str, Any]  # see `Packed`
+    scored: Tensor  # [M] places of the scored tokens in the flattened input
+    places: Tensor  # [M] their places in the flattened [B, T]
     shape: tuple[int, int]  # B, T
 
     @classmethod
-    def of(cls, batch: Batch, *, is_packed: bool) -> Layout:
-        """Reads lengths and mask: on a GPU the host waits here, and later no more."""
+    def of(cls, batch: Batch, *, is_packed: bool) -> BatchLayout:
+        """Reads lengths and mask. On a GPU the host waits here and not again."""
         is_scored = batch.mask != 0
-        is_scored[:, 0] = False  # there is nothing before it
+        is_scored[:, 0] = False  # nothing comes before it
         is_scored = is_scored.flatten()
         shape = (batch.mask.shape[0], batch.mask.shape[1])
         if not is_packed:
@@ -105,23 +92,23 @@ class Layout:
 
     @property
     def targets(self) -> Tensor:
-        """[M]: the scored tokens."""
+        """The scored tokens [M]."""
         return self.token_ids.flatten()[self.scored]
 
     def before(self, states: Tensor) -> Tensor:
-        """[M, ...]: of the states [1, N, ...] or [B, T, ...], those that predict the targets."""
+        """The states [M, ...] that predict the targets, out of [1, N, ...] or [B, T, ...]."""
         return states.flatten(0, 1).index_select(0, self.scored - 1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values [M] of the scored tokens at their places in [B, T], and 0 elsewhere."""
+        """Values [M] of the scored tokens at their places in [B, T]; 0 elsewhere."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_copy(0, self.places, values).view(self.shape)
 
 
 def use_packed_attention_(model: Any) -> None:
-    """Let a transformers model attend with `attend`; forwards without bounds stay what they were.
+    """Make a transformers model attend with `attend`; forwards without bounds stay the same.
 
-    Refuses a model for which bounds and windows would not do, as far as it says so itself.
+    Refuses a model that declares needs beyond bounds and windows.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -149,7 +136,7 @@ def _has_window(model: Any) -> bool:
 
 @torch.no_grad()
 def _tells_window(model: Any) -> bool:
-    """Whether any layer hands its window to the attention, seen in a forward of one token."""
+    """Whether any layer passes its window to the attention, tried in a forward of one token."""
     from transformers import AttentionInterface
 
     windows = []
@@ -180,9 +167,9 @@ def attend(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [1, H, N, D] and twice [1, H_kv, N, D] to [1, N, H, D].
+    """Attention as transformers calls it: [1, H, N, D] and two [1, H_kv, N, D] to [1, N, H, D].
 
-    Without bounds it is transformers' own scaled_dot_product_attention.
+    Without bounds, transformers' own scaled_dot_product_attention runs.
     """
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -200,7 +187,7 @@ def attend(
     return attend_packed(q, k, v, cu_seq_lens_q, max_length_q, window, scaling)[None], None
 
 
-@torch.compiler.disable  # sizes that depend on data, for a way that is not about speed
+@torch.compiler.disable  # its sizes depend on data, and speed does not matter here
 def _attend_padded(
     q: Tensor,
     k: Tensor,
@@ -210,7 +197,7 @@ def _attend_padded(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """The same for CPUs and FP32: the sequences are padded here, and nowhere else."""
+    """`attend_flash` for CPUs and FP32, by padding."""
     is_token = torch.arange(longest, device=q.device) < bounds.diff()[:, None]  # [B, T]
 
     def pad(x: Tensor) -> Tensor:
@@ -218,36 +205,28 @@ def _attend_padded(
         padded[is_token] = x
         return padded.transpose(1, 2)  # [B, H, T, D]
 
+    band = None  # [T, T]: each position sees itself and the `window - 1` before it
+    if window is not None:
+        ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
+        band = ones.tril().triu(1 - window)
+    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     out = F.scaled_dot_product_attention(
-        pad(q),
-        pad(k),
-        pad(v),
-        attn_mask=None if window is None else _band(longest, window, q.device),
-        is_causal=window is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        pad(q), pad(k), pad(v), band, is_causal=band is None, **options
     )
     return out.transpose(1, 2)[is_token]
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[T, T]: each position sees itself and the `window - 1` before it."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)
-
-
 def arithmetic_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to compute in, for operations that autocast does not know."""
+    """The dtype that autocast would choose, for operations that it does not know."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _check_plain(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse what neither of the two ways to attend computes."""
+    """Refuse options that packed attention does not compute."""
     extras = ("softcap", "s_aux", "position_bias", "cache")
     found = [name for name in extras if options.get(name) is not None]
-    if options.get("dropout"):
-        found.append("dropout")
+    found += ["dropout"] if options.get("dropout") else []
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         found.append("attention to later tokens")

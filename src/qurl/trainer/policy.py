@@ -1,8 +1,8 @@
 """The trained model: a transformers causal LM with FP32 master weights.
 
-Forwards are packed: no token of padding is computed (`qurl.trainer.packing`). Log-probs
-and entropies are computed in chunks of tokens, so that [B, T, V] never exists.
-Shapes: B sequences, T positions, N tokens, M scored tokens, H hidden, V vocabulary.
+Forwards are packed, so no padding is computed (`qurl.trainer.packing`). Log-probs and entropies
+come from chunks of tokens, so [B, T, V] never exists (`qurl.trainer.head`).
+Shapes: B sequences, T positions, H hidden.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qurl.config import ModelConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
-from qurl.trainer.head import logit_scale, plain_head, token_scores
-from qurl.trainer.layers import decoder_layers, fuse_layers_
-from qurl.trainer.packing import Layout, Packed, use_packed_attention_
+from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
+from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.types import Batch
 
 PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""How far states may be from those of padded sequences, relative to their size: rounding, through
-all layers. What leaks from one sequence into the next shows in FP32."""
+"""Largest relative difference between packed and padded states. In BF16 rounding grows through all
+layers; a leak from one sequence into the next shows in FP32."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per-token results of a forward, 0 where the batch's mask is 0."""
+    """Results of a forward per token; 0 where the batch's mask is 0."""
 
     logp: Tensor  # [B, T]
     entropy: Tensor  # [B, T]
@@ -49,85 +47,50 @@ class Policy:
         self.tokenizer = tokenizer
         self.device = device
         self.logits_chunk = config.logits_chunk
-        self.compute_dtype = _compute_dtype(config, device)
+        is_auto = config.compute_dtype == "auto"
+        self.compute_dtype: torch.dtype = (
+            default_dtype(device) if is_auto else getattr(torch, config.compute_dtype)
+        )
         disable_dropout_(self.model)
-        make_savable_(self.model)
+        _make_savable_(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
         notes = []
-        is_fusing = device.type == "cuda" and not config.compile  # which would fuse by itself
-        if is_fusing and not fuse_layers_(self.model):
-            kind = type(self.model).__name__
-            notes.append(f"{kind} is trained without fused kernels; model.compile may help")
+        if device.type == "cuda" and not config.compile:  # a compiler fuses by itself
+            from qurl.trainer.layers import fuse_layers_  # needs Triton
+
+            if not fuse_layers_(self.model):
+                kind = type(self.model).__name__
+                notes.append(f"{kind} is trained without fused kernels; model.compile may help")
         obstacle = _pack_forwards_(self.model, self.compute_dtype)
         self.is_packed = obstacle is None
         if obstacle is not None:
             notes.append(f"sequences are padded for training: {obstacle}")
-        self.notes: tuple[str, ...] = tuple(notes)  # warnings for whoever trains it
+        self.notes: tuple[str, ...] = tuple(notes)  # warnings for the user
         self.is_compiled = config.compile
         if config.compile:
             compile_layers_(self.model)
 
-    def layout(self, batch: Batch) -> Layout:
-        """How this policy's forwards see a batch; what they would wait for is read here."""
-        return Layout.of(batch, is_packed=self.is_packed)
+    def layout(self, batch: Batch) -> BatchLayout:
+        """How this policy's forwards see a batch. On a GPU the host waits here, not in `score`."""
+        return BatchLayout.of(batch, is_packed=self.is_packed)
 
     def score(
-        self, batch: Batch, layout: Layout | None = None, *, needs_entropy_grad: bool = False
+        self, batch: Batch, layout: BatchLayout | None = None, *, needs_entropy_grad: bool = False
     ) -> TokenScores:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
         hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        states, targets = layout.before(hidden), layout.targets  # [M, H], [M]
-        head = plain_head(self.model)
-        if head is None:
-            logp, entropy = self._score_checkpointed(
-                states, targets, batch.temperature, needs_entropy_grad
-            )
-        else:
-            logp, entropy = token_scores(
-                states,
-                head.weight,
-                head.bias,
-                targets,
-                temperature=batch.temperature,
-                chunk=self.logits_chunk,
-                compute_dtype=self.compute_dtype,
-                logit_scale=head.logit_scale,
-                needs_entropy_grad=needs_entropy_grad,
-            )
-        return TokenScores(layout.spread(logp), layout.spread(entropy))
-
-    def _score_checkpointed(
-        self, states: Tensor, targets: Tensor, temperature: float, needs_entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
-        """For heads that are more than a linear layer: torch's own gradients."""
-        chunks = zip(states.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True)
-        scores = [
-            checkpoint(
-                self._score_chunk, *chunk, temperature, needs_entropy_grad, use_reentrant=False
-            )
-            for chunk in chunks
-        ]
-        logps, entropies = zip(*scores, strict=True)  # type: ignore[arg-type]
-        return torch.cat(logps), torch.cat(entropies)
-
-    def _score_chunk(
-        self, states: Tensor, targets: Tensor, temperature: float, needs_entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
-        with autocast(states.device, self.compute_dtype):
-            logits = apply_head(self.model, states)
-        logits = logits.float() / temperature  # [n, V]
-        log_z = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-        with torch.set_grad_enabled(needs_entropy_grad and torch.is_grad_enabled()):
-            entropy = log_z - (logits.softmax(-1) * logits).sum(-1)
-        return logp, entropy
+        scoring = Scoring(
+            batch.temperature, self.logits_chunk, self.compute_dtype, needs_entropy_grad
+        )
+        scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+        return TokenScores(*(layout.spread(values) for values in scores))
 
     def freeze_(self) -> Policy:
-        """Make this a reference that is never trained."""
+        """Make this a reference, never to be trained."""
         self.model.requires_grad_(False).eval()
         return self
 
@@ -139,9 +102,8 @@ class Policy:
 
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    """A causal LM of transformers, in FP32, with its tokenizer."""
-    model = load_model(path)
-    return Policy(model, load_tokenizer(path), config, device)
+    """The policy of a Hugging Face folder or hub name."""
+    return Policy(load_model(path), load_tokenizer(path), config, device)
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -159,7 +121,10 @@ def load_model_config(path: str | Path) -> Any:
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
-    """In FP32, complete or not at all; `key` is what errors call `path`."""
+    """A causal LM of transformers, in FP32; `key` is the recipe key that errors name.
+
+    Raises ModelError if any weight is missing; transformers would initialize it at random.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -170,14 +135,13 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
         )
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
-            # transformers would go on with random numbers in their place.
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
     return model
 
 
 @contextmanager
 def _loading(path: str | Path, key: str) -> Iterator[None]:
-    # A folder, or a name on the hub: `owner/name`.
+    # A hub name is `owner/name`.
     may_be_hub_name = str(path).count("/") <= 1 and not str(path).startswith((".", "/", "~"))
     if not Path(path).exists() and not may_be_hub_name:
         raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
@@ -191,8 +155,8 @@ def _loading(path: str | Path, key: str) -> Iterator[None]:
         ) from error
 
 
-def make_savable_(model: Any) -> None:
-    """Repair sampling defaults that transformers reads but refuses to write."""
+def _make_savable_(model: Any) -> None:
+    """Repair sampling defaults that transformers loads but refuses to save."""
     try:
         model.generation_config.validate(strict=True)
     except ValueError:
@@ -202,19 +166,10 @@ def make_savable_(model: Any) -> None:
 def hidden_states(
     model: nn.Module, token_ids: Tensor, compute_dtype: torch.dtype, **options: Any
 ) -> Tensor:
-    """[B, T, H]: the backbone's output after its last norm, without the head."""
+    """The backbone's output [B, T, H], after its last norm and before the head."""
     with autocast(token_ids.device, compute_dtype):
         output = model.base_model(input_ids=token_ids, use_cache=False, **options)  # type: ignore[operator]
     return output.last_hidden_state
-
-
-def apply_head(model: nn.Module, states: Tensor) -> Tensor:
-    """[N, V]: what the model's own forward makes of hidden states."""
-    config: Any = model.config
-    logits = model.get_output_embeddings()(states) * logit_scale(config)  # type: ignore[operator]
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 @torch.no_grad()
@@ -232,13 +187,13 @@ def _check_head(model: nn.Module) -> None:
 
 
 def _pack_forwards_(model: Any, compute_dtype: torch.dtype) -> str | None:
-    """Let the model take packed sequences; where it cannot, leave it as it is and say why."""
+    """Make the model take packed sequences; if it cannot, leave it as it is and return why."""
     own = model.config._attn_implementation
     try:
         use_packed_attention_(model)
         for dtype in {torch.float32, compute_dtype}:
             _check_packing(model, dtype)
-    # What a model makes of keywords that it does not know is its own affair, errors included.
+    # A model may fail in any way on keywords that it does not know.
     except Exception as error:
         model.set_attn_implementation(own)
         kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
@@ -248,7 +203,7 @@ def _pack_forwards_(model: Any, compute_dtype: torch.dtype) -> str | None:
 
 @torch.no_grad()
 def _check_packing(model: Any, compute_dtype: torch.dtype) -> None:
-    """Refuse a model that computes other states from packed sequences than from padded ones."""
+    """Refuse a model whose states of packed sequences differ from those of padded ones."""
     embedding = model.get_input_embeddings()
     ids = torch.arange(14, device=embedding.weight.device).view(2, 7) % embedding.num_embeddings
     packed = Packed.of(ids, [7, 4])
@@ -262,10 +217,19 @@ def _check_packing(model: Any, compute_dtype: torch.dtype) -> None:
         )
 
 
-def compile_layers_(model: nn.Module) -> None:
-    """Compile the decoder layers where they are called; weights, names and saving stay the same.
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The layers of a causal LM or of its backbone; an empty list if it has none."""
+    layers = getattr(getattr(model, "base_model", model), "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
 
-    Layers of one kind share what is compiled for the first of them, and lengths are dynamic.
+
+def compile_layers_(model: nn.Module) -> None:
+    """Compile the decoder layers in place; weights, names and saving stay the same.
+
+    Layers of one kind share the compiled code, and lengths are dynamic.
     """
     layers = decoder_layers(model)
     if not len(layers):
@@ -277,20 +241,10 @@ def compile_layers_(model: nn.Module) -> None:
 
 
 def disable_dropout_(model: nn.Module) -> None:
-    """The proximal policy and the first update must be the same function."""
+    """Turn off dropout: the proximal policy and the first update must be the same function."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):  # for F.dropout
                 setattr(module, name, 0.0)
-
-
-def _compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    if config.compute_dtype == "auto":
-        return default_dtype(device)
-    return getattr(torch, config.compute_dtype)
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

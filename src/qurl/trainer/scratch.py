@@ -1,4 +1,4 @@
-"""A tiny model made from scratch, warm-started on worked answers: RL for a laptop."""
+"""A tiny model from scratch, warm-started on worked answers: RL on a laptop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from qurl.config import ScratchConfig
 from qurl.seeds import generator
 
-IGNORED = -100  # of cross_entropy: prompt and padding are not learned
+IGNORED = -100  # for cross_entropy: prompt and padding are not learned
 Example = tuple[list[int], list[int]]
 """Token ids of a prompt and of its worked answer, end token included."""
 
@@ -43,7 +43,7 @@ def warm_start_(
     config: ScratchConfig,
     seed: int,
 ) -> None:
-    """A short supervised pass over worked answers; `example(row)` gives each of them."""
+    """Train briefly on worked answers; `example(row)` returns one of `num_examples`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_lr, weight_decay=0.0)
     for step in range(config.warm_start_steps):
         draw = generator(seed, "warm start", step)
@@ -61,7 +61,7 @@ def warm_start_(
 
 
 def _pad(examples: list[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens, right-padded, and labels on the answers only."""
+    """Right-padded tokens, and labels on the answers only."""
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     tokens = torch.full((len(examples), longest), pad_token_id)
     labels = torch.full((len(examples), longest), IGNORED)

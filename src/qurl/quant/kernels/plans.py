@@ -1,7 +1,8 @@
-"""Which plan computes which product: measured for known devices, a rule of thumb elsewhere.
+"""Which plan computes which product: measured ones first, a rule of thumb for the rest.
 
-`qurl bench gemm` measures every (format, N, K, M) with its consumer behind it and writes the table.
-Formats share entries by what they multiply: "int8", "fp8" or "bf16"; "fp32" is never measured.
+`qurl tune` measures the products (format, N, K, M) of a model and writes a table to the user's
+cache; the package ships one for compute capability 9.0. Formats share entries by what they
+multiply: "int8", "fp8" or "bf16"; "fp32" is never measured.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from qurl.errors import EngineError
@@ -18,12 +21,13 @@ from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Format
 from qurl.quant.kernels.gemm import Plan
 
-TABLES = {"NVIDIA H200": "plans_h200.json"}
-"""Device names, as torch reports them, and their measured tables."""
+SHIPPED = {(9, 0): "plans_h200.json"}
+"""Tables of the package by compute capability, which decides whether a plan fits: it sets the
+shared memory. The number of multiprocessors affects a plan's speed, not its result."""
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
 """Numbers of tokens that are measured; others take the plan of the next larger one there is."""
 STEPS = {"bf16": 64, "fp32": 32}
-"""Input channels per step of numbers that are no codes: 128 bytes. Elsewhere cuBLAS has these."""
+"""Input channels per step of plain numbers, 128 bytes. Without a measured plan cuBLAS has these."""
 _FIXED_TOKENS = 64
 """In deterministic mode the cut of K is that of this many tokens, whatever the batch."""
 
@@ -39,8 +43,16 @@ class Plans:
     def __init__(self, target: Target, *, deterministic: bool = False) -> None:
         self.target = target
         self.deterministic = deterministic
-        name = TABLES.get(target.name)
-        self.table = read_table(_shipped(name)) if name else {}
+        own, shipped = user_table(target.name), SHIPPED.get(target.capability or (0, 0))
+        tables: dict[str, Mapping[TableKey, Choice]] = {}
+        if own.exists():
+            tables[f"{own.name} (user's cache)"] = open_table(own)
+        if shipped:
+            text = resources.files("qurl.quant.kernels").joinpath(shipped).read_text()
+            tables[f"{shipped} (package)"] = read_table(text)
+        self.source = ", ".join([*tables, "rule of thumb"])
+        """Where plans come from; the first that has the product counts."""
+        self.table = {key: plan for t in reversed(tables.values()) for key, plan in t.items()}
         self.choose = functools.cache(self._choose)
 
     def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
@@ -100,15 +112,25 @@ def kind_of(format: Format | None, target: Target) -> str:
     return "fp8-block" if format.block else "fp8"
 
 
+def user_table(name: str) -> Path:
+    """Where `qurl tune` keeps the table of the GPU that torch calls `name`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "qurl", "plans", f"{name.replace(os.sep, '-')}.json")
+
+
+def open_table(path: Path) -> Mapping[TableKey, Choice]:
+    try:
+        return read_table(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"{path} is no table of plans ({error!r}); remove it and measure again with qurl tune"
+        ) from error
+
+
 def read_table(text: str) -> Mapping[TableKey, Choice]:
     """Entries "kind,N,K,M": {plan fields} or null, of a JSON file."""
     plans = json.loads(text)["plans"]
     return {_parse_key(k): None if v is None else Plan(**v) for k, v in plans.items()}
-
-
-def read_about(text: str) -> Mapping[str, Any]:
-    """Where and with what a table was measured, as `qurl.bench.record.describe_machine` says it."""
-    return json.loads(text)["about"]
 
 
 def write_table(plans: Mapping[TableKey, Choice], about: Mapping[str, Any]) -> str:
@@ -125,7 +147,3 @@ def _parse_key(text: str) -> TableKey:
     kind, *sizes = text.split(",")
     channels, depth, tokens = map(int, sizes)
     return kind, channels, depth, tokens
-
-
-def _shipped(name: str) -> str:
-    return resources.files("qurl.quant.kernels").joinpath(name).read_text()

@@ -1,8 +1,8 @@
 """Memory for the KV cache that keeps its address while the memory behind it comes and goes.
 
-CUDA graphs hold addresses, and between rollouts a large trainer wants the cache's memory. CUDA's
-virtual memory management serves both: a range of addresses is reserved once, and physical memory is
-mapped into it for each rollout.
+CUDA graphs hold addresses, and between rollouts a large trainer needs the cache's memory. So we
+reserve a range of addresses once and map physical memory into it for each rollout, with CUDA's
+virtual memory management.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Arena:
         if self._virtual is not None:
             with self._device_at_rest():
                 self._virtual.map()
-            self._bytes = _as_tensor(self._virtual, self.device).zero_()
+            self._bytes = torch.as_tensor(_Bytes(self._virtual), device=self.device).zero_()
         elif self._bytes is None:
             self._bytes = _allocate(self.num_bytes, self.device)
         else:
@@ -86,9 +86,9 @@ class Arena:
 
 
 class VirtualMemory:
-    """A range of addresses of one GPU; behind it is all of its memory, or none.
+    """A range of addresses of one GPU, with all of its memory behind it or none.
 
-    Calls need a CUDA context in their thread, and `unmap` and `close` an idle device.
+    Calls need a CUDA context in their thread; `unmap` and `close` need an idle device.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class VirtualMemory:
         driver: Any,
         reclaim: Callable[[], None] = torch.cuda.empty_cache,
     ) -> None:
-        """`driver` is `cuda.bindings.driver`; `reclaim` frees what is held without being used."""
+        """`driver` is `cuda.bindings.driver`; `reclaim` frees memory that is held but unused."""
         self.is_mapped = False
         self._range: Any = None
         self._driver = driver
@@ -155,7 +155,7 @@ class VirtualMemory:
             self.close()
 
     def _create(self) -> Any:
-        """Physical memory; before giving up, what is held without being used is freed."""
+        """Physical memory; it frees unused memory before it gives up."""
         out_of_memory = self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         error, handle = self._driver.cuMemCreate(self.num_bytes, self._properties, 0)
         if error == out_of_memory:
@@ -168,7 +168,7 @@ class VirtualMemory:
         return handle
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver returns besides its error code."""
+        """Call the driver; returns its result without the error code."""
         error, *values = getattr(self._driver, name)(*arguments)
         self._check(name, error)
         return values[0] if len(values) == 1 else tuple(values)
@@ -179,7 +179,7 @@ class VirtualMemory:
 
 
 class _Bytes:
-    """Tells torch where a tensor is, which then keeps the memory from being collected."""
+    """Tells torch where the memory is; torch then keeps it from being collected."""
 
     def __init__(self, memory: VirtualMemory) -> None:
         self._memory = memory
@@ -193,12 +193,8 @@ class _Bytes:
         }
 
 
-def _as_tensor(memory: VirtualMemory, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Bytes(memory), device=device)
-
-
 def _reserve(num_bytes: int, device: torch.device) -> VirtualMemory | None:
-    """Addresses on a GPU; None where cuda-bindings is not installed."""
+    """Addresses on a GPU; None if cuda-bindings is not installed."""
     try:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -213,13 +209,11 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     try:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except out_of_memory as error:
-        raise _no_memory(num_bytes, _num_free_bytes(device)) from error
-
-
-def _num_free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if device.type == "cuda":
+            num_free, _ = torch.cuda.mem_get_info(device)
+        else:
+            num_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise _no_memory(num_bytes, num_free) from error
 
 
 def _no_memory(num_bytes: int, num_free: int) -> EngineError:

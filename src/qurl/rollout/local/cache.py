@@ -1,11 +1,11 @@
-"""The paged KV cache: one tensor for all layers, pages counted by who holds them.
+"""The paged KV cache: one tensor for all layers, and a count of holders for each page.
 
 A sequence owns a list of pages; its token at position p lives in `pages[p // page_size]`. Full
 pages can be shared, because nobody writes to them again. Page 0 belongs to no sequence: padding
 rows of a batch write there.
 
-In FP8 the cache holds codes, with one scale per layer, key or value, and head; keys are stored less
-their center (`qurl.rollout.local.kv_range`).
+An FP8 cache holds codes, with one scale per layer, key or value, and head. It subtracts a center
+from the keys (`qurl.rollout.local.kv_range`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.arena import Arena
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import FP8_MAX
-from qurl.rollout.local.weights import Architecture
 
 SCRATCH_PAGE = 0
 KV_MARGIN = 16.0
-"""Range of an FP8 cache over what the canary prompt needs. That prompt is short, and E4M3 is a
-floating format: a range sixteen times as wide costs four of its 17 binades and no precision."""
+"""Range of an FP8 cache relative to what the canary prompt needs. That prompt is short, and a range
+sixteen times as wide costs four of E4M3's 17 binades and no precision."""
 MEMORY_CPU = 4 * 2**30
 """Largest cache that `kv_tokens = 0` takes on a CPU; on a GPU it is a share of the free memory."""
 SMALL_GAIN = 1 / 8
-"""A cache that would grow by no more than this stays as it is: moving it costs all CUDA graphs."""
+"""A cache that would grow by no more than this is kept: moving it costs all CUDA graphs."""
 
 
 class PagePool:
@@ -80,7 +80,7 @@ class KVCache:
 
     data: Tensor  # [layers, 2, 1 + pages, page_size, kv_heads, head_dim]
     scale: Tensor | None = None  # [layers, 2, kv_heads]: value = code * scale
-    center: Tensor | None = None  # [layers, kv_heads, head_dim]: what coded keys are less
+    center: Tensor | None = None  # [layers, kv_heads, head_dim]: subtracted from coded keys
 
     @property
     def page_size(self) -> int:
@@ -110,16 +110,12 @@ class KVCache:
         self._bytes()[:, :, index] = saved.to(self.data.device)
 
     def _bytes(self) -> Tensor:
-        """Torch does not index FP8 on every device; bytes are as good for copies."""
+        """FP8 as bytes: torch cannot index it on every device."""
         return self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it.
-
-    The pinned copy may be dropped at once: torch's host allocator reuses it only after the stream
-    has read it.
-    """
+    """To the device, without waiting: torch keeps the pinned copy until the stream has read it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -140,8 +136,7 @@ class CacheOptions:
 class CacheMemory:
     """The cache's memory: how large it is, and when it is given back.
 
-    A GPU's cache stays at its address, because CUDA graphs hold it. A CPU's lives as long as one
-    generation.
+    A GPU's cache keeps its address, because CUDA graphs hold it. A CPU's lives for one generation.
     """
 
     def __init__(
@@ -179,7 +174,7 @@ class CacheMemory:
     def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
         """Pages for so many sequences of so many tokens, as far as memory permits.
 
-        A cache that is there already is kept where a new one would not be much larger.
+        The present cache is kept if a new one would not be much larger.
         """
         if self.options.kv_tokens:
             return self.options.kv_tokens // self.options.page_size
@@ -197,7 +192,7 @@ class CacheMemory:
         return self.num_pages if is_kept else best
 
     def acquire(self, num_pages: int) -> KVCache:
-        """A cache of so many pages; the old one at the old address where it has as many."""
+        """A cache of so many pages; the old one if it has as many."""
         if num_pages != self.num_pages:
             self._close()
         arena = self._arena or Arena((1 + num_pages) * self.page_bytes, self.device)
@@ -216,13 +211,14 @@ class CacheMemory:
         return KVCache(data, self.scale, self.center)
 
     def release(self) -> None:
-        """The generation is over: give the memory back where that is wanted."""
-        if self._arena is None or (self.device.type == "cuda" and not self.options.is_released):
+        """The generation is over: give the memory back, on a GPU if that is wanted."""
+        is_cuda = self.device.type == "cuda"
+        if self._arena is None or (is_cuda and not self.options.is_released):
             return
-        if self.device.type == "cuda" and self._arena.can_unmap:
+        if is_cuda and self._arena.can_unmap:
             self._arena.unmap()
             return
-        if self.device.type == "cuda" and not self._has_warned:
+        if is_cuda and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "rollout.release_kv frees the KV cache without keeping its address, so that CUDA "
@@ -232,10 +228,10 @@ class CacheMemory:
         self._close()
 
     def available_bytes(self) -> int:
-        """Memory that a cache could take, what the present one holds included."""
+        """Memory that a cache could take, including that of the present one."""
         if self.device.type == "cpu":
             return MEMORY_CPU
-        # Not torch's own count of unused blocks: those of CUDA graphs are in it.
+        # Torch's own count of unused blocks would include those of CUDA graphs.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + ((1 + self.num_pages) * self.page_bytes if self._is_mapped else 0)
@@ -247,8 +243,8 @@ class CacheMemory:
     def _is_at_hand(self) -> bool:
         """Whether the present cache has its memory, or can have it again.
 
-        That is judged less strictly than the size of a new one, or any change in the trainer's
-        memory would move the cache.
+        The bound is looser than for a new cache, or any change in the trainer's memory would move
+        the cache.
         """
         if self._is_mapped or self.device.type == "cpu":
             return self._is_mapped

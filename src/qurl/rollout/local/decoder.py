@@ -9,17 +9,91 @@ Shapes: N packed tokens, B sequences, P pages of a sequence.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qurl.errors import EngineError
 from qurl.rollout.local.cache import KVCache
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import Ops, Places, Rotations
-from qurl.rollout.local.reference import KEYS
+from qurl.rollout.local.reference import KEYS, ReferenceOps
 from qurl.rollout.local.weights import Weights
+
+PREFILL_TOKENS = 8192
+"""Most prompt tokens in one forward; a longer prompt goes alone."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The actor and its cache, ready to run."""
+
+    weights: Weights
+    ops: Ops
+    rotations: Rotations
+    cache: KVCache
+
+    def prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Compute keys and values of (tokens, pages) each, several jobs per forward."""
+        start, num_tokens = 0, 0
+        for end, (tokens, _) in enumerate(jobs):
+            if end > start and num_tokens + len(tokens) > PREFILL_TOKENS:
+                self._prefill(jobs[start:end])
+                start, num_tokens = end, 0
+            num_tokens += len(tokens)
+        if jobs:
+            self._prefill(jobs[start:])
+
+    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Logits [B, V] after one token [B] per sequence; see `decode`."""
+        return decode(self.weights, self.ops, self.rotations, self.cache, tokens, positions, table)
+
+    def addresses(self) -> tuple[object, ...]:
+        """Everything a graph of a step holds on to: it is valid while this stays the same."""
+        cache = self.cache
+        coding = [x.data_ptr() for x in (cache.scale, cache.center) if x is not None]
+        return (
+            *self.weights.addresses(),
+            *(cache.data.data_ptr(), cache.data.shape, *coding),
+            *(self.rotations.cos.data_ptr(), self.rotations.sin.data_ptr()),
+        )
+
+    def _prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
+        prompts, tables = zip(*jobs, strict=True)
+        prefill(self.weights, self.ops, self.rotations, prompts, self.cache, tables)
+
+
+def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
+    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
+    if weights.device.type == "cuda":
+        try:
+            from qurl.rollout.local.fused import FusedOps
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            if deterministic:
+                raise EngineError(
+                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
+                    "torch's own products depend on the number of rows; install triton, or set "
+                    "rollout.deterministic = false"
+                ) from error
+            warnings.warn(
+                f"{error}: the engine runs on torch operations, which are many times slower; "
+                "install triton",
+                stacklevel=2,
+            )
+        else:
+            return FusedOps(weights, deterministic=deterministic)
+    elif deterministic and torch.get_num_threads() > 1:
+        raise EngineError(
+            "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
+            f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
+        )
+    return ReferenceOps(weights)
 
 
 def prefill(

@@ -14,14 +14,16 @@ from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
 from qurl.rollout.canary import canary_bound, canary_ids, score_with, verify
 from qurl.rollout.checks import check_prompts
+from qurl.rollout.engine import generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
-from qurl.rollout.local.decoder import decode_sequence, prefill
-from qurl.rollout.local.generation import Generation
-from qurl.rollout.local.graphs import Actor, Stepper
+from qurl.rollout.local.decoder import Decoder, choose_ops, decode_sequence, prefill
+from qurl.rollout.local.generation import Generation, Resources
+from qurl.rollout.local.graphs import Stepper
 from qurl.rollout.local.kv_range import KVRange
-from qurl.rollout.local.ops import Rotations, choose_ops
+from qurl.rollout.local.ops import Rotations
 from qurl.rollout.local.requests import LengthHistory
 from qurl.rollout.local.scheduler import GPU_PATIENCE
+from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
 from qurl.rollout.stop import StopRule
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
@@ -52,24 +54,20 @@ class LocalEngine:
         compute_dtype: torch.dtype | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`; and
+        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`, and these:
 
         `cuda_graphs` False launches every kernel of a decode step by itself, for debugging.
         `depth` steps are launched before the first of them is read; None: 1 on a GPU, 0 on a CPU.
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
         `on_progress(num_completions, num_tokens)` is called now and then, and at the end. Tokens
-        of unfinished completions count. It may interrupt the generation, but not sync or generate.
+        of unfinished completions count. It may interrupt the stream, but not sync or generate.
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
-        cache = CacheOptions(
-            page_size=page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE),
-            kv_tokens=kv_tokens,
-            memory_frac=kv_memory_frac,
-            is_fp8=kv == "fp8",
-            is_released=release_kv,
-        )
+        page_size = page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE)
+        is_fp8 = kv == "fp8"
+        cache = CacheOptions(page_size, kv_tokens, kv_memory_frac, is_fp8, is_released=release_kv)
         _check_options(kv, max_batch, depth, cache)
         _check_device(kv, device)
         self.quant = quant
@@ -82,17 +80,14 @@ class LocalEngine:
         self.on_progress = on_progress
         self.version = 0
         self.num_preemptions = 0
-        self.num_steps = 0
         self.lengths = LengthHistory()
         dtype = dtype or default_dtype(device)
         self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
+        self._sync = WeightSync(self.weights)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
+        depth, use_graphs = int(is_cuda) if depth is None else depth, is_cuda and cuda_graphs
         self.stepper = Stepper(
-            max_batch,
-            device,
-            use_graphs=is_cuda and cuda_graphs,
-            is_bucketed=is_cuda,
-            depth=int(is_cuda) if depth is None else depth,
+            max_batch, device, use_graphs=use_graphs, is_bucketed=is_cuda, depth=depth
         )
         self._ops = choose_ops(self.weights, deterministic=deterministic)
         self._rotations = Rotations.up_to(1, self.weights)
@@ -101,85 +96,87 @@ class LocalEngine:
         self.sync(model, version=0)
 
     @property
-    def num_graphs(self) -> int:
-        """CUDA graphs captured and still valid."""
-        return self.stepper.num_graphs
+    def num_steps(self) -> int:
+        """Decode steps so far."""
+        return self.stepper.num_launched
 
-    @property
-    def depth(self) -> int:
-        return self.stepper.depth
-
-    @property
-    def vocabulary(self) -> int:
-        return self.weights.lm_head.shape[0]
-
-    def sync(self, model: nn.Module, *, version: int) -> SyncReport:
+    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into the engine's buffers, in place, and verify them.
 
-        A generation under way gives its pages back, and goes on with the new weights when it is
-        resumed.
+        A stream under way gives its pages back, and goes on with the new weights.
         """
         self._release_active()
         self._is_sound = False
         start = self._clock()
-        flip_frac = self.weights.load_(model)
+        flip_frac = self._sync.load_(source)
         loaded = self._clock()
-        gap = self._verify(model, version)
-        self._model, self.version, self._is_sound = model, version, True
-        return SyncReport(
-            version,
-            loaded - start,
-            self.weights.num_bytes,
-            flip_frac,
-            True,
-            gap,
-            verify_seconds=self._clock() - loaded,
-        )
+        gap = self._verify(source, version)
+        self._model, self.version, self._is_sound = source, version, True
+        num_bytes = sum(p.num_bytes for p in self.weights.projections())
+        seconds, verify_seconds = loaded - start, self._clock() - loaded
+        return SyncReport(version, seconds, num_bytes, flip_frac, True, gap, verify_seconds)
 
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill."""
-        return self._score(token_ids)
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
+        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill.
+
+        `kv_range` learns from the keys and values.
+        """
+        self._extend_rotations(len(token_ids))
+        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_range=kv_range)
+        return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
-        generation = self.start(problems, params)
-        try:
-            generation.run()
-            return generation.rollouts()
-        finally:
-            generation.release()
+        return generate(self, problems, params)
 
-    def start(self, problems: Sequence[Problem], params: SamplingParams) -> Generation:
-        """The same, to be run step by step. One generation at a time has pages: the one that was
-        under way gives its own back, and computes keys and values again when it is resumed."""
-        check_prompts(problems, params, self._model)
-        stop = StopRule.of(self._model, self.tokenizer, params)
-        self._release_active()
-        return Generation(self, problems, params, stop)
+    def stream(self, params: SamplingParams) -> Generation:
+        """Completions that are drawn like this; see `qurl.rollout.engine.Stream`.
 
-    def lend(self, generation: Generation) -> PagePool:
-        """A cache and rows for a generation, until it gives them back."""
+        One stream at a time has pages. It gives them back when another one needs them, and computes
+        keys and values again when it goes on.
+        """
+        resources = Resources(
+            stepper=self.stepper,
+            stop=StopRule.of(self._model, self.tokenizer, params),
+            lengths=self.lengths,
+            vocabulary=self.weights.lm_head.shape[0],
+            max_batch=self.max_batch,
+            patience=self.patience,
+            saves_pages=self.deterministic,
+            check=lambda problems: check_prompts(problems, params, self._model),
+            acquire=self._acquire,
+            release=self._release,
+            get_version=lambda: self.version,
+            report=lambda *counts: self.on_progress(*counts) if self.on_progress else None,
+            count_preemptions=self._count_preemptions,
+        )
+        return Generation(params, resources)
+
+    def _acquire(self, generation: Generation, problem: Problem, num_sequences: int) -> PagePool:
+        """A cache and rows for a generation, until it releases them."""
         if not self._is_sound:
             raise EngineError(
                 f"the weights of version {self.version} were overwritten by a sync that failed; "
                 "sync again before sampling"
             )
-        self._release_active()
-        problem, params = generation.longest_problem, generation.params
+        if self._active is not generation:
+            self._release_active()
+        self._release(generation)
+        params = generation.params
         # The last token is never cached.
         num_tokens = len(problem.prompt_ids) + params.max_tokens - 1
-        num_sequences = min(self.max_batch, len(generation.problems) * params.group_size)
         num_pages = self.memory.choose_num_pages(num_sequences, num_tokens)
         self._check_room(problem, params, num_pages)
         self._extend_rotations(num_tokens)
         cache = self.memory.acquire(num_pages)
-        actor = Actor(self.weights, self._ops, self._rotations, cache)
-        self.stepper.prepare(actor, num_tokens, params)
+        decoder = Decoder(self.weights, self._ops, self._rotations, cache)
+        self.stepper.prepare(decoder, num_tokens, params)
         self._active = generation
         return PagePool(num_pages, cache.page_size)
 
-    def take_back(self, generation: Generation) -> None:
-        """The generation needs its cache no more."""
+    def _release(self, generation: Generation) -> None:
+        """Take the cache and the rows back, if the generation has them."""
         if self._active is generation:
             self._active = None
             self.stepper.forget()
@@ -188,6 +185,9 @@ class LocalEngine:
     def _release_active(self) -> None:
         if self._active is not None:
             self._active.release()
+
+    def _count_preemptions(self, number: int) -> None:
+        self.num_preemptions += number
 
     def _check_room(self, problem: Problem, params: SamplingParams, num_pages: int) -> None:
         options, num_prompt = self.memory.options, len(problem.prompt_ids)
@@ -206,14 +206,8 @@ class LocalEngine:
             f"need, within {room}); raise {remedy}, or lower sampling.max_tokens"
         )
 
-    @torch.no_grad()
-    def _score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
-        self._extend_rotations(len(token_ids))
-        hidden = prefill(self.weights, self._ops, self._rotations, [token_ids], kv_range=kv_range)
-        return _logprobs(self._ops.head(hidden[:-1], self.weights.lm_head), token_ids[1:])
-
     def _verify(self, model: nn.Module, version: int) -> float:
-        """The canary's mean |log-prob gap|; raises where the copy is not sound."""
+        """The canary's mean |log-prob gap|; raises if the copy is not sound."""
         ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
         expected = score_with(model, ids)
         bound = canary_bound(self.quant, *dtypes)
@@ -223,23 +217,23 @@ class LocalEngine:
             self._decode_canary(ids),
             bound=canary_bound(self.quant, *dtypes, kv=self.kv),
             version=version,
-            by="decoded with the KV cache",
+            path="decoded with the KV cache",
         )
-        self.weights.check(model, version)
+        self._sync.check(version)
         return gap
 
     def _score_canary(self, token_ids: Sequence[int]) -> Tensor:
-        """Its keys and values also give an FP8 cache its range."""
+        """Log-probs by prefill; the keys and values give an FP8 cache its range."""
         if self.memory.scale is None:
-            return self._score(token_ids)
+            return self.score(token_ids)
         sample = KVRange.empty(self.weights)
-        scores = self._score(token_ids, sample)
+        scores = self.score(token_ids, sample)
         self.memory.set_range_(sample)
         return scores
 
     @torch.no_grad()
     def _decode_canary(self, token_ids: Sequence[int]) -> Tensor:
-        """The same log-probs by what tokens are sampled with: the decode step and its cache."""
+        """The same log-probs from what samples the tokens: the decode step and its cache."""
         *prefix, _ = token_ids
         cache = self.memory.make_small(len(prefix))
         logits = decode_sequence(self.weights, self._ops, self._rotations, cache, prefix)
@@ -250,7 +244,7 @@ class LocalEngine:
             self._rotations = Rotations.up_to(length, self.weights)
 
     def _clock(self) -> float:
-        """Seconds, when the device has done all it was told to."""
+        """Seconds, once the device is idle."""
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()

@@ -1,7 +1,7 @@
-"""One call's completions in the making: admit, reserve, launch, read, until all have finished.
+"""Completions in the making: admit, reserve, launch, read, until all have finished.
 
-The host runs behind the device: it launches step n and then reads step n - depth. So a completion's
-end is seen `depth` steps late, and what its row sampled meanwhile is dropped.
+The host runs behind the device: it launches step n and then reads step n - depth. So it sees the
+end of a completion `depth` steps late, and drops what that row has sampled meanwhile.
 
 A generation can be interrupted and resumed at any step. What has been sampled is in the transcript;
 everything else (pages, rows, steps in flight) can be made again from it.
@@ -11,94 +11,114 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from qurl.errors import EngineError
 from qurl.rollout.checks import check_finite
-from qurl.rollout.local.graphs import Step
-from qurl.rollout.local.requests import Group, Request, Transcript
+from qurl.rollout.local.cache import PagePool
+from qurl.rollout.local.graphs import Step, Stepper
+from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
 from qurl.rollout.local.scheduler import Scheduler
 from qurl.rollout.sampler import request_key
 from qurl.rollout.stop import StopRule
-from qurl.types import Completion, Problem, Rollout, SamplingParams
-
-if TYPE_CHECKING:
-    from qurl.rollout.local.engine import LocalEngine
+from qurl.types import Problem, Rollout, SamplingParams
 
 REPORT_SECONDS = 0.5
 """Between two calls of `on_progress`."""
 
 
-class Generation:
-    """`params.group_size` completions of each problem, sampled step by step."""
+@dataclass(frozen=True)
+class Resources:
+    """What a generation borrows from its engine."""
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        problems: Sequence[Problem],
-        params: SamplingParams,
-        stop: StopRule,
-    ) -> None:
-        self.problems = list(problems)
+    stepper: Stepper
+    stop: StopRule
+    lengths: LengthHistory
+    vocabulary: int
+    max_batch: int
+    patience: float
+    """How long requests wait for company; see `Scheduler`."""
+    saves_pages: bool
+    """Save the pages of a preempted request instead of computing them again."""
+    check: Callable[[Sequence[Problem]], None]
+    """Raises for a problem that cannot be sampled."""
+    acquire: Callable[[Generation, Problem, int], PagePool]
+    """Pages for so many sequences, each as long as this problem's may become."""
+    release: Callable[[Generation], None]
+    get_version: Callable[[], int]
+    report: Callable[[int, int], None]
+    """Told the number of completions and of tokens now and then, and at the end."""
+    count_preemptions: Callable[[int], None]
+
+
+class Generation:
+    """A stream of rollouts, `params.group_size` completions each, sampled step by step."""
+
+    def __init__(self, params: SamplingParams, resources: Resources) -> None:
         self.params = params
-        self._engine = engine
-        self._stop = stop
-        num_requests = len(self.problems) * params.group_size
-        self._transcript = Transcript(num_requests, params.max_tokens)
-        self._completions: list[Completion | None] = [None] * num_requests
-        self._is_complete = np.zeros(num_requests, bool)
-        self._is_end = np.zeros(engine.vocabulary, bool)
-        self._is_end[[i for i in stop.token_ids if 0 <= i < engine.vocabulary]] = True
-        self._order = list(range(len(self.problems)))
-        if num_requests > engine.max_batch:
-            self._order = engine.lengths.order(self.problems)
+        self.num_completions = 0
+        """Finished ones."""
+        self._engine = resources
+        self._submitted: deque[Group] = deque()
+        self._open: dict[int, Group] = {}
+        """Unfinished groups by their first row of the transcript, in the order of admission."""
+        self._ready: deque[Group] = deque()
+        """Finished groups that have not been handed out."""
+        self._free: deque[int] = deque()
+        """First rows of groups that have been handed out."""
+        self._num_rows = 0
+        self._transcript = Transcript(0, params.max_tokens)
+        self._is_end = np.zeros(resources.vocabulary, bool)
+        ends = [i for i in resources.stop.token_ids if 0 <= i < resources.vocabulary]
+        self._is_end[ends] = True
         self._requests: dict[int, Request] = {}
         self._scheduler: Scheduler | None = None
+        self._longest = self._num_sequences = 0
+        """Of a prompt, and of the batch, that the pages were acquired for."""
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
         self._is_running = False
         self._is_interrupted = False
         self._next_report = 0.0
 
     @property
-    def num_completions(self) -> int:
-        """Finished ones."""
-        return int(self._is_complete.sum())
-
-    @property
     def num_tokens(self) -> int:
         """Sampled so far, those of unfinished completions included."""
-        return int(self._transcript.counts.sum())
+        return self._transcript.num_tokens
 
     @property
     def is_finished(self) -> bool:
-        return bool(self._is_complete.all())
+        return not self._open and not self._submitted
 
-    @property
-    def finished(self) -> list[Rollout]:
-        """Of the problems all of whose completions have finished, in the order of the problems."""
-        size = self.params.group_size
-        firsts = (i * size for i in range(len(self.problems)))
-        return [self._rollout(i) for i in firsts if self._is_complete[i : i + size].all()]
+    def submit(self, problems: Sequence[Problem]) -> None:
+        """Ask for completions of more problems; also while the generation runs."""
+        self._engine.check(problems)
+        num_groups = len(problems) + len(self._submitted) + len(self._open)
+        if num_groups * self.params.group_size > self._engine.max_batch:
+            problems = self._engine.lengths.order(problems)
+        self._submitted.extend([Group(p, [None] * self.params.group_size) for p in problems])
 
-    def rollouts(self) -> list[Rollout]:
-        """All of them, in the order of the problems.
+    def __iter__(self) -> Iterator[Rollout]:
+        """Rollouts as they finish. `interrupt` ends the loop early, and another one resumes."""
+        is_interrupted = False
+        while True:
+            while self._ready:
+                yield self._hand_out()
+            if is_interrupted or self.is_finished:
+                return
+            is_interrupted = self._run(until_rollout=True)
 
-        A rollout's version is the oldest that sampled any of its tokens: a generation that was
-        resumed after a sync has gone on with the new weights.
-        """
-        if not self.is_finished:
-            missing = len(self._completions) - self.num_completions
-            raise EngineError(
-                f"{missing} of {len(self._completions)} completions are unfinished; call run() "
-                "until it returns True"
-            )
-        return self.finished
+    def __enter__(self) -> Generation:
+        return self
 
-    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._submitted.clear()
+        self._open.clear()
+
     def run(self, max_steps: int | None = None) -> bool:
         """Go on, for at most so many decode steps; whether all completions have finished.
 
@@ -106,13 +126,36 @@ class Generation:
         """
         if max_steps is not None and max_steps < 0:
             raise EngineError(f"max_steps = {max_steps} must be at least 0, or None for no limit")
+        self._run(max_steps)
+        return self.is_finished
+
+    def interrupt(self) -> None:
+        """Stop after the steps in flight; nothing that was sampled is lost.
+
+        May be called from a signal handler, a callback or another thread. An idle generation stops
+        when it is next run.
+        """
+        self._is_interrupted = True
+
+    def release(self) -> None:
+        """Give pages and memory back. When it goes on, keys and values are computed again."""
         self._refuse_while_running()
+        self._forget()
+        self._engine.release(self)
+
+    @torch.no_grad()
+    def _run(self, max_steps: int | None = None, *, until_rollout: bool = False) -> bool:
+        """Go on until all is finished or a limit is reached; whether it was interrupted."""
+        self._refuse_while_running()
+        self._is_running = True
         try:
+            if self._scheduler is None:
+                self._catch_up()
             if not self.is_finished:
-                self._acquire()
-                self._is_running = True
-                self._loop(max_steps)
-            self._report(is_last=True)
+                self._loop(max_steps, until_rollout)
+            is_interrupted = self._is_interrupted
+            if is_interrupted or self.is_finished or not until_rollout:
+                self._report(is_last=True)
         except BaseException:
             self._forget()
             raise
@@ -120,51 +163,111 @@ class Generation:
             self._is_running = self._is_interrupted = False
         if self.is_finished:
             self.release()
-        return self.is_finished
+        return is_interrupted
 
-    def interrupt(self) -> None:
-        """Make `run` return after the steps in flight; nothing that was sampled is lost.
-
-        May be called from a signal handler, a callback or another thread. Without a run under way
-        it stops the next one.
-        """
-        self._is_interrupted = True
-
-    def release(self) -> None:
-        """Give pages and memory back. A later `run` computes keys and values again."""
-        self._refuse_while_running()
-        self._forget()
-        self._engine.take_back(self)
-
-    @property
-    def longest_problem(self) -> Problem:
-        """The one whose requests need the most pages."""
-        return max(self.problems, key=lambda p: len(p.prompt_ids))
-
-    def _loop(self, max_steps: int | None) -> None:
-        scheduler, depth, num_steps = self._scheduler, self._engine.depth, 0
-        assert scheduler is not None
-        while scheduler.has_work and num_steps != max_steps and not self._is_interrupted:
+    def _loop(self, max_steps: int | None, until_rollout: bool) -> None:
+        num_steps = 0
+        while num_steps != max_steps and not self._is_interrupted:
+            scheduler = self._prepare()
+            if not scheduler.has_work:
+                break
             self._admit(scheduler)
             self._reserve(scheduler)
             if scheduler.num_running:
                 self._launch(scheduler)
                 num_steps += 1
-            while len(self._in_flight) > depth:
+            while len(self._in_flight) > self._engine.stepper.depth:
                 self._read()
             self._report()
+            if until_rollout and self._ready:
+                return  # the device goes on with the steps in flight
         self._drain()
+
+    def _prepare(self) -> Scheduler:
+        """A scheduler that knows all requests, and pages for them."""
+        scheduler = self._scheduler
+        if scheduler is not None and not self._submitted:
+            return scheduler
+        fresh = self._take_in()
+        if scheduler is None:
+            return self._acquire(self._make_requests(self._open.values()))
+        requests = self._make_requests(fresh)
+        longest = max(len(g.problem.prompt_ids) for g in fresh)
+        if longest <= self._longest and self._most_sequences() <= self._num_sequences:
+            self._requests |= {r.index: r for r in requests}
+            scheduler.add(requests)
+            return scheduler
+        self._drain()
+        requests = [*scheduler.suspend(), *requests]
+        self._forget()
+        return self._acquire(requests)
+
+    def _take_in(self) -> list[Group]:
+        """Give submitted groups their rows of the transcript."""
+        size, fresh = self.params.group_size, []
+        busy = {i - i % size for _, indices in self._in_flight for i in indices.tolist()}
+        while self._submitted:
+            group = self._submitted[0]
+            if group.first < 0 and self._free and self._free[0] not in busy:
+                group.first = self._free.popleft()
+                self._transcript.clear(slice(group.first, group.first + size))
+            elif group.first < 0:
+                group.first, self._num_rows = self._num_rows, self._num_rows + size
+            self._open[group.first] = group
+            fresh.append(group)
+            self._submitted.popleft()
+        return fresh
+
+    def _catch_up(self) -> None:
+        """Finish what an exception has kept from finishing: its last token is in the transcript."""
+        unfinished = ~self._transcript.is_complete & (self._transcript.counts > 0)
+        for index in np.flatnonzero(unfinished).tolist():
+            self._complete(index)
+        for group in [g for g in self._open.values() if g.is_complete]:
+            self._close(group)
+
+    def _make_requests(self, groups: Iterable[Group]) -> list[Request]:
+        """The unfinished ones, group by group."""
+        self._transcript.reserve(self._num_rows)
+        requests, counts = [], self._transcript.counts
+        for group in groups:
+            members = [g for g, c in enumerate(group.completions) if c is None]
+            is_new = [bool(counts[group.first + member] == 0) for member in members]
+            group.num_unadmitted, group.prefix = sum(is_new), []
+            for member, new in zip(members, is_new, strict=True):
+                key = request_key(self.params.seed, group.problem.id, member)
+                requests.append(Request(group.first + member, group, key, self._transcript, new))
+        return requests
+
+    def _acquire(self, requests: list[Request]) -> Scheduler:
+        """Pages for all requests, and rows for as many as can run at once."""
+        engine, num_sequences = self._engine, self._most_sequences()
+        if num_sequences > self._num_sequences:  # twice as many, lest it grow again soon
+            num_sequences = max(num_sequences, min(2 * self._num_sequences, engine.max_batch))
+        problem = max((r.group.problem for r in requests), key=lambda p: len(p.prompt_ids))
+        pool = engine.acquire(self, problem, num_sequences)
+        self._longest, self._num_sequences = len(problem.prompt_ids), num_sequences
+        self._requests = {r.index: r for r in requests}
+        save = engine.stepper.decoder.cache.save if engine.saves_pages else None
+        self._scheduler = Scheduler(
+            requests, pool, engine.max_batch, patience=engine.patience, save=save
+        )
+        return self._scheduler
+
+    def _most_sequences(self) -> int:
+        """Requests that could run at once."""
+        return min(len(self._open) * self.params.group_size, self._engine.max_batch)
 
     def _admit(self, scheduler: Scheduler) -> None:
         """Let waiting requests join, with their keys and values in the cache."""
         admission = scheduler.admit()
         if not admission.started:
             return
-        actor, rows = self._engine.stepper.actor, self._engine.stepper.rows
-        actor.prefill(admission.prefills)
+        decoder, rows = self._engine.stepper.decoder, self._engine.stepper.rows
+        decoder.prefill(admission.prefills)
         for saved, pages in admission.restores:
-            actor.cache.restore_(saved, pages)
-        actor.cache.copy_(admission.copies)
+            decoder.cache.restore_(saved, pages)
+        decoder.cache.copy_(admission.copies)
         rows.start_(
             [r.row for r in admission.started if r.row is not None],
             [(r.last_token, r.num_tokens - 1, r.num_sampled, r.key) for r in admission.started],
@@ -187,7 +290,6 @@ class Generation:
         indices = scheduler.indices[: scheduler.num_rows].copy()
         num_keys = int(scheduler.lengths[: scheduler.num_rows].max())
         self._in_flight.append((stepper.launch(scheduler.num_rows, num_keys), indices))
-        self._engine.num_steps += 1
         scheduler.advance()
 
     def _drain(self) -> None:
@@ -198,91 +300,74 @@ class Generation:
         """Take over the tokens of the oldest step in flight."""
         step, indices = self._in_flight.popleft()
         tokens, logprobs = self._engine.stepper.read(step)
-        is_late = self._is_complete[indices]  # launched before the end was seen
+        is_late = self._transcript.is_complete[indices]  # launched before the end was seen
         if is_late.any():
             indices, tokens, logprobs = indices[~is_late], tokens[~is_late], logprobs[~is_late]
-        self._check_finite(indices, logprobs)
-        self._transcript.append(indices, tokens, logprobs, self._engine.version)
+        if not np.isfinite(logprobs).all():
+            for index, logprob in zip(indices.tolist(), logprobs.tolist(), strict=True):
+                position = int(self._transcript.counts[index])
+                check_finite(logprob, self._group_of(index).problem, position)
+        self._transcript.append(indices, tokens, logprobs, self._engine.get_version())
         counts = self._transcript.counts[indices]
         has_ended = self._is_end[tokens] | (counts == self.params.max_tokens)
         # Whether a string ends a completion takes its text.
-        may_end = indices if self._stop.strings else indices[has_ended]
+        may_end = indices if self._engine.stop.strings else indices[has_ended]
         for index in may_end.tolist():
             self._complete(index)
 
-    def _check_finite(self, indices: np.ndarray, logprobs: np.ndarray) -> None:
-        is_bad = ~np.isfinite(logprobs)
-        if is_bad.any():
-            index, logprob = int(indices[is_bad][0]), float(logprobs[is_bad][0])
-            problem = self.problems[index // self.params.group_size]
-            check_finite(logprob, problem, int(self._transcript.counts[index]))
+    def _group_of(self, index: int) -> Group:
+        return self._open[index - index % self.params.group_size]
 
     def _complete(self, index: int) -> None:
         """Finish a completion if its last token ends it."""
-        tail = self._transcript.tail(index, self._stop.tail_length)
-        finish = self._stop.finish(tail, int(self._transcript.counts[index]))
+        transcript, stop = self._transcript, self._engine.stop
+        tail = transcript.tail(index, stop.tail_length)
+        finish = stop.finish(tail, int(transcript.counts[index]))
         if finish is None:
             return
-        token_ids, logprobs = self._transcript.token_ids(index), self._transcript.logprobs(index)
-        self._completions[index] = self._stop.complete(token_ids, logprobs, finish)
-        self._is_complete[index] = True
-        problem = self.problems[index // self.params.group_size]
-        self._engine.lengths.record(problem, len(token_ids))
-        request = self._requests.get(index)
+        group, token_ids = self._group_of(index), transcript.token_ids(index)
+        group.completions[index - group.first] = stop.complete(
+            token_ids, transcript.logprobs(index), finish, transcript.versions(index)
+        )
+        transcript.is_complete[index] = True
+        self.num_completions += 1
+        self._engine.lengths.record(group.problem, len(token_ids))
+        request = self._requests.pop(index, None)
         if self._scheduler is not None and request is not None and request.row is not None:
             self._scheduler.leave(request)
+        if group.is_complete:
+            self._close(group)
 
-    def _acquire(self) -> None:
-        """Pages and rows for the unfinished requests, unless they still have theirs."""
-        if self._scheduler is not None:
-            return
-        for index in np.flatnonzero(~self._is_complete & (self._transcript.counts > 0)).tolist():
-            self._complete(index)  # where an exception came between a token and its consequences
-        pool = self._engine.lend(self)
-        save = self._engine.stepper.actor.cache.save if self._engine.deterministic else None
-        requests = self._make_requests()
-        self._requests = {r.index: r for r in requests}
-        self._scheduler = Scheduler(
-            requests, pool, self._engine.max_batch, patience=self._engine.patience, save=save
-        )
+    def _close(self, group: Group) -> None:
+        if group not in self._ready:
+            self._ready.append(group)
+        self._open.pop(group.first, None)
 
-    def _make_requests(self) -> list[Request]:
-        """The unfinished ones, problem by problem, longest expected first."""
-        size, seed = self.params.group_size, self.params.seed
-        requests = []
-        for i in self._order:
-            problem, first = self.problems[i], i * size
-            members = [j for j in range(first, first + size) if not self._is_complete[j]]
-            is_new = {j: self._transcript.counts[j] == 0 for j in members}
-            group = Group(num_unadmitted=sum(is_new.values()))
-            for j in members:
-                key = request_key(seed, problem.id, j - first)
-                requests.append(Request(j, problem, group, key, self._transcript, bool(is_new[j])))
-        return requests
+    def _hand_out(self) -> Rollout:
+        group = self._ready.popleft()
+        self._open.pop(group.first, None)
+        self._free.append(group.first)
+        completions = [c for c in group.completions if c is not None]
+        version = min(v for c in completions for v in c.versions)
+        return Rollout(group.problem, completions, version, self.params.temperature)
 
     def _refuse_while_running(self) -> None:
         """A callback, or another thread, must not pull the pages away under a step."""
         if self._is_running:
             raise EngineError(
-                "sync, generate, start, run and release cannot be called while a generation runs, "
-                "as from on_progress; call its interrupt(), and go on when run() has returned"
+                "sync, generate, run and release cannot be called while a generation runs, as from "
+                "on_progress; call its interrupt(), and go on when it has stopped"
             )
 
     def _forget(self) -> None:
         """Drop pages, rows and steps in flight, all of which the transcript can bring back."""
         if self._scheduler is not None:
-            self._engine.num_preemptions += self._scheduler.num_preemptions
+            self._engine.count_preemptions(self._scheduler.num_preemptions)
         self._scheduler = None
         self._requests = {}
         self._in_flight.clear()
 
-    def _rollout(self, first: int) -> Rollout:
-        size = self.params.group_size
-        completions = [c for c in self._completions[first : first + size] if c is not None]
-        version = int(self._transcript.versions[first : first + size].min())
-        return Rollout(self.problems[first // size], completions, version, self.params.temperature)
-
     def _report(self, *, is_last: bool = False) -> None:
-        if self._engine.on_progress and (is_last or time.monotonic() >= self._next_report):
+        if is_last or time.monotonic() >= self._next_report:
             self._next_report = time.monotonic() + REPORT_SECONDS
-            self._engine.on_progress(self.num_completions, self.num_tokens)
+            self._engine.report(self.num_completions, self.num_tokens)

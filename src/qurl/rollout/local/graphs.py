@@ -1,7 +1,7 @@
 """Decode steps over fixed buffers: computed at once on a CPU, replayed CUDA graphs on a GPU.
 
-What a step needs to know of its rows lies on the device, and the step itself moves it on to the
-next token. So the host can launch step n + 1 before it has seen what step n sampled.
+The state of the rows lies on the device, and each step moves it on to the next token. So the host
+can launch step n + 1 before it has seen what step n sampled.
 
 Shapes: B rows of the buffers, P pages of a row.
 """
@@ -17,15 +17,11 @@ import torch
 from torch import Tensor
 
 from qurl.errors import EngineError
-from qurl.rollout.local.cache import KVCache, upload
-from qurl.rollout.local.decoder import decode, prefill, table_width
-from qurl.rollout.local.ops import Ops, Rotations
-from qurl.rollout.local.weights import Weights
+from qurl.rollout.local.cache import upload
+from qurl.rollout.local.decoder import Decoder, table_width
 from qurl.rollout.sampler import RowParams
 from qurl.types import SamplingParams
 
-PREFILL_TOKENS = 8192
-"""Most prompt tokens in one forward; a longer prompt goes alone."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 ROW_STEP = 512
 """Between the buckets beyond the last of `ROW_BUCKETS`."""
@@ -36,10 +32,7 @@ TOKEN, POSITION, COUNTER, KEY, ACTIVE = range(5)
 
 def row_bucket(num_rows: int) -> int:
     """Rows of the smallest graph that has so many."""
-    for bucket in ROW_BUCKETS:
-        if num_rows <= bucket:
-            return bucket
-    return _round_up(num_rows, ROW_STEP)
+    return next((b for b in ROW_BUCKETS if num_rows <= b), _round_up(num_rows, ROW_STEP))
 
 
 def key_bucket(num_keys: int) -> int:
@@ -47,45 +40,12 @@ def key_bucket(num_keys: int) -> int:
     return max(FEWEST_KEYS, 1 << (num_keys - 1).bit_length())
 
 
-@dataclass(frozen=True)
-class Actor:
-    """The quantized copy, ready to run."""
-
-    weights: Weights
-    ops: Ops
-    rotations: Rotations
-    cache: KVCache
-
-    def prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
-        """Compute keys and values of (tokens, pages) each, several jobs per forward."""
-        batch, num_tokens = [], 0
-        for job in jobs:
-            if batch and num_tokens + len(job[0]) > PREFILL_TOKENS:
-                self._prefill(batch)
-                batch, num_tokens = [], 0
-            batch.append(job)
-            num_tokens += len(job[0])
-        if batch:
-            self._prefill(batch)
-
-    def addresses(self) -> tuple[object, ...]:
-        """Everything a graph of a step holds on to: it is valid while this stays the same."""
-        cache = self.cache
-        coding = [x.data_ptr() for x in (cache.scale, cache.center) if x is not None]
-        return (
-            *self.weights.addresses(),
-            *(cache.data.data_ptr(), cache.data.shape, *coding),
-            *(self.rotations.cos.data_ptr(), self.rotations.sin.data_ptr()),
-        )
-
-    def _prefill(self, batch: Sequence[tuple[list[int], list[int]]]) -> None:
-        prompts, tables = zip(*batch, strict=True)
-        prefill(self.weights, self.ops, self.rotations, prompts, self.cache, tables)
-
-
 class Rows:
-    """The state of the batch on the device. A row that nobody uses is all zero: token 0 at
-    position 0 of the scratch page, and it stays so because it is not active."""
+    """The state of the batch on the device.
+
+    An unused row is all zero: token 0 at position 0 of the scratch page. It stays so because it is
+    not active.
+    """
 
     def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
         self.numbers = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
@@ -158,13 +118,13 @@ class Stepper:
         self.is_bucketed = is_bucketed
         self.depth = depth
         self.rows = Rows(0, 0, device)
-        self._actor: Actor | None = None
+        self._decoder: Decoder | None = None
         self._params = RowParams.stack([SamplingParams()], device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[object, ...] = ()
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device) if use_graphs else None
-        self._num_launched = 0
+        self.num_launched = 0
         self._results: list[Tensor] = []
 
     @property
@@ -172,31 +132,37 @@ class Stepper:
         return len(self._graphs)
 
     @property
-    def actor(self) -> Actor:
-        assert self._actor is not None, "the stepper has not been prepared"
-        return self._actor
+    def decoder(self) -> Decoder:
+        assert self._decoder is not None, "the stepper has not been prepared"
+        return self._decoder
 
     def forget(self) -> None:
-        """Let go of the actor, whose cache may be freed. Graphs stay: they hold addresses only."""
-        self._actor = None
+        """Let go of the decoder and its cache. Graphs stay: they hold addresses only."""
+        self._decoder = None
 
-    def prepare(self, actor: Actor, num_tokens: int, params: SamplingParams) -> None:
+    def prepare(self, decoder: Decoder, num_tokens: int, params: SamplingParams) -> None:
         """Empty rows for sequences of up to `num_tokens`, sampled like this."""
-        self._actor = actor
-        num_rows = _round_up(self.max_batch, actor.ops.row_multiple)
-        page_size = actor.cache.page_size
+        self._decoder = decoder
+        num_rows = _round_up(self.max_batch, decoder.ops.row_multiple)
+        page_size = decoder.cache.page_size
         num_pages = -(-_round_up(num_tokens, FEWEST_KEYS) // page_size)
         num_columns = table_width(num_pages, page_size)
         if self.rows.table.shape[0] != num_rows or self.rows.table.shape[1] < num_columns:
             self.rows = Rows(num_rows, num_columns, self.device)
-            self._results = self._allocate_results(num_rows)
+            # A ring: while the host reads one, the steps in flight write the others.
+            ring, is_pinned = range(self.depth + 1), self.device.type == "cuda"
+            shape = (2, num_rows)
+            self._results = [
+                torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in ring
+            ]
         self.rows.clear_()
         self._set_params(params)
         if self.use_graphs:
-            addresses = (*actor.addresses(), self.rows.numbers.data_ptr(), num_rows)
+            addresses = (*decoder.addresses(), self.rows.numbers.data_ptr(), num_rows)
             addresses = (*addresses, self.rows.table.data_ptr(), self.rows.table.shape)
             if addresses != self._addresses:
-                self._drop_graphs()
+                self._graphs.clear()
+                self._pool = torch.cuda.graph_pool_handle()
             self._addresses = addresses
 
     def launch(self, num_rows: int, num_keys: int) -> Step:
@@ -221,23 +187,20 @@ class Stepper:
 
     def _padded(self, num_rows: int) -> int:
         rows = min(row_bucket(num_rows), self.max_batch) if self.is_bucketed else num_rows
-        return _round_up(rows, self.actor.ops.row_multiple)
+        return _round_up(rows, self.decoder.ops.row_multiple)
 
     def _num_columns(self, num_keys: int) -> int:
-        page_size = self.actor.cache.page_size
+        page_size = self.decoder.cache.page_size
         if self.is_bucketed:
             return -(-key_bucket(num_keys) // page_size)
         return table_width(-(-num_keys // page_size), page_size)
 
     def _compute(self, rows: int, columns: int) -> None:
         """Decode, sample, and move the state on to the next token."""
-        actor, numbers, output = self.actor, self.rows.numbers[:, :rows], self.rows.output
+        numbers, output = self.rows.numbers[:, :rows], self.rows.output
         token, position, counter, key, active = numbers
-        table = self.rows.table[:rows, :columns]
-        logits = decode(
-            actor.weights, actor.ops, actor.rotations, actor.cache, token, position, table
-        )
-        drawn, logprobs = actor.ops.sample(logits, key, counter, self._params)
+        logits = self.decoder.decode(token, position, self.rows.table[:rows, :columns])
+        drawn, logprobs = self.decoder.ops.sample(logits, key, counter, self._params)
         output[0, :rows] = drawn
         output[1, :rows] = logprobs.float().view(torch.int32)
         torch.mul(drawn, active, out=token)
@@ -265,7 +228,7 @@ class Stepper:
         try:
             with torch.cuda.stream(self._stream):
                 self._compute(rows, columns)
-                # It has written the keys that it will write again, but as a step it does not count.
+                # It wrote keys that the replay writes again, but it does not count as a step.
                 self.rows.numbers.copy_(numbers)
         finally:
             main.wait_stream(self._stream)  # also what was launched before an exception
@@ -277,10 +240,6 @@ class Stepper:
             self._compute(rows, columns)
         return graph
 
-    def _drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
-
     def _set_params(self, params: SamplingParams) -> None:
         """In place: graphs hold the addresses."""
         fresh = RowParams.stack([params], self.device)
@@ -288,18 +247,9 @@ class Stepper:
             getattr(self._params, name).copy_(getattr(fresh, name))
         self._params = replace(self._params, has_filter=fresh.has_filter)
 
-    def _allocate_results(self, num_rows: int) -> list[Tensor]:
-        """A ring: while the host reads one, the steps in flight write the others."""
-        is_pinned = self.device.type == "cuda"
-        shape = (2, num_rows)
-        return [
-            torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned)
-            for _ in range(self.depth + 1)
-        ]
-
     def _copy_results(self, num_rows: int) -> Step:
-        results = self._results[self._num_launched % len(self._results)]
-        self._num_launched += 1
+        results = self._results[self.num_launched % len(self._results)]
+        self.num_launched += 1
         results.copy_(self.rows.output, non_blocking=True)
         is_done = None
         if self.device.type == "cuda":

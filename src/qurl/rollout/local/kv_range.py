@@ -2,13 +2,12 @@
 
     center = mean of the keys of a head;   amax = largest |key - center|, and largest |value|
 
-Keys are stored less their center. Attention needs no correction for it: q . (k - c) = q . k - q . c
-differs from q . k by the same number for every key, and softmax does not see that. Where the bias
-of k_proj is large (Qwen2.5), what is left is a tenth as large as the keys, and so is the error of
-its codes.
+The cache stores k - center. Attention needs no correction: q . (k - c) = q . k - q . c differs from
+q . k by the same number for every key, which softmax ignores. If the bias of k_proj is large
+(Qwen2.5), k - center is a tenth as large as k, and so is the error of its codes.
 
-A key turns with its position. So each key of the sample is turned on to positions over the whole
-context: channels that turn fast have a mean near 0 and keep it, slow ones have one that holds
+A key turns with its position. So each key of the sample is turned to positions over the whole
+context. Channels that turn fast then have a mean near 0, slow ones have a mean that holds
 everywhere, and the range covers all positions.
 
 Shapes: N tokens of the sample, H_kv key heads, D head_dim.
@@ -29,10 +28,10 @@ _FIRST_TURN = 32
 
 @dataclass(frozen=True)
 class KVRange:
-    """What a sample tells, layer by layer."""
+    """What a sample of keys and values shows, layer by layer."""
 
     center: Tensor  # [layers, H_kv, D] of the keys
-    amax: Tensor  # [layers, 2, H_kv] of the keys less their center, and of the values
+    amax: Tensor  # [layers, 2, H_kv] of key - center, and of the values
     cos: Tensor  # [turns, D / 2]
     sin: Tensor  # [turns, D / 2]
 

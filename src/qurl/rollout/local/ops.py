@@ -1,17 +1,15 @@
-"""The operations that the decoder is made of; there is one set for torch and one in Triton.
+"""The operations that the decoder is made of; one set uses torch, one Triton.
 
-An `Operand` is what a projection takes (numbers, or codes with a scale per token), a `Product` what
-it gives (finished, or parts that the next operation sums up). On one thread of a CPU and in
-deterministic mode a row's result does not depend on the other rows. Else the number of rows may
-decide how a GPU cuts a sum, ours by plan and cuBLAS's by its own choice, which shows in the last
-bits.
+A projection takes an `Operand` (numbers, or codes with a scale per token) and gives a `Product`
+(finished, or parts that the next operation sums up). On one thread of a CPU and in deterministic
+mode a row's result does not depend on the other rows. Otherwise the number of rows may decide how a
+GPU splits a sum, and the last bits depend on it.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qurl.errors import EngineError
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams
@@ -47,13 +44,13 @@ class LayerCache:
     """Keys and values of one layer."""
 
     data: Tensor  # [2, pages, page_size, H_kv, D]
-    scale: Tensor | None  # [2, H_kv]: value = code * scale, where the cache holds codes
-    center: Tensor | None = None  # [H_kv, D]: coded keys are stored less this (`kv_range`)
+    scale: Tensor | None  # [2, H_kv]: value = code * scale, if the cache holds codes
+    center: Tensor | None = None  # [H_kv, D]: subtracted from coded keys (`kv_range`)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where packed tokens stand: in their sequences, and in the cache."""
+    """Where packed tokens are, in their sequences and in the cache."""
 
     positions: Tensor  # [N] int64
     slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
@@ -68,7 +65,7 @@ class Ops(Protocol):
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
-        """Embeddings [B, hidden] of one token per sequence in FP32, and where they stand."""
+        """Embeddings [B, hidden] of one token per sequence in FP32, and their places."""
         ...
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
@@ -130,34 +127,3 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B] and their log-probs [B]."""
         ...
-
-
-def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
-    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
-    if weights.device.type == "cuda":
-        try:
-            from qurl.rollout.local.fused import FusedOps
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            if deterministic:
-                raise EngineError(
-                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
-                    "torch's own products depend on the number of rows; install triton, or set "
-                    "rollout.deterministic = false"
-                ) from error
-            warnings.warn(
-                f"{error}: the engine runs on torch operations, which are many times slower; "
-                "install triton",
-                stacklevel=2,
-            )
-        else:
-            return FusedOps(weights, deterministic=deterministic)
-    elif deterministic and torch.get_num_threads() > 1:
-        raise EngineError(
-            "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
-            f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
-        )
-    from qurl.rollout.local.reference import ReferenceOps
-
-    return ReferenceOps(weights)

@@ -1,9 +1,9 @@
-"""The decoder's operations on torch primitives: the CPU's path, and the yardstick of the kernels.
+"""The decoder's operations on torch primitives: the CPU's path, and the reference for the kernels.
 
 With one thread a row's result does not depend on the other rows. This takes two precautions, both
-measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and that of
-the keys a multiple of `KEYS` (so that the vectorised softmax has no remainder). With more threads
-torch's attention gives other last bits, depending on which of them a row falls to.
+measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and the
+number of keys a multiple of `KEYS` (so that the vectorised softmax has no remainder). With more
+threads the last bits of torch's attention depend on the thread that computes a row.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """

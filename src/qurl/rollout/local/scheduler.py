@@ -1,9 +1,9 @@
-"""Continuous batching: who decodes now, who waits, and whose pages are taken when they run out.
+"""Continuous batching: who decodes now, who waits, and who is preempted when pages run out.
 
-A request's last token is never in the cache before it is decoded: prefill covers all tokens but
-the last, and every sampled token, the first included, comes out of a decode step. So a prompt is
-computed once for its whole group, each member starts by copying only the partly filled page that it
-will write to, and a preempted request resumes like a new one with a longer prompt.
+Prefill covers all tokens but the last, and every sampled token, the first included, comes out of a
+decode step. So a prompt is computed once for its whole group, each member copies only the partly
+filled page that it will write to, and a preempted request resumes like a new one with a longer
+prompt.
 
 Decode steps are launched before the tokens of earlier ones are read. The scheduler therefore counts
 launched steps, and the `Transcript` holds what has been read.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,10 +23,9 @@ from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool
 from qurl.rollout.local.requests import Request
 
 LOOKAHEAD = 64
-"""Tokens that pages are reserved ahead for, so that the page table seldom changes."""
+"""Tokens ahead for which pages are reserved, so that the page table seldom changes."""
 GPU_PATIENCE = 4.0
-"""Decode steps that the prefill of a few prompts takes as long as, by estimate, where the host
-launches its kernels one by one."""
+"""Estimated cost of a small prefill in decode steps: the host launches its kernels one by one."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Sequence[Request],
         pool: PagePool,
         max_batch: int,
         *,
@@ -61,18 +60,17 @@ class Scheduler:
     ) -> None:
         """`save` keeps the pages of a preempted request; without it they are computed again.
 
-        While others run, requests wait until the rows that they could have used have cost as much
-        as `patience` steps of the whole batch, which is what a prefill costs. So where completions
-        end one by one, prompts are not prefilled one by one.
+        While others run, requests wait until idle rows have cost as much as `patience` steps of the
+        whole batch, about the cost of a prefill. Completions that end one by one then do not cause
+        prefills one by one.
         """
         self.pool = pool
         self.max_batch = max_batch
-        self.waiting = deque(requests)
+        self.waiting: deque[Request] = deque()
         self.num_running = 0
         self.num_preemptions = 0
         self.is_table_changed = False
-        most_pages = max((pool.pages_for(r.most_cached) for r in self.waiting), default=0)
-        self.table = np.full((max_batch, most_pages), SCRATCH_PAGE, np.int32)
+        self.table = np.full((max_batch, 0), SCRATCH_PAGE, np.int32)
         self.indices = np.zeros(max_batch, np.int64)
         self.lengths = np.zeros(max_batch, np.int64)
         self._capacities = np.zeros(max_batch, np.int64)
@@ -84,6 +82,7 @@ class Scheduler:
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
         self._save = save
+        self.add(requests)
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +97,20 @@ class Scheduler:
         """In the order of their rows."""
         return [r for r in self._rows if r is not None]
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let more requests wait."""
+        self.waiting.extend(requests)
+        most_pages = max((self.pool.pages_for(r.most_cached) for r in requests), default=0)
+        if (missing := most_pages - self.table.shape[1]) > 0:
+            self.table = np.pad(self.table, ((0, 0), (0, missing)), constant_values=SCRATCH_PAGE)
+
+    def suspend(self) -> list[Request]:
+        """Preempt all that run, and return everybody in the order in which to go on."""
+        for request in sorted(self.running, key=lambda r: -r.serial):
+            self._preempt(request)
+        self._drop_prefixes()
+        return list(self.waiting)
+
     def admit(self) -> Admission:
         """Move requests from waiting to running."""
         admission = Admission()
@@ -107,7 +120,7 @@ class Scheduler:
             if not self._admit_next(admission):
                 break
         if not self.num_running and self.waiting:
-            # Alone and still no room: holding a prefix for later members is what does not fit.
+            # Alone and still no room: the prefix held for later members does not fit.
             self._drop_prefixes()
             self._admit_alone(self.waiting[0], admission)
         if admission.started:
@@ -117,8 +130,7 @@ class Scheduler:
     def reserve(self, *, can_preempt: bool = True) -> bool:
         """Room for the token of the coming step in every row.
 
-        When pages run out the newest requests are preempted, or where that may not happen the
-        answer is False.
+        If pages run out, it preempts the newest requests, or returns False if it may not.
         """
         short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
         if len(short) == 0:
@@ -128,9 +140,10 @@ class Scheduler:
             while request.row is not None and self._num_missing(request) > 0:
                 if self.pool.num_free:
                     self._extend(request, 1)
-                elif not (self._drop_prefixes() or self._take_back()):
+                elif not (self._drop_prefixes() or self._reclaim()):
                     if not can_preempt:
                         return False
+                    assert self.num_running > 1, "a single request fits: the engine has checked"
                     self._preempt(max(self.running, key=lambda r: r.serial))
         self._look_ahead()
         return True
@@ -148,7 +161,7 @@ class Scheduler:
         return moves
 
     def advance(self) -> None:
-        """A step has been launched; requests that have now sampled all they may leave the batch."""
+        """Count a launched step; requests that reach their longest length leave the batch."""
         if self.waiting:
             self._num_idle += self.max_batch - self.num_running
         lengths = self.lengths[: self.num_rows]
@@ -159,10 +172,10 @@ class Scheduler:
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Take a running request out of the batch, and its pages.
+        """Take a running request out of the batch and free its pages.
 
-        A step in flight may still write to these pages. Whoever gets them next writes later in
-        the same stream and reads only what it wrote.
+        A step in flight may still write to them. Their next holder writes later in the same stream
+        and reads only what it wrote.
         """
         row = request.row
         assert row is not None
@@ -195,7 +208,7 @@ class Scheduler:
             group.prefix = pool.allocate(num_prefix)
             admission.prefills.append((request.cached_tokens, group.prefix))
         if is_last:
-            # No further use for the prefix: the last member takes it over, partly filled page too.
+            # The last member takes the prefix over, including its partly filled page.
             request.pages, group.prefix = group.prefix, []
             request.pages += pool.allocate(wanted)
         else:
@@ -207,7 +220,7 @@ class Scheduler:
         return True
 
     def _admit_alone(self, request: Request, admission: Admission) -> None:
-        """With pages of its own for everything."""
+        """Admit a request that shares no page."""
         request.pages = self.pool.allocate(self.pool.pages_for(request.num_tokens))
         if request.saved is not None:
             admission.restores.append((request.saved, request.pages[: request.saved.shape[2]]))
@@ -232,11 +245,11 @@ class Scheduler:
         admission.started.append(request)
 
     def _has_room(self, num_pages: int) -> bool:
-        """Leaves a free page to each running request, or the newcomer would soon be preempted."""
+        """Whether a free page remains for each running request: else it would soon preempt."""
         return self.pool.num_free >= num_pages + self.num_running
 
     def _num_missing(self, request: Request) -> int:
-        """Pages that the request lacks for the coming step; negative: that it has in reserve."""
+        """Pages that the request lacks for the coming step; negative if it has some in reserve."""
         assert request.row is not None
         return self.pool.pages_for(int(self.lengths[request.row])) - len(request.pages)
 
@@ -245,7 +258,7 @@ class Scheduler:
         self._write_pages(request)
 
     def _look_ahead(self) -> None:
-        """Pages for some tokens more, unless that would leave no page to a newcomer."""
+        """Reserve pages for some more tokens, if enough remain for newcomers."""
         rows, page_size = slice(self.num_rows), self.pool.page_size
         lengths = np.minimum(self.lengths[rows] + self._lookahead, self._limits[rows])
         missing = -(-lengths // page_size) - self._capacities[rows] // page_size
@@ -256,7 +269,7 @@ class Scheduler:
                 assert request is not None, "gaps need nothing"
                 self._extend(request, int(missing[row]))
 
-    def _take_back(self) -> bool:
+    def _reclaim(self) -> bool:
         """Free the pages that were reserved ahead; whether there were any."""
         before = self.pool.num_free
         for request in self.running:
@@ -268,7 +281,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; tokens are kept, keys and values saved or recomputed."""
-        assert self.num_running > 1, "a single request fits: the engine has checked"
         num_cached = request.num_tokens - 1
         if self._save is not None and num_cached > 0:
             request.saved = self._save(request.pages[: self.pool.pages_for(num_cached)])
@@ -295,7 +307,7 @@ class Scheduler:
         self.is_table_changed = True
 
     def _drop_prefixes(self) -> bool:
-        """Give up prompts held for members still waiting; whether that freed a page."""
+        """Give up prompts held for waiting members; whether that freed a page."""
         before = self.pool.num_free
         for group in dict.fromkeys(request.group for request in self.waiting):
             self.pool.release(group.prefix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,19 +16,20 @@ Style = Literal["line", "smooth", "log", "stacked"]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps that logged a finite value of it."""
+    """The finite values of one metric."""
 
     label: str
     steps: Sequence[int]
+    """Row of metrics.jsonl; for an evaluation the number of updates, which is one more."""
     values: Sequence[float]
     low: Sequence[float] = ()
-    """Ends of the interval of each value, where there are any."""
+    """Ends of the interval of each value; empty for a metric without intervals."""
     high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share a pair of axes. `smooth` adds a moving average."""
+    """Curves on one pair of axes. `smooth` adds a moving average."""
 
     title: str
     note: str
@@ -38,6 +39,12 @@ class Chart:
 
 _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ("Reward", "Mean over the completions of a step.", "smooth", {"reward/mean": "reward"}),
+    (
+        "Held-out accuracy",
+        "Greedy accuracy by the precision of the weights, with 95% intervals.",
+        "line",
+        {},  # one curve for each precision that the run evaluates
+    ),
     (
         "Mismatch: KL",
         "KL(behav || prox) per token: how far the quantized actor is from the full-precision one.",
@@ -52,11 +59,11 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Clipping",
-        "Share of tokens that are clipped, and of those that ACR's wider bound lets through.",
+        "Share of tokens that are clipped, and of tokens that ACR's wider bound keeps.",
         "line",
         {"actor/pg_clipfrac": "clipped", "acr/rescued_frac": "rescued by ACR"},
     ),
-    ("Entropy", "Of the policy, per token.", "smooth", {"actor/entropy": "entropy"}),
+    ("Entropy", "Entropy of the policy per token.", "smooth", {"actor/entropy": "entropy"}),
     (
         "Response length",
         "Tokens per completion.",
@@ -71,7 +78,7 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Update visibility",
-        "Share of codes changed by a sync; cosine of an update with what the actor sees of it, and "
+        "Share of codes changed by a sync; cosine between an update and the actor's change, and "
         "their projection: at 1 the actor follows on average.",
         "line",
         {
@@ -85,42 +92,30 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
 
 def build_charts(metrics: Records) -> list[Chart]:
     """All charts for which the run has data."""
-    charts = [
-        Chart(
-            title,
-            note,
-            _present(
-                read_curve(metrics, name, label, above=0.0 if style == "log" else -math.inf)
-                for name, label in names.items()
-            ),
-            style,
-        )
-        for title, note, style, names in _CHARTS
-    ]
-    charts.insert(1, _accuracy_chart(metrics))
-    charts.append(_time_chart(metrics))
-    return [chart for chart in charts if chart.curves]
+    accuracies = {f"eval/{precision}/accuracy": precision for precision in find_precisions(metrics)}
+    charts = []
+    for title, note, style, names in _CHARTS:
+        curves = [
+            read_curve(metrics, name, label, is_positive=style == "log")
+            for name, label in (names or accuracies).items()
+        ]
+        charts.append(Chart(title, note, [curve for curve in curves if curve], style))
+    return [chart for chart in (*charts, _time_chart(metrics)) if chart.curves]
 
 
 def read_curve(
-    metrics: Records,
-    name: str,
-    label: str,
-    *,
-    has_interval: bool = False,
-    above: float = -math.inf,
+    metrics: Records, name: str, label: str, *, is_positive: bool = False
 ) -> Curve | None:
-    """The finite values of a metric that lie above a bound, or None where there are none.
-
-    With an interval, only steps that also have `<name>_low` and `<name>_high` count.
-    """
-    names = (name, f"{name}_low", f"{name}_high") if has_interval else (name,)
+    """The finite (positive) values of a metric with their intervals; None if there are none."""
+    names: tuple[str, ...] = (name,)
+    if any(f"{name}_low" in record for record in metrics):
+        names = (name, f"{name}_low", f"{name}_high")
     rows = [
-        (record["step"], *(float(record[n]) for n in names))
+        (record["step"] + name.startswith("eval/"), *(float(record[n]) for n in names))
         for record in metrics
         if all(n in record for n in names)
     ]
-    rows = [row for row in rows if all(map(math.isfinite, row)) and row[1] > above]
+    rows = [row for row in rows if all(map(math.isfinite, row)) and (row[1] > 0 or not is_positive)]
     return Curve(label, *(list(column) for column in zip(*rows, strict=True))) if rows else None
 
 
@@ -129,21 +124,13 @@ def find_precisions(metrics: Records) -> list[str]:
     return list(dict.fromkeys(name for record in metrics for name in find_accuracies(record)))
 
 
-def _accuracy_chart(metrics: Records) -> Chart:
-    curves = (
-        read_curve(metrics, f"eval/{precision}/accuracy", precision, has_interval=True)
-        for precision in find_precisions(metrics)
-    )
-    note = "Greedy, by the precision of the weights that answer, with 95% intervals."
-    return Chart("Held-out accuracy", note, _present(curves))
-
-
 def _time_chart(metrics: Records) -> Chart:
-    """Seconds of each part of a step; 0 where a part did not run."""
+    """Seconds of each part of a step; 0 if the part did not run."""
     timed = [
         (record["step"], values)
         for record in metrics
         if (values := {k: float(v) for k, v in record.items() if k.startswith("timing_s/")})
+        and record["step"] >= 0
     ]
     # Parts of every step at the bottom, those of a few steps (eval, save) on top.
     counts = Counter(name for _, values in timed for name in values)
@@ -153,7 +140,3 @@ def _time_chart(metrics: Records) -> Chart:
         for name, _ in counts.most_common()
     ]
     return Chart("Time per step", "Seconds, stacked.", curves, "stacked")
-
-
-def _present(curves: Iterable[Curve | None]) -> list[Curve]:
-    return [curve for curve in curves if curve is not None]

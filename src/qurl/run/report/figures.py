@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Lines and text take the page's colour, so that dark mode works."""
+"""Draws charts as inline SVG. Lines and text take the page's colour, so dark mode works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from qurl.run.report.charts import Chart, Curve
 
 _INK = "#010203"
-"""Stands for the page's text colour and is replaced in the SVG."""
+"""Placeholder that the SVG replaces by the page's text colour."""
 _COLORS = (
     *("#3b82f6", "#f97316", "#10b981", "#a855f7"),
     *("#ef4444", "#eab308", "#06b6d4", "#94a3b8"),
@@ -45,8 +45,8 @@ _SMOOTH_FROM = 40
 
 
 def draw_svg(chart: Chart) -> Markup:
-    """An <svg> element to put into a page."""
-    # The salt makes ids the same from run to run and different between the charts of a page.
+    """An <svg> element for a page."""
+    # The salt makes ids repeatable, and different between the charts of a page.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
         buffer = io.StringIO()
         _draw(chart).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -100,7 +100,7 @@ def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
 
 
 def _draw_stacked(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Bars of width 1, drawn as one outline per curve: a thousand steps stay a small file."""
+    """Bars of width 1, drawn as one outline per curve to keep the file small."""
     steps = np.asarray(curves[0].steps, dtype=float)
     edges = np.stack([steps - 0.5, steps + 0.5], 1).ravel()
     heights = [np.repeat(np.asarray(c.values, dtype=float), 2) for c in curves]
@@ -108,6 +108,6 @@ def _draw_stacked(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _moving_average(values: Sequence[float], width: int) -> np.ndarray:
-    """Centred, over the values that there are near the ends."""
+    """Centred average; near the ends over fewer values."""
     x, kernel = np.asarray(values, dtype=float), np.ones(2 * (width // 2) + 1)
     return np.convolve(x, kernel, "same") / np.convolve(np.ones_like(x), kernel, "same")

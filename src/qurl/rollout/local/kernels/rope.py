@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qurl.ops.rounding import EXACT, await_inputs, divide, narrow
 from qurl.quant.linear import Product
+from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kernels.product import (
     load_channels,
     load_product,
@@ -30,7 +31,6 @@ from qurl.rollout.local.kernels.product import (
     product_shape,
 )
 from qurl.rollout.local.ops import LayerCache, Places, Rotations
-from qurl.rollout.local.weights import Architecture
 
 _FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4

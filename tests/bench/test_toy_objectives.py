@@ -21,6 +21,14 @@ def result(*runs):
     }
 
 
+def test_evaluations_are_keyed_by_the_number_of_updates(tmp_path):
+    rows = [{"step": -1, "eval/full/accuracy": 0.1}, {"step": 0, "eval/full/accuracy": 0.2}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = toy.pick(toy.read_rows(path, "int8"), "eval/quantized/accuracy")
+    assert found == [[0, 0.1], [1, 0.2]]
+
+
 def test_accuracy_is_a_mean_of_the_last_evaluations_over_seeds():
     found = result(run("int8 tis", 0, 0.1, 0.5, 0.6, 0.7), run("int8 tis", 1, 0.1, 0.7, 0.8, 0.9))
     assert "| int8 tis | 0.700 [0.600, 0.800] |" in toy.make_table(found)

@@ -29,6 +29,7 @@ from benchmarks.paper.arms import COLUMNS, EXPERIMENTS, LAYER_GROUPS, TABLE_1, T
 from benchmarks.paper.baseline import answer_greedily
 from benchmarks.paper.results import Eval, Result
 from qurl.config import load_config
+from qurl.config.recipe import carry_over
 from qurl.errors import ConfigError, DataError
 from qurl.rollout.hf import HFEngine
 from qurl.run.directory import lock_run
@@ -66,7 +67,7 @@ def test_arms_of_an_experiment_differ(experiment):
 
 def test_kept_metrics_are_logged_somewhere():
     package = ROOT / "src" / "qurl"
-    readers = (package / "report", package / "track.py")  # they name metrics that others log
+    readers = (package / "run" / "report", package / "run" / "trackers.py")  # others log these
     files = [p for p in package.rglob("*.py") if not any(p.is_relative_to(r) for r in readers)]
     source = "".join(path.read_text() for path in files)
     plain = [name for name in COLUMNS if not name.startswith(("timing_s/", "uaq/"))]
@@ -335,7 +336,8 @@ def test_committed_results_are_of_the_arms_that_are_there(path):
     found = json.loads(path.read_text())
     arm = EXPERIMENTS[found["experiment"]].arm(found["arm"])
     files = {key: found["config"][key] for key in results.PATHS}
-    settings = {k: v for k, v in found["overrides"].items() if k not in arm.overrides}
+    overrides = carry_over(found["overrides"])
+    settings = {k: v for k, v in overrides.items() if k not in arm.overrides}
     here = run.Job(found["experiment"], arm, found["seed"], settings | files, Path(), Path())
     results.check_same_recipe(path, here.config)
 
@@ -352,6 +354,27 @@ def test_what_comes_back_from_a_run(tmp_path):
         "step": [0, 2],
         "reward/mean": [0.33333, None],
         "rollout_corr/kl": ["nan", None],
+    }
+
+
+def test_evaluations_are_keyed_by_the_number_of_updates(tmp_path):
+    """A run logs the evaluation after k updates in row k - 1, that of the untrained model in -1."""
+    rows = [
+        {"step": -1, "timing_s/eval": 1.0, "timing_s/sync": 9.0},
+        {"step": 0, "reward/mean": 0.5, "timing_s/sync": 3.0},
+        {"step": 1, "reward/mean": 0.75, "timing_s/sync": 4.0, "timing_s/eval": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [{"step": step, "precision": "full", "outcomes": "01"} for step in (-1, 1)]
+    (tmp_path / "evals.jsonl").write_text("".join(json.dumps(e) + "\n" for e in answers))
+    found = results.measure(tmp_path, load_config(None))
+    assert [e["step"] for e in found["evals"]] == [0, 2]
+    assert found["steps"] == 2
+    assert found["curves"] == {
+        "step": [0, 1, 2],
+        "reward/mean": [0.5, 0.75, None],
+        "timing_s/sync": [3.0, 4.0, None],
+        "timing_s/eval": [1.0, None, 2.0],
     }
 
 

@@ -1,30 +1,37 @@
-"""vLLM as a contender: in this process, with the same shapes, formats, prompts and lengths.
+"""vLLM's rollout speed on the workloads of `qurl bench rollout`, for comparison.
 
-Its weights are its own random ones: speed is compared, not the tokens. Written against vLLM 0.25.
+    python -m benchmarks.vllm_rollout --model 7B --quant int8 --kv none --workload A,B [--profile]
+
+Takes the flags of `qurl bench rollout` and adds to the same JSON file. vLLM runs in this process
+with the same shapes, formats, prompts and lengths, but with random weights of its own: we check the
+number of tokens and compare speed, not log-probs. Written against vLLM 0.25.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import tyro
 from torch import nn
 
+from qurl.bench.contenders import Setup
+from qurl.bench.limits import find_speed
+from qurl.bench.record import Record
+from qurl.bench.rollout import COLUMNS, Figures, RolloutBench, Session, measure_setup, plan
 from qurl.bench.shapes import Shape, model_config
+from qurl.bench.table import head
 from qurl.bench.workload import Workload
-from qurl.errors import ConfigError, EngineError
+from qurl.errors import ConfigError, EngineError, QurlError
 from qurl.types import Completion, Problem, SamplingParams
-
-if TYPE_CHECKING:
-    from qurl.bench.contenders import Setup
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -41,30 +48,45 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }
-"""vLLM is set up by environment variables; those that are set already win."""
+"""vLLM is configured by environment variables; those that are already set win."""
 KV_BLOCK = 16
-"""Tokens that vLLM gives memory to at once."""
+"""Tokens per block of vLLM's KV cache."""
 KV_SLACK = 1.1
 SHARE_THAT_MUST_BE_FREE = 0.02
-"""Of the GPU's memory, or vLLM does not start; otherwise unused where the KV cache has a size. Its
-default of 0.92 leaves no room for the model that our engine was measured with."""
+"""Share of the GPU's memory that must be free, or vLLM does not start. Unused otherwise, because we
+set the size of the KV cache."""
 
 
-def check_vllm(quant: str) -> None:
-    if quant not in FORMATS:
-        raise ConfigError(f"--against vllm can run {', '.join(FORMATS)}, not --quant {quant}")
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError(
-            "--against vllm needs the package 'vllm', which is not installed. "
-            "Install it with: pip install vllm"
+def run(bench: RolloutBench) -> list[Figures]:
+    """Measure vLLM on each workload; print a row for each and save it."""
+    device = torch.device("cuda")
+    setup, workloads = plan_vllm(bench, device)
+    record = Record("rollout", bench.out)
+    session = Session(bench, device, find_speed(device, bench.bandwidth), record)
+    contender = VllmContender(setup, workloads)
+    print(head(COLUMNS))
+    return [measure_setup(session, contender, setup, w, judge=None) for w in workloads]
+
+
+def plan_vllm(bench: RolloutBench, device: torch.device) -> tuple[Setup, list[Workload]]:
+    setups, workloads = plan(bench, device)
+    if len(setups) > 1:
+        raise ConfigError(
+            "give one model, one quant and one kv per command: vLLM keeps its memory until the "
+            "process ends"
         )
+    if setups[0].quant not in FORMATS:
+        raise ConfigError(f"vLLM can run {', '.join(FORMATS)}, not --quant {setups[0].quant}")
+    return Setup("vllm", setups[0].shape, setups[0].quant, setups[0].kv), workloads
 
 
 def import_vllm() -> Any:
     try:
         return importlib.import_module("vllm")
-    except ImportError as error:  # one of its many requirements, or another version of torch
-        raise EngineError(f"the package 'vllm' is there but cannot be imported: {error}") from error
+    except ImportError as error:  # it, one of its many requirements, or another version of torch
+        raise EngineError(
+            f"the package 'vllm' cannot be imported: {error}. Install it with: pip install vllm"
+        ) from error
 
 
 class VllmContender:
@@ -166,3 +188,16 @@ def _to_completion(output: Any) -> Completion:
         step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)
     ]
     return Completion(list(output.token_ids), logprobs, text="", finish="length")
+
+
+def main() -> int:
+    try:
+        run(tyro.cli(RolloutBench, prog="python -m benchmarks.vllm_rollout"))
+    except QurlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Episodes: completions of several turns, with tools in between.
+
+An episode is a generator function of a problem and the tokenizer, such as the one in
+`examples/episode_calculator.py`. It yields the token ids that the engine is to continue, first the
+prompt, and receives the completion of that turn. To go on, it yields all tokens so far with its own
+appended. To end, it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from qurl.errors import EngineError
+from qurl.plugins import load_plugin
+from qurl.rollout.engine import Engine, Stream, generate
+from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
+
+Episode = Callable[[Problem, Any], Generator[Sequence[int], Completion, None]]
+
+
+class EpisodeEngine:
+    """An engine whose completions are episodes, played over another engine.
+
+    `episode` is a function or its `module:name`. Tools run in this process, between two steps of
+    the engine. All turns and tool tokens together have at most `max_tokens` tokens.
+    """
+
+    def __init__(self, engine: Engine, episode: str | Episode, tokenizer: Any) -> None:
+        loaded = load_plugin(episode, "rollout.episode") if isinstance(episode, str) else episode
+        self.engine, self.tokenizer = engine, tokenizer
+        self.episode: Episode = loaded
+
+    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+        return self.engine.sync(source, version=version)
+
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        return self.engine.score(token_ids)
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
+        return generate(self, problems, params)
+
+    def stream(self, params: SamplingParams) -> Stream:
+        return _EpisodeStream(self, params)
+
+
+class _EpisodeStream:
+    """Plays the first turn of a problem as a group, so that its completions share the prompt. Later
+    turns are problems of their own in a second stream, which each joins when it is ready."""
+
+    def __init__(self, player: EpisodeEngine, params: SamplingParams) -> None:
+        self._player, self._params = player, params
+        self._new: list[Problem] = []
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, problems: Sequence[Problem]) -> None:
+        self._new += problems
+
+    def __iter__(self) -> Iterator[Rollout]:
+        engine, params = self._player.engine, self._params
+        while self._new:
+            groups = {problem.id: _Group(problem, self._player, params) for problem in self._new}
+            self._new = []
+            later: dict[str, tuple[_Group, int]] = {}
+            with engine.stream(params) as stream:
+                stream.submit([group.problem for group in groups.values()])
+                for rollout in stream:
+                    group = groups[rollout.problem.id]
+                    for g, turn in enumerate(rollout.completions):
+                        if group.take(g, turn, rollout.version):
+                            later[group.turns[g].id] = group, g
+                    yield from group.finished()
+            if not later:
+                continue
+            with engine.stream(dataclasses.replace(params, group_size=1)) as stream:
+                stream.submit([group.turns[g] for group, g in later.values()])
+                for rollout in stream:
+                    group, g = later.pop(rollout.problem.id)
+                    if group.take(g, rollout.completions[0], rollout.version):
+                        later[group.turns[g].id] = group, g
+                        stream.submit([group.turns[g]])
+                    yield from group.finished()
+
+
+class _Group:
+    """The completions of one problem in the making."""
+
+    def __init__(self, problem: Problem, player: EpisodeEngine, params: SamplingParams) -> None:
+        self._temperature, self._versions = params.temperature, []
+        self._attempts = [
+            _attempt(problem, g, player, params.max_tokens) for g in range(params.group_size)
+        ]
+        self._completions: dict[int, Completion] = {}
+        self.turns = [next(attempt) for attempt in self._attempts]
+        """The next turn of each completion, as a problem."""
+        prompts = {turn.prompt_ids for turn in self.turns}
+        if len(prompts) > 1:
+            raise EngineError(f"the episodes of problem {problem.id} begin with different prompts")
+        self.problem = dataclasses.replace(problem, prompt_ids=prompts.pop())
+
+    def take(self, number: int, turn: Completion, version: int) -> bool:
+        """Add a turn to a completion; is there another one?"""
+        self._versions.append(version)
+        try:
+            self.turns[number] = self._attempts[number].send(turn)
+        except StopIteration as done:
+            self._completions[number] = done.value
+        return number not in self._completions
+
+    def finished(self) -> Iterator[Rollout]:
+        """The rollout, if all its completions are done."""
+        if len(self._completions) == len(self._attempts):
+            completions = [self._completions[g] for g in range(len(self._attempts))]
+            yield Rollout(self.problem, completions, min(self._versions), self._temperature)
+
+
+def _attempt(
+    problem: Problem, number: int, player: EpisodeEngine, max_tokens: int
+) -> Generator[Problem, Completion, Completion]:
+    """Play one episode: yields each turn as a problem, receives it, and returns them all joined.
+
+    Every turn has an id of its own, so that engines draw anew.
+    """
+    turns = player.episode(problem, player.tokenizer)
+    tokens = _next(turns, None, problem)
+    end = len(tokens) + max_tokens
+    played: list[Completion] = []
+    while True:
+        id = f"{problem.id}/{number}/{len(played)}"
+        turn = yield dataclasses.replace(problem, id=id, prompt_ids=tuple(tokens))
+        turn = _cut(turn, end - len(tokens), player.tokenizer)
+        tokens += turn.token_ids
+        played.append(turn)
+        more = _next(turns, turn, problem) if turn.finish == "stop" else []
+        if not more:
+            return _join(played, turn.finish, player.tokenizer)
+        if len(more) >= end:  # no room for another turn
+            return _join(played, "length", player.tokenizer)
+        if more[: len(tokens)] != tokens:
+            raise EngineError(
+                f"the episode of problem {problem.id} changed tokens of earlier turns; it must "
+                "yield all tokens so far, and may append to them"
+            )
+        added, tokens = more[len(tokens) :], more
+        if num := len(added):
+            versions = [turn.versions[-1]] * num
+            played.append(Completion(added, [0.0] * num, "", "stop", [False] * num, versions))
+
+
+def _next(turns: Generator[Any, Any, None], turn: Completion | None, problem: Problem) -> list[int]:
+    """The tokens that the episode wants continued; none if it has returned."""
+    try:
+        return list(turns.send(turn))
+    except StopIteration:
+        if turn is not None:
+            return []
+        raise EngineError(f"the episode of problem {problem.id} yields no prompt") from None
+    except Exception as error:
+        raise EngineError(f"the episode of problem {problem.id} failed: {error!r}") from error
+
+
+def _cut(turn: Completion, num_left: int, tokenizer: Any) -> Completion:
+    """The first `num_left` tokens of a turn; they are distributed as if it had stopped there."""
+    if len(turn.token_ids) <= num_left:
+        return turn
+    ids, logprobs = turn.token_ids[:num_left], turn.logprobs[:num_left]
+    return Completion(
+        ids, logprobs, _decode(ids, tokenizer), "length", (), turn.versions[:num_left]
+    )
+
+
+def _join(played: Sequence[Completion], finish: Any, tokenizer: Any) -> Completion:
+    """One completion of all turns and tools. Stop strings cut the text of the last turn only."""
+    *earlier, last = played
+    return Completion(
+        token_ids=tuple(x for c in played for x in c.token_ids),
+        logprobs=tuple(x for c in played for x in c.logprobs),
+        text=_decode([x for c in earlier for x in c.token_ids], tokenizer) + last.text,
+        finish=finish,
+        trained=tuple(x for c in played for x in c.trained),
+        versions=tuple(x for c in played for x in c.versions),
+    )
+
+
+def _decode(token_ids: Sequence[int], tokenizer: Any) -> str:
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True) if tokenizer else ""

@@ -1,0 +1,298 @@
+"""How a sync writes the trainer's weights into the actor's buffers, and how it checks them.
+
+Codes are those of the weights that the trainer computes with: its FP32 masters rounded to its
+compute dtype. The actor must not see what that rounding hides from the trainer: masters begin on
+the grid of a checkpoint in BF16, and the first updates are smaller than its steps.
+
+Norms, embedding and lm_head share the trainer's storage where dtype and device agree. This relies
+on optimizers that update parameters in place: between syncs the actor sees them change.
+
+On a GPU a sync is one CUDA graph of all quantizations and copies. It is replayed as long as the
+trainer's parameters stay where they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qurl.errors import SyncError
+from qurl.ops.target import Target
+from qurl.quant import Format, Quantized, quantize
+from qurl.rollout.local.architecture import NORMS
+from qurl.rollout.local.weights import Projection, Weights
+
+_NUM_STREAMS = 4
+"""Weights that a sync codes at the same time."""
+_PROBE_STEP = 7919
+"""A prime, so that the spot check visits every row in the course of the versions."""
+Address = tuple[int, torch.dtype] | None
+"""Address and dtype of a parameter; None for an absent one, such as a bias."""
+Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
+"""Codes a source into a target, counting what changes; the source is rounded to the dtype."""
+
+
+class WeightSync:
+    """Keeps the actor's weights in step with the trainer's."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._pairs: list[tuple[int, Projection, nn.Linear]] = []
+        """Layer, rows of the actor's buffer, and the trainer's module that they hold."""
+        self._addresses: ParameterAddresses | None = None
+        self._transfer: Transfer | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._has_loaded = False
+
+    @torch.no_grad()
+    def load_(self, model: Any) -> float:
+        """Take over the trainer's weights; returns the share of codes that changed.
+
+        0 the first time and without quantization.
+        """
+        if self._transfer is None or not (self._addresses and self._addresses.hold_for(model)):
+            self._addresses = None
+            self._transfer = self._plan(model)
+            self._addresses = ParameterAddresses.of(model)
+        num_flips = self._transfer.run()
+        num_codes = sum(p.num_codes for p in self.weights.projections())
+        had_loaded, self._has_loaded = self._has_loaded, True
+        return num_flips / num_codes if num_codes and had_loaded else 0.0
+
+    @torch.no_grad()
+    def check(self, version: int) -> None:
+        """Spot-check the copy: one row or tile of every projection, another one at each version.
+
+        Quantization noise hides small errors from the canary prompt. This finds a stale, misplaced
+        or damaged row exactly.
+        """
+        classes: dict[tuple[torch.Size, torch.dtype], list[Probe]] = defaultdict(list)
+        for layer, view, module in self._pairs:
+            probe = Probe.of(layer, view.weight, module.weight.detach(), _PROBE_STEP * version)
+            classes[probe.source.shape, probe.source.dtype].append(probe)
+        layers = [probe.layer for probes in classes.values() for probe in probes]
+        format, dtype = self.weights.format, self.weights.compute_dtype
+        differs = torch.cat([_differ(probes, format, dtype) for probes in classes.values()])
+        if failed := [n for n, is_bad in zip(layers, differs.tolist(), strict=True) if is_bad]:
+            raise SyncError(
+                f"sync of version {version} failed: a projection of layer {min(failed)} in the "
+                "engine is not the quantized copy of the trainer's"
+            )
+
+    def _plan(self, model: Any) -> Transfer:
+        """What a sync from this model writes. What it shares is set at once."""
+        weights, body = self.weights, model.model
+        copies: list[tuple[Tensor, Tensor]] = []
+
+        def share(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+            """The parameter's own storage where dtype and device agree, else our copy of it."""
+            source = parameter.detach()
+            if source.dtype == dtype and source.device == weights.device:
+                return source
+            if name not in self._copies:
+                self._copies[name] = torch.empty(source.shape, dtype=dtype, device=weights.device)
+            copies.append((self._copies[name], source))
+            return self._copies[name]
+
+        self._pairs = []
+        for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
+            for name, module in source.named_modules():
+                kind = name.rpartition(".")[2]
+                if kind in layer.views:
+                    self._pairs.append((index, layer.views[kind], module))
+                elif kind in NORMS:
+                    tensor = share(f"layers.{index}.{kind}", module.weight, torch.float32)
+                    layer.norms[kind] = tensor
+        weights.embedding = share("embedding", body.embed_tokens.weight, weights.dtype)
+        weights.norm = share("norm", body.norm.weight, torch.float32)
+        is_tied = model.lm_head.weight is body.embed_tokens.weight
+        head = model.lm_head.weight
+        weights.lm_head = weights.embedding if is_tied else share("lm_head", head, weights.dtype)
+        codings: list[tuple[Tensor, Quantized]] = []
+        for _, view, module in self._pairs:
+            source = module.weight.detach()
+            if isinstance(view.weight, Quantized):
+                codings.append((source, view.weight))
+            else:
+                copies.append((view.weight, source))
+            if view.bias is not None and module.bias is not None:
+                copies.append((view.bias, module.bias.detach()))
+        return Transfer(codings, copies, weights.compute_dtype, weights.device)
+
+
+class Transfer:
+    """All that a sync writes: weights to quantize, and tensors to copy as they are.
+
+    On a GPU the first run is recorded and replayed from then on, because launching each kernel from
+    Python would take longer than the kernels.
+    """
+
+    def __init__(
+        self,
+        codings: Sequence[tuple[Tensor, Quantized]],
+        copies: Sequence[tuple[Tensor, Tensor]],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._codings = codings
+        self._copies = copies
+        self._compute_dtype = compute_dtype
+        self._kernel = _find_kernel(codings, device)
+        sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
+        self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._flips_of = self._flips.split(sizes)
+        self._num_flips = torch.zeros((), dtype=torch.int64, device=device)
+        is_local = all(source.device == device for _, source in copies)
+        is_fast = not codings or self._kernel is not None
+        self._can_record = device.type == "cuda" and is_local and is_fast
+        num_streams = _NUM_STREAMS if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> int:
+        """Write everything, wait for it, and return how many codes changed."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._write()  # before recording: a kernel is compiled when it is first launched
+            if self._can_record:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._write()
+                self._graph = graph
+        return int(self._num_flips)
+
+    def _write(self) -> None:
+        if self._kernel:
+            self._launch(self._kernel)
+        else:
+            self._num_flips.zero_()
+            for source, target in self._codings:
+                self._num_flips += _requantize_(source, target, self._compute_dtype)
+        if self._copies:
+            targets, sources = zip(*self._copies, strict=True)
+            torch._foreach_copy_(targets, sources)
+
+    def _launch(self, kernel: Requantizer) -> None:
+        """Several streams at once: most weights are too small to fill a GPU by themselves."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        turns = itertools.cycle(self._streams)
+        for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
+            with torch.cuda.stream(next(turns)) if self._streams else nullcontext():
+                kernel(source, target, flips.view_as(target.scale), self._compute_dtype)
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
+
+
+@dataclass(frozen=True)
+class ParameterAddresses:
+    """Where all parameters of a model lie.
+
+    It reads the dicts of their owners: `model.parameters()` takes five times as long, a good part
+    of a small model's sync.
+    """
+
+    model: nn.Module
+    children: Sequence[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]]
+    """(current, recorded) children of each module."""
+    parameters: Sequence[tuple[dict[str, nn.Parameter | None], str, Address]]
+    """The owner's dict, the name there and the recorded address of each parameter."""
+
+    @staticmethod
+    def of(model: nn.Module) -> ParameterAddresses:
+        modules = list(model.modules())
+        return ParameterAddresses(
+            model,
+            [(m._modules, dict(m._modules)) for m in modules if m._modules],
+            [(m._parameters, n, _address(p)) for m in modules for n, p in m._parameters.items()],
+        )
+
+    def hold_for(self, model: nn.Module) -> bool:
+        """Whether it is the same model, with every parameter where it was."""
+        return (
+            model is self.model
+            and all(current == recorded for current, recorded in self.children)
+            and all(_address(owner.get(name)) == at for owner, name, at in self.parameters)
+        )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A row or tile that shares one scale: the trainer's weight, and what is stored of it."""
+
+    layer: int
+    source: Tensor
+    stored: Tensor
+    scale: Tensor | None
+
+    @staticmethod
+    def of(layer: int, weight: Quantized | Tensor, source: Tensor, number: int) -> Probe:
+        """The `number`-th row or tile, modulo their count."""
+        if not isinstance(weight, Quantized):
+            row = number % len(source)
+            return Probe(layer, source[row], weight[row], None)
+        block = weight.format.block
+        down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
+        scale = weight.scale[down, across]
+        if block is None:
+            return Probe(layer, source[down], weight.codes[down], scale)
+        at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
+        tile, codes = _pad_tile(source[at], block), _pad_tile(weight.codes[at], block)
+        return Probe(layer, tile, codes, scale)
+
+
+def _address(parameter: nn.Parameter | None) -> Address:
+    return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
+
+
+def _find_kernel(
+    codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
+) -> Requantizer | None:
+    """The fused quantizer, where device, format and sources permit."""
+    if not codings or device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
+
+    has_sources = all(
+        s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s, _ in codings
+    )
+    has_format = codings[0][1].format.is_integer or Target.of(device).has_fp8
+    return requantize_ if has_sources and has_format else None
+
+
+def _requantize_(source: Tensor, target: Quantized, dtype: torch.dtype) -> Tensor:
+    """Rewrite codes and scale in place; returns how many codes changed."""
+    fresh = quantize(source.to(dtype), target.format)
+    # Compared as numbers: a zero that changes its sign is no flip.
+    num_flips = (target.codes.float() != fresh.codes.float()).sum()
+    target.codes.copy_(fresh.codes)
+    target.scale.copy_(fresh.scale)
+    return num_flips
+
+
+def _differ(probes: Sequence[Probe], format: Format | None, dtype: torch.dtype) -> Tensor:
+    """Which probes [n], all of one shape, are not what quantizing their source in `dtype` gives."""
+    source = torch.stack([p.source for p in probes])
+    stored = torch.stack([p.stored for p in probes])
+    if format is None:
+        return (source.to(stored.dtype) != stored).any(-1)
+    fresh = quantize(source.flatten(0, -2).to(dtype), format)
+    scale = torch.stack([p.scale for p in probes if p.scale is not None])
+    differs = fresh.codes.float() != stored.flatten(0, -2).float()
+    return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale)
+
+
+def _pad_tile(x: Tensor, block: int) -> Tensor:
+    rows, columns = x.shape
+    return F.pad(x, (0, block - columns, 0, block - rows))

@@ -42,11 +42,13 @@ from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
-from qurl.rollout.local.weights import Architecture
 from qurl.trainer.kernels import token_scores
 
 AMPERE, HOPPER = 80, 90
+TARGETS = {
+    AMPERE: Target("NVIDIA A100", (8, 0), 108),
+    HOPPER: Target("NVIDIA H200", (9, 0), 132),
+}
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
 """Kernels of a sync and of training, which run too long for their launch to matter."""
@@ -77,8 +79,7 @@ class Launch:
     """One call of a launcher, and what its kernels must look like."""
 
     name: str
-    call: Callable[[bool], Any]
-    """Takes `pdl`."""
+    call: Callable[[], Any]
     kernels: Mapping[str, Look]
     """Those that it launches."""
     targets: Sequence[int] = (AMPERE, HOPPER)
@@ -140,9 +141,9 @@ def matrices(kind: str, tokens: int, channels: int, depth: int) -> tuple[Operand
     return codes(tokens, depth, kind), codes(channels, depth, kind, is_weight=True)
 
 
-def planned(kind: str, tokens: int, channels: int, depth: int, pdl: bool) -> Plan:
+def planned(kind: str, tokens: int, channels: int, depth: int) -> Plan:
     """What the engine would launch; in deterministic mode, where it would ask cuBLAS."""
-    target = Target("NVIDIA H200", (9, 0), 132) if pdl else Target("NVIDIA A100", (8, 0), 108)
+    target = Target.of(torch.device("cpu"))
     modes = (Plans(target, deterministic=is_fixed) for is_fixed in (False, True))
     return next(plan for m in modes if (plan := m.choose(kind, tokens, channels, depth)))
 
@@ -150,10 +151,10 @@ def planned(kind: str, tokens: int, channels: int, depth: int, pdl: bool) -> Pla
 def multiply(
     kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
 ) -> Callable:
-    def call(pdl: bool) -> Any:
-        chosen = plan or planned(kind, tokens, channels, depth, pdl)
+    def call() -> Any:
+        chosen = plan or planned(kind, tokens, channels, depth)
         x, w = matrices(kind, tokens, channels, depth)
-        return gemm.multiply(x, w, None, torch.bfloat16, chosen, pdl=pdl)
+        return gemm.multiply(x, w, None, torch.bfloat16, chosen)
 
     return call
 
@@ -161,32 +162,32 @@ def multiply(
 def multiply_gated(
     kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
 ) -> Callable:
-    def call(pdl: bool) -> Any:
-        chosen = plan or planned(kind, tokens, channels, depth, pdl)
+    def call() -> Any:
+        chosen = plan or planned(kind, tokens, channels, depth)
         chosen = dataclasses.replace(chosen, splits=0)
         x, w = matrices(kind, tokens, channels, depth)
         amax = None if kind == "bf16" else floats(tokens)
-        return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax, pdl=pdl)
+        return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax)
 
     return call
 
 
 def add_norm(width: int, parts: int, format: str | None, *, clears: bool = False) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         delta = product(64, width, parts) if parts else numbers(64, width)
         f = None if format is None else get_format(format)
         clear = floats(64) if clears else None
         x, weight, dtype = floats(64, width), floats(width), torch.bfloat16
-        return rows.add_norm(x, delta, weight, 1e-6, f, dtype, clear=clear, pdl=pdl)
+        return rows.add_norm(x, delta, weight, 1e-6, f, dtype, clear=clear)
 
     return call
 
 
 def swiglu(width: int, parts: int, format: str | None, *, is_alternating: bool = False) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         gate_up = product(64, 2 * width, parts) if parts else numbers(64, 2 * width)
         f = None if format is None else get_format(format)
-        return rows.swiglu(gate_up, f, torch.bfloat16, is_alternating, pdl=pdl)
+        return rows.swiglu(gate_up, f, torch.bfloat16, is_alternating)
 
     return call
 
@@ -213,27 +214,27 @@ def rotate(
 ) -> Callable:
     """Without parts: a product that is finished, as that of a prompt is."""
 
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         head_dim, kv_heads = heads.head_dim, heads.kv_heads
         width = (heads.heads + 2 * kv_heads) * head_dim
         index = numbers(64, dtype=torch.int64)
         norm = floats(head_dim) if heads.has_norms else None
         has_codes = kv_dtype == FP8
-        arch = Architecture(1, heads.heads, kv_heads, head_dim, 1e-6, (None,))
         return rope.rotate_and_store(
             product(64, width, parts) if parts else numbers(64, width),
-            Places(index, index),
-            Rotations(floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
+            index,
+            (floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
             None if norm is None else (norm, norm),
-            LayerCache(
+            rope.PagedCache(
                 numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
+                index,
                 floats(2, kv_heads) if has_codes else None,
                 floats(kv_heads, head_dim) if has_codes else None,
             ),
-            arch,
-            torch.bfloat16,
+            num_kv_heads=kv_heads,
+            eps=1e-6,
+            dtype=torch.bfloat16,
             keep_kv=keep_kv,
-            pdl=pdl,
         )
 
     return call
@@ -242,7 +243,7 @@ def rotate(
 def attend(
     kv_dtype: torch.dtype, page_size: int, format: str | None, heads: Heads = QWEN2_7B
 ) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         head_dim, kv_heads = heads.head_dim, heads.kv_heads
         return attention.attend_pages(
             numbers(64, heads.heads, head_dim),
@@ -253,25 +254,24 @@ def attend(
             floats(2, kv_heads) if kv_dtype == FP8 else None,
             None if format is None else get_format(format),
             num_chunks=attention.chunks_for(2048),
-            pdl=pdl,
         )
 
     return call
 
 
-def sample(pdl: bool) -> Any:
+def sample() -> Any:
     index = numbers(64, dtype=torch.int64)
-    return sampling.sample_rows(floats(64, 152064), floats(1), index, index, pdl=pdl)
+    return sampling.sample_rows(floats(64, 152064), floats(1), index, index)
 
 
-def begin_step(pdl: bool) -> Any:
+def begin_step() -> Any:
     index = numbers(64, dtype=torch.int64)
     table = numbers(64, 32, dtype=torch.int32)
-    return step.begin_step(numbers(152064, 3584), index, index, table, 64, pdl=pdl)
+    return step.begin_step(numbers(152064, 3584), index, index, table, 64)
 
 
 def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         source = numbers(256, columns, dtype=dtype)
         target = codes(256, columns, format, is_weight=True)
         flips = numbers(*target.scale.shape, dtype=torch.int32)
@@ -280,23 +280,23 @@ def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Callable:
     return call
 
 
-def quantize_input(pdl: bool) -> Any:
-    return rows.quantize_rows(numbers(64, 3584), get_format("int8"), pdl=pdl)
+def quantize_input() -> Any:
+    return rows.quantize_rows(numbers(64, 3584), get_format("int8"))
 
 
 def quantize_with(format: str) -> Callable:
-    def call(pdl: bool) -> Any:
-        return rows.quantize_with(numbers(64, 18944), floats(64), get_format(format), pdl=pdl)
+    def call() -> Any:
+        return rows.quantize_rows(numbers(64, 18944), get_format(format), floats(64))
 
     return call
 
 
-def score_tokens(pdl: bool) -> Any:
-    return token_scores.score_rows(floats(64, 152064), numbers(64, dtype=torch.int64), 1.0, pdl=pdl)
+def score_tokens() -> Any:
+    return token_scores.score_rows(floats(64, 152064), numbers(64, dtype=torch.int64), 1.0)
 
 
 def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         row = floats(64)
         return token_scores.logit_gradients(
             floats(64, 152064),
@@ -307,37 +307,36 @@ def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Callable:
             grad_entropy=row if has_entropy else None,
             factor=1.0,
             dtype=dtype,
-            pdl=pdl,
         )
 
     return call
 
 
 def train_norm(dtype: torch.dtype, hidden: int = 896) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         return rms_norm.normalize(numbers(64, hidden, dtype=dtype), floats(hidden), 1e-6, BF16)
 
     return call
 
 
 def train_norm_gradients(dtype: torch.dtype, hidden: int = 896) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         x = numbers(64, hidden, dtype=dtype)
         return rms_norm.gradients(numbers(64, hidden), x, floats(hidden), floats(64))
 
     return call
 
 
-def train_gate(pdl: bool) -> Any:
+def train_gate() -> Any:
     return gate.gate_values(numbers(64, 4864), numbers(64, 4864))
 
 
-def train_gate_gradients(pdl: bool) -> Any:
+def train_gate_gradients() -> Any:
     return gate.gate_gradients(*(numbers(64, 4864) for _ in range(3)))
 
 
 def train_rotation(*, is_gradient: bool) -> Callable:
-    def call(pdl: bool) -> Any:
+    def call() -> Any:
         angles = floats(64, 64)
         return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
 
@@ -445,28 +444,26 @@ LAUNCHES = (
         {"add_norm_kernel": WIDE_LOADS.with_early(1)},
         targets=(HOPPER,),
     ),
-    Launch("swiglu to int8", swiglu(18944, 2, "int8"), {"map_row_kernel": WIDE_LOADS}),
-    Launch(
-        "swiglu of 40960 to int8", swiglu(40960, 2, "int8"), {"map_long_row_kernel": WIDE_LOADS}
-    ),
-    Launch("swiglu to bf16", swiglu(18944, 0, None), {"map_tile_kernel": WIDE_LOADS}),
+    Launch("swiglu to int8", swiglu(18944, 2, "int8"), {"map_kernel": WIDE_LOADS}),
+    Launch("swiglu of 40960 to int8", swiglu(40960, 2, "int8"), {"map_kernel": WIDE_LOADS}),
+    Launch("swiglu to bf16", swiglu(18944, 0, None), {"map_kernel": WIDE_LOADS}),
     Launch(
         "alternating swiglu to bf16",
         swiglu(18944, 0, None, is_alternating=True),
-        {"map_tile_kernel": WIDE_LOADS},
+        {"map_kernel": WIDE_LOADS},
     ),
     Launch(
         "alternating swiglu to fp8",
         swiglu(18944, 0, "fp8", is_alternating=True),
-        {"map_row_kernel": WIDE_LOADS},
+        {"map_kernel": WIDE_LOADS},
         targets=(HOPPER,),
     ),
-    Launch("input to int8", quantize_input, {"map_row_kernel": WIDE_LOADS}),
-    Launch("known maxima to int8", quantize_with("int8"), {"map_tile_kernel": WIDE_LOADS}),
+    Launch("input to int8", quantize_input, {"map_kernel": WIDE_LOADS}),
+    Launch("known maxima to int8", quantize_with("int8"), {"map_kernel": WIDE_LOADS}),
     Launch(
         "known maxima to fp8",
         quantize_with("fp8"),
-        {"map_tile_kernel": WIDE_LOADS},
+        {"map_kernel": WIDE_LOADS},
         targets=(HOPPER,),
     ),
     # Early are scale and bias of either half of a head, the heads' norms, and the cache's scale and
@@ -619,21 +616,20 @@ class AbsentGPU:
 def compiling(target: int) -> Iterator[list[tuple[str, Any]]]:
     """Kernels that are launched meanwhile are compiled instead, and listed."""
     compiled: list[tuple[str, Any]] = []
-    run, can_describe = JITFunction.run, gemm._can_describe
+    run, of = JITFunction.run, Target.of
 
     def compile_only(self, *args, warmup, **kwargs):
         kernel = run(self, *args, warmup=True, **kwargs)
         compiled.append((self.__name__, kernel))
         return kernel
 
-    # Launchers ask the device of their tensors what it can do, and a CPU stands for the newest.
-    gemm._can_describe = lambda matrix: target >= HOPPER and can_describe(matrix)
-    JITFunction.run = compile_only
+    # Launchers ask what the device of their tensors can do.
+    JITFunction.run, Target.of = compile_only, lambda device: TARGETS[target]
     triton.runtime.driver.set_active(AbsentGPU(target))
     try:
         yield compiled
     finally:
-        JITFunction.run, gemm._can_describe = run, can_describe
+        JITFunction.run, Target.of = run, of
 
 
 def compile_launch(job: tuple[int, int]) -> list[dict[str, Any]]:
@@ -641,7 +637,7 @@ def compile_launch(job: tuple[int, int]) -> list[dict[str, Any]]:
     launch, target = LAUNCHES[job[0]], job[1]
     try:
         with compiling(target) as compiled:
-            launch.call(target >= HOPPER)
+            launch.call()
         return [dataclasses.asdict(inspect(launch, target, *item)) for item in compiled]
     except Exception:
         return [{"launch": launch.name, "target": target, "error": traceback.format_exc()}]

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl.ops.target import Target
 from qurl.quant.formats import FORMATS, Quantized, quantize_activation
 from qurl.rollout.local.kernels.attention import CHUNK, Tiling, attend_pages, chunks_for
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PDL = Target.of(DEVICE).has_pdl
 BOUNDARIES = [0, 15, 16, 31, 64, CHUNK - 1, CHUNK, CHUNK + 1]
 
 
@@ -85,7 +83,6 @@ def attend(problem: Problem, format=None, **options):
         problem.window,
         problem.kv_scale,
         format,
-        pdl=PDL,
         **options,
     )
 

@@ -10,13 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from qurl.ops.target import Target
 from qurl.rollout.local.kernels.sampling import load_uniform, sample_rows
 from qurl.rollout.sampler import RowParams, sample, uniform
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PDL = Target.of(DEVICE).has_pdl
 
 
 @triton.jit
@@ -45,7 +43,7 @@ def reference(logits, temperature, keys, counters):
 
 
 def draw(logits, temperature, keys, counters, **options):
-    return sample_rows(logits, temperature, keys, counters, pdl=PDL, **options)
+    return sample_rows(logits, temperature, keys, counters, **options)
 
 
 def check_tokens(tokens, expected, logits, temperature, keys, counters):

@@ -243,7 +243,7 @@ def _finish_trial(session: Session, trial: Trial) -> GemmFigures:
     alone_us = None
     if not session.deadline.has_passed:
         setup = Setup(trial.problem, session.device, session.chip.l2_bytes)
-        if setup.pdl:
+        if Target.of(session.device).has_pdl:
             trial = trial.joined(measure(setup, with_prefetch(trial), has_library=False))
         alone_us = setup.time_alone(trial.best)
     figures = _figures(trial, alone_us, session.speed)

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qurl.ops.target import Target
-
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -159,8 +157,7 @@ def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor,
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
-        pdl = Target.of(logits.device).has_pdl
-        return token_scores.score_rows(logits, targets, factor, pdl=pdl)
+        return token_scores.score_rows(logits, targets, factor)
     z = logits.mul_(factor)
     log_z = z.logsumexp(-1)
     logp = z.gather(-1, targets[:, None]).squeeze(-1) - log_z
@@ -190,7 +187,6 @@ def _logit_gradients(
             grad_entropy,
             factor=factor,
             dtype=settings.compute_dtype,
-            pdl=Target.of(logits.device).has_pdl,
         )
     p = logits.mul_(factor).sub_(log_z[:, None]).exp_()
     gradient = -grad_logp[:, None] * p

@@ -170,16 +170,20 @@ def test_add_norm_quantizes_its_fp32_rows(num_rows, width, format):
 
 @both_dtypes
 @all_formats
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (17, 17), (3, 130), (2, 5000), (1, LONG)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (17, 17), (3, 130), (1, 5000)])
 def test_quantize_rows_is_quantize_activation(num_rows, width, format, dtype):
     x = (random(num_rows, width) * 5).to(dtype)
     assert_codes(quantize_rows(x.to(DEVICE), format), x, format)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8-block"])
-def test_many_rows(name):
-    x = random(255, 9)
+@both_dtypes
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_long_rows(name, dtype):
+    x, gate_up = (random(1, LONG) * 5).to(dtype), make_product(1, 1, 2 * LONG, BF16)
     assert_codes(quantize_rows(x.to(DEVICE), FORMATS[name]), x, FORMATS[name])
+    values = swiglu(on_device(gate_up), None, dtype)
+    assert isinstance(values, Tensor)
+    assert_codes(swiglu(on_device(gate_up), FORMATS[name], dtype), values, FORMATS[name])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -213,7 +217,7 @@ def test_ties_round_to_even(name):
 @all_formats
 @both_dtypes
 def test_quantize_rows_with_a_known_maximum(format, dtype):
-    x = (random(5, 1300) * 5).to(dtype)
+    x = (random(3, 1300) * 5).to(dtype)
     amax = x.float().abs().amax(-1)
     q = quantize_rows(x.to(DEVICE), format, amax.to(DEVICE))
     assert_codes(q, x, format)
@@ -259,7 +263,7 @@ def test_swiglu_of_alternating_channels_is_the_same(format, parts):
 
 @both_dtypes
 @all_formats
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 17), (17, 130), (2, 9000), (1, LONG)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 17), (5, 130), (1, 9000)])
 def test_swiglu_quantizes_rows_rounded_to_the_compute_dtype(num_rows, width, format, dtype):
     gate_up = on_device(make_product(1, num_rows, 2 * width, BF16))
     values = swiglu(gate_up, None, dtype)
@@ -269,7 +273,7 @@ def test_swiglu_quantizes_rows_rounded_to_the_compute_dtype(num_rows, width, for
 
 
 def test_rows_that_are_read_twice_give_the_same_codes(monkeypatch):
-    gate_up = on_device(make_product(2, 2, 2 * 9000, BF16))
+    gate_up = on_device(make_product(2, 1, 2 * 9000, BF16))
     kept = swiglu(gate_up, FORMATS["int8"], BF16)
     monkeypatch.setattr(rows, "_MAX_TILES_IN_PARTS", 0)
     assert_same(swiglu(gate_up, FORMATS["int8"], BF16), kept)
@@ -277,8 +281,8 @@ def test_rows_that_are_read_twice_give_the_same_codes(monkeypatch):
 
 @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=["none", *FORMATS])
 def test_a_row_does_not_depend_on_the_others(format):
-    x, weight = random(17, 260), random(260, seed=7)
-    delta, gate_up = make_product(2, 17, 260, BF16), make_product(2, 17, 520, BF16)
+    x, weight = random(5, 260), random(260, seed=7)
+    delta, gate_up = make_product(2, 5, 260, BF16), make_product(2, 5, 520, BF16)
     assert isinstance(delta, Partial)
     assert isinstance(gate_up, Partial)
 
@@ -291,7 +295,7 @@ def test_a_row_does_not_depend_on_the_others(format):
 
     all_h, all_x = run_add_norm(x, delta, weight, format, BF16)
     all_y = swiglu(on_device(gate_up), format, BF16)
-    for r in (slice(0, 1), slice(9, 10), slice(14, 17)):
+    for r in (slice(0, 1), slice(3, 5)):
         h, x_after = run_add_norm(x[r], take(delta, r), weight, format, BF16)
         assert torch.equal(x_after, all_x[r])
         assert_same(h, take_operand(all_h, r))

@@ -89,7 +89,9 @@ class FusedOps:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
     ) -> Operand:
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = _attend_packed(q, k, v, lengths, window)
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            bounds = bounds.to(q.device, non_blocking=True)
+            out = attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)
         else:
             out = attend_prompts(q, k, v, lengths, window)
         return out if self.format is None else quantize_rows(out, self.format)
@@ -117,7 +119,7 @@ class FusedOps:
             return finish(multiply(h, lm_head, None, torch.float32, plan))
         if not h.is_cuda:
             return F.linear(h, lm_head).float()
-        # Not rounded to BF16, whose last bit is 1/8 for logits near 16: a log-prob would inherit it.
+        # Not rounded to BF16, whose last bit at 16 is 1/8: a log-prob would inherit it.
         return torch.mm(h, lm_head.T, out_dtype=torch.float32)
 
     def sample(
@@ -181,12 +183,3 @@ class FusedOps:
         product = library_product(h, weight, bias, self.dtype)
         assert product is not None, "the table names the library only where it has the product"
         return product
-
-
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
-) -> Tensor:
-    """torch's flash attention over packed prompts: q [N, H, D], k and v [N, H_kv, D]."""
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    bounds = bounds.to(q.device, non_blocking=True)
-    return attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)

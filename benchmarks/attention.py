@@ -37,7 +37,6 @@ TILINGS = (
     Tiling(),
     Tiling(chunk=256),
     Tiling(chunk=1024),
-    Tiling(keys_first=False),
     Tiling(num_stages=2),
     Tiling(num_stages=4),
     Tiling(block=32, num_warps=2),

@@ -553,7 +553,7 @@ LAUNCHES = (
     Launch(
         "long fp32 weight to int8",
         partial(requantize_from, torch.float32, 40960, "int8"),
-        {"requantize_long_rows_kernel": WIDE_LOADS},
+        {"requantize_rows_kernel": WIDE_LOADS},
     ),
     Launch(
         "fp32 weight to fp8 in blocks",

@@ -189,10 +189,10 @@ def test_bfloat16():
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(chunk=256, keys_first=False),
+        Tiling(chunk=256),
         Tiling(chunk=512, block=32, num_warps=2, num_stages=2),
         Tiling(chunk=128, block=128, num_warps=8),
-        Tiling(chunk=64, block=16, num_warps=1, keys_first=False),
+        Tiling(chunk=64, block=16, num_warps=1),
     ],
 )
 @pytest.mark.parametrize("has_codes", [False, True])

@@ -48,7 +48,7 @@ def compiled(tmp_path_factory, request):
         [sys.executable, ROOT / "tests" / "kernels_compile.py", "--json", out],
         env=env,
         check=True,
-        timeout=300,
+        timeout=600,
     )
     results = {(launch.name, target): [] for launch in LAUNCHES for target in launch.targets}
     for entry in json.loads(out.read_text()):

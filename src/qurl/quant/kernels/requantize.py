@@ -76,15 +76,13 @@ def requantize_(
         arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
         arguments |= {"num_warps": 8, "maxnreg": 128}
         requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
-    elif columns > LONGEST_IN_REGISTERS:
-        arguments |= {"CHUNK": 4096, "num_warps": 16}
-        requantize_long_rows_kernel[(rows,)](**arguments)
     else:
-        arguments |= row_tiling(columns, source.itemsize)
-        requantize_rows_kernel[(rows,)](**arguments)
+        is_long = columns > LONGEST_IN_REGISTERS
+        tiling = {"CHUNK": 4096, "num_warps": 16} if is_long else _tile(columns, source.itemsize)
+        requantize_rows_kernel[(rows,)](**arguments, **tiling, IS_LONG=is_long)
 
 
-def row_tiling(columns: int, itemsize: int) -> dict[str, int]:
+def _tile(columns: int, itemsize: int) -> dict[str, int]:
     """How a program holds a row in registers: columns per load, and warps.
 
     A thread loads 16 bytes at once. Short rows have few warps and long ones many registers, so
@@ -112,62 +110,41 @@ def requantize_rows_kernel(
     IS_INT: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_LONG: tl.constexpr,
 ):
-    """One row, read once, in chunks that stay in registers."""
+    """One row in chunks, which stay in registers; a long one is read again, from the cache."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
     codes += row * CODE_STRIDE
-    values, held = (), ()
-    for first in tl.static_range(0, K, CHUNK):
-        column = first + columns
-        values += (_load(source + row * K + column, column < K, DTYPE),)
-        if first < _AHEAD * CHUNK:
-            held += (tl.load(codes + column, mask=column < K, other=0),)
-    row_scale = _scale_of(_peak(values), DTYPE, LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
-    for index in tl.static_range(len(values)):
-        column = index * CHUNK + columns
-        later = column + _AHEAD * CHUNK
-        if index + _AHEAD < len(values):
-            held += (tl.load(codes + later, mask=later < K, other=0),)
-        changes += _recode(
-            codes + column, values[index], held[index], row_scale, column < K, IS_INT
-        )
-    tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes, axis=0))
-
-
-@triton.jit
-def requantize_long_rows_kernel(
-    source,
-    codes,
-    scale,
-    flips,
-    scale_stride,
-    K: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One row, read twice; the second time it comes from the cache."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, CHUNK)
-    codes += row * CODE_STRIDE
-    peak = magnitude(tl.zeros([CHUNK], DTYPE))
-    for first in range(0, K, CHUNK):
-        column = first + columns
-        value = _load(source + row * K + column, column < K, DTYPE)
-        peak = tl.maximum(peak, magnitude(value))
-    row_scale = _scale_of(peak, DTYPE, LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, K, CHUNK):
-        column = first + columns
-        mask = column < K
-        value = _load(source + row * K + column, mask, DTYPE)
-        held = tl.load(codes + column, mask=mask, other=0)
-        changes += _recode(codes + column, value, held, row_scale, mask, IS_INT)
+    if IS_LONG:
+        peak = magnitude(tl.zeros([CHUNK], DTYPE))
+        for first in range(0, K, CHUNK):
+            column = first + columns
+            value = _load(source + row * K + column, column < K, DTYPE)
+            peak = tl.maximum(peak, magnitude(value))
+        row_scale = _scale_of(peak, DTYPE, LARGEST)
+        changes = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, K, CHUNK):
+            column = first + columns
+            value = _load(source + row * K + column, column < K, DTYPE)
+            held = tl.load(codes + column, mask=column < K, other=0)
+            changes += _recode(codes + column, value, held, row_scale, column < K, IS_INT)
+    else:
+        values, helds = (), ()
+        for first in tl.static_range(0, K, CHUNK):
+            column = first + columns
+            values += (_load(source + row * K + column, column < K, DTYPE),)
+            if first < _AHEAD * CHUNK:
+                helds += (tl.load(codes + column, mask=column < K, other=0),)
+        row_scale = _scale_of(_peak(values), DTYPE, LARGEST)
+        changes = tl.zeros([CHUNK], tl.int32)
+        for index in tl.static_range(len(values)):
+            column = index * CHUNK + columns
+            later = column + _AHEAD * CHUNK
+            if index + _AHEAD < len(values):
+                helds += (tl.load(codes + later, mask=later < K, other=0),)
+            value, held = values[index], helds[index]
+            changes += _recode(codes + column, value, held, row_scale, column < K, IS_INT)
     tl.store(scale + row * scale_stride, row_scale)
     tl.store(flips + row, tl.sum(changes, axis=0))
 

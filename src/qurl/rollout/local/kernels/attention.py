@@ -58,8 +58,6 @@ class Tiling:
     num_warps: int = 4
     num_stages: int = 3
     """Steps whose keys and values are loading or in use at the same time."""
-    keys_first: bool = True
-    """Whether keys are rows for the tensor cores, which pads heads to 8 instead of 16."""
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -158,13 +156,12 @@ def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
         "D": head_dim,
         "GROUP": group,
         "WIDTH": width,
-        "HEADS": max(next_power_of_2(group), 8 if tiling.keys_first else 16),
+        "HEADS": max(next_power_of_2(group), 8),
         "DIMS": max(next_power_of_2(width), 16),
         "OPERAND": DTYPES[operand],
         "PAGE_SIZE": page_size,
         "BLOCK": tiling.block,
         "STAGES": tiling.num_stages,
-        "KEYS_FIRST": tiling.keys_first,
         "num_warps": tiling.num_warps,
     }
 
@@ -234,13 +231,12 @@ def split_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per key head, sequence and chunk.
 
     GROUP query heads, padded to HEADS, meet keys of WIDTH numbers or pairs of codes, padded to
-    DIMS. Tiles are [heads, keys] and [heads, dims]; with KEYS_FIRST their transposes.
+    DIMS. Tiles are [keys, heads] and [dims, heads], which pads heads to 8 instead of 16.
     """
     kv_head, chunk = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
@@ -251,20 +247,19 @@ def split_kernel(
         return
 
     heads, dims, keys = tl.arange(0, HEADS), tl.arange(0, DIMS), tl.arange(0, BLOCK)
-    is_query = _per_head(heads < GROUP, KEYS_FIRST) & _per_item(dims < WIDTH, KEYS_FIRST)
+    is_query = (heads < GROUP)[None, :] & (dims < WIDTH)[:, None]
     source = q + (sequence * (H_KV * GROUP) + kv_head * GROUP) * D
-    source += _per_head(heads * D, KEYS_FIRST) + _per_item(dims * (D // WIDTH), KEYS_FIRST)
+    source += (heads * D)[None, :] + (dims * (D // WIDTH))[:, None]
     query = tl.load(source, mask=is_query, other=0.0)
     acc = tl.zeros(query.shape, dtype=tl.float32)
     scale = SOFTMAX_SCALE
     if kv_scale is not None:
         odd_query = tl.load(source + 1, mask=is_query, other=0.0)
         odd_acc = tl.zeros(query.shape, dtype=tl.float32)
-        query, odd_query, power = _bring_into_range(query, odd_query, OPERAND, KEYS_FIRST)
-        scale *= _per_head(power * tl.load(kv_scale + kv_head), KEYS_FIRST)
-
+        query, odd_query, power = _bring_into_range(query, odd_query, OPERAND)
+        scale *= (power * tl.load(kv_scale + kv_head))[None, :]
     top = tl.full([HEADS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK, HEADS] if KEYS_FIRST else [HEADS, BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK, HEADS], dtype=tl.float32)
     table += sequence * table_stride
     page = _load_page(table, low, keys, high, PAGE_SIZE, BLOCK)
     for start in tl.range(low, high, BLOCK, num_stages=STAGES):
@@ -275,29 +270,31 @@ def split_kernel(
         # A step ahead, so that no load of keys has to wait for the load of their page.
         page = _load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
         base += kv_head * WIDTH
-        k_tile = _load_tile(k + base, offsets, dims, is_seen, WIDTH, KEYS_FIRST)
-        v_tile = _load_tile(v + base, offsets, dims, is_seen, WIDTH, not KEYS_FIRST)
+        # Unseen keys and values may be NaN; they are loaded as zero.
+        is_key = is_seen[:, None] & (dims < WIDTH)[None, :]
+        k_tile = tl.load(k + base + (offsets[:, None] + dims[None, :]), mask=is_key, other=0)
+        is_value = is_seen[None, :] & (dims < WIDTH)[:, None]
+        v_tile = tl.load(v + base + (offsets[None, :] + dims[:, None]), mask=is_value, other=0)
         scores = None
         if kv_scale is not None:
             k_tile, odd_k = _decode(k_tile)
             v_tile, odd_v = _decode(v_tile)
-            scores = _times(odd_query, odd_k, None, KEYS_FIRST)
-        scores = _times(query, k_tile, scores, KEYS_FIRST)
-        scores = tl.where(_per_item(is_seen, KEYS_FIRST), scores * scale, float("-inf"))
-        weights, fade, top = _softmax_step(scores, top, KEYS_FIRST)
+            scores = _times(odd_query, odd_k, None)
+        scores = _times(query, k_tile, scores)
+        scores = tl.where(is_seen[:, None], scores * scale, float("-inf"))
+        weights, fade, top = _softmax_step(scores, top)
         total = total * fade + weights
         weights = narrow(weights, OPERAND)
-        acc = _times(weights, v_tile, acc * fade, KEYS_FIRST)
+        acc = _times(weights, v_tile, acc * fade)
         if kv_scale is not None:
-            odd_acc = _times(weights, odd_v, odd_acc * fade, KEYS_FIRST)
+            odd_acc = _times(weights, odd_v, odd_acc * fade)
 
-    acc = _heads_first(acc, KEYS_FIRST)
+    acc = tl.trans(acc)
     if kv_scale is not None:
-        acc = tl.interleave(acc, _heads_first(odd_acc, KEYS_FIRST))
+        acc = tl.interleave(acc, tl.trans(odd_acc))
         acc *= tl.load(kv_scale + H_KV + kv_head)
-    total = tl.sum(total, 0 if KEYS_FIRST else 1)
     index = (sequence * num_chunks + chunk) * (H_KV * GROUP) + kv_head * GROUP + heads
-    _store_part(parts, stats, index, heads < GROUP, top, total, acc, D)
+    _store_part(parts, stats, index, heads < GROUP, top, tl.sum(total, 0), acc, D)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_keys"])
@@ -387,11 +384,11 @@ def _seen_keys(
 
 
 @triton.jit
-def _softmax_step(scores, top, KEYS_FIRST: tl.constexpr):
+def _softmax_step(scores, top):
     """Weights of the scores, the factor for earlier sums, and the new largest score."""
-    new_top = tl.maximum(top, tl.max(scores, 0 if KEYS_FIRST else 1))
-    weights = tl.exp2(scores - _per_head(new_top, KEYS_FIRST))
-    return weights, _per_head(tl.exp2(top - new_top), KEYS_FIRST), new_top
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    weights = tl.exp2(scores - new_top[None, :])
+    return weights, tl.exp2(top - new_top)[None, :], new_top
 
 
 @triton.jit
@@ -416,14 +413,6 @@ def _locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def _load_tile(source, offsets, dims, is_seen, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Keys or values [dims, keys], or the transpose. Unseen ones, maybe NaN, become zero."""
-    offsets = _per_item(offsets, KEYS_FIRST) + _per_head(dims, KEYS_FIRST)
-    mask = _per_item(is_seen, KEYS_FIRST) & _per_head(dims < WIDTH, KEYS_FIRST)
-    return tl.load(source + offsets, mask=mask, other=0)
-
-
-@triton.jit
 def _store_part(parts, stats, index, is_head, top, total, acc, D: tl.constexpr):
     """Store a chunk's results for `combine_kernel`, heads at `index` in [sequence, chunk, head]."""
     tl.store(stats + 2 * index, top, mask=is_head)
@@ -434,43 +423,21 @@ def _store_part(parts, stats, index, is_head, top, total, acc, D: tl.constexpr):
 
 
 @triton.jit
-def _per_head(x, KEYS_FIRST: tl.constexpr):
-    """A number for each first index of a tile; with KEYS_FIRST for each last one."""
-    return x[None, :] if KEYS_FIRST else x[:, None]
+def _times(x, y, acc):
+    """y x + acc in the dtype of x."""
+    return tl.dot(as_factor(y.to(x.dtype)), as_factor(x), acc, input_precision="ieee")
 
 
 @triton.jit
-def _per_item(x, KEYS_FIRST: tl.constexpr):
-    """A number for each last index of a tile; with KEYS_FIRST for each first one."""
-    return x[:, None] if KEYS_FIRST else x[None, :]
-
-
-@triton.jit
-def _heads_first(tile, KEYS_FIRST: tl.constexpr):
-    return tl.trans(tile) if KEYS_FIRST else tile
-
-
-@triton.jit
-def _times(x, y, acc, KEYS_FIRST: tl.constexpr):
-    """x y + acc; with KEYS_FIRST all of them are given transposed."""
-    x, y = as_factor(x), as_factor(y.to(x.dtype))
-    if KEYS_FIRST:
-        product = tl.dot(y, x, acc, input_precision="ieee")
-    else:
-        product = tl.dot(x, y, acc, input_precision="ieee")
-    return product
-
-
-@triton.jit
-def _bring_into_range(even, odd, OPERAND: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def _bring_into_range(even, odd, OPERAND: tl.constexpr):
     """Queries divided by 2^e of their head, and 2^e <= largest magnitude < 2^(e + 1).
 
     2^e is at least the smallest normal number.
     """
     magnitude = tl.maximum(tl.abs(even), tl.abs(odd)).to(tl.float32)
-    exponent = tl.max(magnitude, 0 if KEYS_FIRST else 1).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.max(magnitude, 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
-    inverse = _per_head(tl.div_rn(1.0, power), KEYS_FIRST)
+    inverse = tl.div_rn(1.0, power)[None, :]
     return (even * inverse).to(OPERAND), (odd * inverse).to(OPERAND), power
 
 

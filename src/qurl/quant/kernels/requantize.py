@@ -79,7 +79,8 @@ def requantize_(
     else:
         is_long = columns > LONGEST_IN_REGISTERS
         tiling = {"CHUNK": 4096, "num_warps": 16} if is_long else _tile(columns, source.itemsize)
-        requantize_rows_kernel[(rows,)](**arguments, **tiling, IS_LONG=is_long)
+        arguments |= {**tiling, "IS_LONG": is_long}
+        requantize_rows_kernel[(rows,)](**arguments)
 
 
 def _tile(columns: int, itemsize: int) -> dict[str, int]:

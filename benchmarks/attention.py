@@ -1,6 +1,6 @@
 """How fast decode attention reads the KV cache, by tiling.
 
-    python benchmarks/attention.py [OUT.json] [--page-size 64] [--no-pdl]
+    python benchmarks/attention.py [OUT.json] [--page-size 64]
 
 Every tiling is first checked against FP32 attention, then timed in a CUDA graph that goes round
 layers of more than twice the L2. GB/s counts the keys and values alone; splitting and combining are
@@ -37,7 +37,6 @@ TILINGS = (
     Tiling(),
     Tiling(chunk=256),
     Tiling(chunk=1024),
-    Tiling(keys_first=False),
     Tiling(num_stages=2),
     Tiling(num_stages=4),
     Tiling(block=32, num_warps=2),
@@ -103,7 +102,7 @@ class Data:
             torch.ones(2, shape.kv_heads, device="cuda") if shape.cache == "fp8" else None,
         )
 
-    def attend(self, layer: int, tiling: Tiling, pdl: bool) -> Quantized:
+    def attend(self, layer: int, tiling: Tiling) -> Quantized:
         operand = attend_pages(
             self.q,
             self.layers[layer],
@@ -113,7 +112,6 @@ class Data:
             self.scale,
             get_format(FORMAT),
             num_chunks=chunks_for(self.shape.context, tiling.chunk),
-            pdl=pdl,
             tiling=tiling,
         )
         assert isinstance(operand, Quantized)
@@ -138,43 +136,41 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--no-pdl", action="store_true")
     args = parser.parse_args()
     target = Target.of(torch.device("cuda"))
-    pdl = target.has_pdl and not args.no_pdl
     shapes = [
         Shape(cache, *heads, *size, args.page_size)
         for cache in CACHES
         for heads in HEADS
         for size in SIZES
     ]
-    compile_all(shapes, pdl)
-    rows = [row for shape in shapes for row in measure(shape, pdl)]
+    compile_all(shapes)
+    rows = [row for shape in shapes for row in measure(shape)]
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": target.name,
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "pdl": pdl,
+        "pdl": target.has_pdl,
         "rows": rows,
     }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def compile_all(shapes: Sequence[Shape], pdl: bool) -> None:
+def compile_all(shapes: Sequence[Shape]) -> None:
     """Fill Triton's cache on disk from many processes: one compiles for a second or two."""
     small = {dataclasses.replace(shape, batch=1, context=shape.page_size) for shape in shapes}
-    jobs = [(shape, tiling, pdl) for shape in small for tiling in TILINGS]
+    jobs = [(shape, tiling) for shape in small for tiling in TILINGS]
     with multiprocessing.get_context("spawn").Pool(NUM_COMPILERS) as pool:
         pool.starmap(compile_one, jobs, chunksize=1)
 
 
-def compile_one(shape: Shape, tiling: Tiling, pdl: bool) -> None:
-    Data.of(shape, 1).attend(0, tiling, pdl)
+def compile_one(shape: Shape, tiling: Tiling) -> None:
+    Data.of(shape, 1).attend(0, tiling)
     torch.cuda.synchronize()
 
 
-def measure(shape: Shape, pdl: bool) -> list[dict]:
+def measure(shape: Shape) -> list[dict]:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     data = Data.of(shape, num_layers=2 + 2 * l2_bytes // shape.num_bytes)
     expected = data.reference()
@@ -182,9 +178,9 @@ def measure(shape: Shape, pdl: bool) -> list[dict]:
     print(f"\n{shape}")
     rows = []
     for tiling in TILINGS:
-        error = dequantize(data.attend(0, tiling, pdl))[:NUM_CHECKED] - expected
+        error = dequantize(data.attend(0, tiling))[:NUM_CHECKED] - expected
         assert error.abs().max() < TOLERANCE, f"{tiling} is off by {error.abs().max():.3f}"
-        seconds = time_layers(data, tiling, pdl)
+        seconds = time_layers(data, tiling)
         rows.append(
             {"tiling": tiling, "us": 1e6 * seconds, "gb_s": shape.num_bytes / seconds / 1e9}
         )
@@ -197,12 +193,12 @@ def measure(shape: Shape, pdl: bool) -> list[dict]:
     ]
 
 
-def time_layers(data: Data, tiling: Tiling, pdl: bool, *, repeats: int = 5) -> float:
+def time_layers(data: Data, tiling: Tiling, *, repeats: int = 5) -> float:
     """Seconds of one layer, the median over repeats of a graph that goes through all."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for layer in range(len(data.layers)):
-            data.attend(layer, tiling, pdl)
+            data.attend(layer, tiling)
     graph.replay()
     times = []
     for _ in range(repeats):

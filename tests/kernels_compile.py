@@ -1,12 +1,12 @@
-"""Compiles the kernels for GPUs that are not here, exactly as their launchers launch them.
+"""Compiles the kernels for absent GPUs, exactly as their launchers launch them.
 
-A launcher gets CPU tensors of real sizes. In place of the GPU's driver there is one that only says
-which GPU it would be, and instead of being launched a kernel is compiled and disassembled.
+A launcher gets CPU tensors of real sizes. A stand-in for the GPU's driver only names the GPU, and
+kernels are compiled and disassembled instead of launched.
 
     python tests/kernels_compile.py [NAME ...]       a line per kernel (without TRITON_INTERPRET)
     python tests/kernels_compile.py --json OUT       what the test reads
 
-Shapes are those of Qwen2.5 7B where nothing else is said.
+Shapes are those of Qwen2.5 7B unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -41,21 +43,25 @@ from qurl.quant.kernels import gemm, requantize
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
-from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
 from qurl.trainer.kernels import token_scores
 
-AMPERE, HOPPER = 80, 90
+AMPERE, ADA, HOPPER = 80, 89, 90
+TARGETS = {
+    AMPERE: Target("NVIDIA A100", (8, 0), 108),
+    ADA: Target("NVIDIA L4", (8, 9), 58),
+    HOPPER: Target("NVIDIA H200", (9, 0), 132),
+}
+HAVE_FP8 = (ADA, HOPPER)
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
-"""Kernels of a sync and of training, which run too long for their launch to matter."""
+"""Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
 """From here on a kernel may rely on what the kernel before it wrote (`griddepcontrol.wait`)."""
 # A prefetch (CCTL) is no load: it changes nothing but the cache.
 EARLY = re.compile(r"(LDG|LD|ST|STG|UTMA\w*|UBLKCP|ATOM|ATOMG|RED|REDG|BRA|CALL|RET)(\.|$)")
-"""What must not happen before the wait, apart from loads of what only a sync writes."""
+"""Instructions forbidden before the wait, except loads of data that only a sync writes."""
 NUM_WORKERS = 2
 
 
@@ -77,8 +83,7 @@ class Launch:
     """One call of a launcher, and what its kernels must look like."""
 
     name: str
-    call: Callable[[bool], Any]
-    """Takes `pdl`."""
+    call: Callable[[], Any]
     kernels: Mapping[str, Look]
     """Those that it launches."""
     targets: Sequence[int] = (AMPERE, HOPPER)
@@ -109,7 +114,7 @@ class Compiled:
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Never read: not even filled, so that large ones cost nothing."""
+    """Never read and never filled, so large ones cost nothing."""
     return torch.empty(*shape, dtype=dtype)
 
 
@@ -140,55 +145,38 @@ def matrices(kind: str, tokens: int, channels: int, depth: int) -> tuple[Operand
     return codes(tokens, depth, kind), codes(channels, depth, kind, is_weight=True)
 
 
-def planned(kind: str, tokens: int, channels: int, depth: int, pdl: bool) -> Plan:
-    """What the engine would launch; in deterministic mode, where it would ask cuBLAS."""
-    target = Target("NVIDIA H200", (9, 0), 132) if pdl else Target("NVIDIA A100", (8, 0), 108)
+def planned(kind: str, tokens: int, channels: int, depth: int) -> Plan:
+    """The engine's plan; where it would use cuBLAS, the plan of deterministic mode."""
+    target = Target.of(torch.device("cpu"))
     modes = (Plans(target, deterministic=is_fixed) for is_fixed in (False, True))
     return next(plan for m in modes if (plan := m.choose(kind, tokens, channels, depth)))
 
 
-def multiply(
-    kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
-) -> Callable:
-    def call(pdl: bool) -> Any:
-        chosen = plan or planned(kind, tokens, channels, depth, pdl)
-        x, w = matrices(kind, tokens, channels, depth)
-        return gemm.multiply(x, w, None, torch.bfloat16, chosen, pdl=pdl)
-
-    return call
+def multiply(kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None) -> Any:
+    chosen = plan or planned(kind, tokens, channels, depth)
+    x, w = matrices(kind, tokens, channels, depth)
+    return gemm.multiply(x, w, None, torch.bfloat16, chosen)
 
 
-def multiply_gated(
-    kind: str, tokens: int, channels: int, depth: int, plan: Plan | None = None
-) -> Callable:
-    def call(pdl: bool) -> Any:
-        chosen = plan or planned(kind, tokens, channels, depth, pdl)
-        chosen = dataclasses.replace(chosen, splits=0)
-        x, w = matrices(kind, tokens, channels, depth)
-        amax = None if kind == "bf16" else floats(tokens)
-        return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax, pdl=pdl)
-
-    return call
+def multiply_gated(kind: str, tokens: int, channels: int, depth: int) -> Any:
+    chosen = dataclasses.replace(planned(kind, tokens, channels, depth), splits=0)
+    x, w = matrices(kind, tokens, channels, depth)
+    amax = None if kind == "bf16" else floats(tokens)
+    return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax)
 
 
-def add_norm(width: int, parts: int, format: str | None, *, clears: bool = False) -> Callable:
-    def call(pdl: bool) -> Any:
-        delta = product(64, width, parts) if parts else numbers(64, width)
-        f = None if format is None else get_format(format)
-        clear = floats(64) if clears else None
-        x, weight, dtype = floats(64, width), floats(width), torch.bfloat16
-        return rows.add_norm(x, delta, weight, 1e-6, f, dtype, clear=clear, pdl=pdl)
-
-    return call
+def add_norm(width: int, parts: int, format: str | None, *, clears: bool = False) -> Any:
+    delta = product(64, width, parts) if parts else numbers(64, width)
+    f = None if format is None else get_format(format)
+    clear = floats(64) if clears else None
+    x, weight, dtype = floats(64, width), floats(width), torch.bfloat16
+    return rows.add_norm(x, delta, weight, 1e-6, f, dtype, clear=clear)
 
 
-def swiglu(width: int, parts: int, format: str | None, *, is_alternating: bool = False) -> Callable:
-    def call(pdl: bool) -> Any:
-        gate_up = product(64, 2 * width, parts) if parts else numbers(64, 2 * width)
-        f = None if format is None else get_format(format)
-        return rows.swiglu(gate_up, f, torch.bfloat16, is_alternating, pdl=pdl)
-
-    return call
+def swiglu(width: int, parts: int, format: str | None, *, is_alternating: bool = False) -> Any:
+    gate_up = product(64, 2 * width, parts) if parts else numbers(64, 2 * width)
+    f = None if format is None else get_format(format)
+    return rows.swiglu(gate_up, f, torch.bfloat16, is_alternating)
 
 
 @dataclass(frozen=True)
@@ -210,319 +198,294 @@ MISTRAL_7B = Heads(32, 8, window=4096)
 
 def rotate(
     kv_dtype: torch.dtype, heads: Heads = QWEN2_7B, *, parts: int = 2, keep_kv: bool = False
-) -> Callable:
-    """Without parts: a product that is finished, as that of a prompt is."""
-
-    def call(pdl: bool) -> Any:
-        head_dim, kv_heads = heads.head_dim, heads.kv_heads
-        width = (heads.heads + 2 * kv_heads) * head_dim
-        index = numbers(64, dtype=torch.int64)
-        norm = floats(head_dim) if heads.has_norms else None
-        has_codes = kv_dtype == FP8
-        arch = Architecture(1, heads.heads, kv_heads, head_dim, 1e-6, (None,))
-        return rope.rotate_and_store(
-            product(64, width, parts) if parts else numbers(64, width),
-            Places(index, index),
-            Rotations(floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
-            None if norm is None else (norm, norm),
-            LayerCache(
-                numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
-                floats(2, kv_heads) if has_codes else None,
-                floats(kv_heads, head_dim) if has_codes else None,
-            ),
-            arch,
-            torch.bfloat16,
-            keep_kv=keep_kv,
-            pdl=pdl,
-        )
-
-    return call
+) -> Any:
+    """Without parts the product is finished, like a prompt's."""
+    head_dim, kv_heads = heads.head_dim, heads.kv_heads
+    width = (heads.heads + 2 * kv_heads) * head_dim
+    index = numbers(64, dtype=torch.int64)
+    norm = floats(head_dim) if heads.has_norms else None
+    has_codes = kv_dtype == FP8
+    return rope.rotate_and_store(
+        product(64, width, parts) if parts else numbers(64, width),
+        index,
+        (floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
+        None if norm is None else (norm, norm),
+        rope.PagedCache(
+            numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
+            index,
+            floats(2, kv_heads) if has_codes else None,
+            floats(kv_heads, head_dim) if has_codes else None,
+        ),
+        num_kv_heads=kv_heads,
+        eps=1e-6,
+        dtype=torch.bfloat16,
+        keep_kv=keep_kv,
+    )
 
 
 def attend(
     kv_dtype: torch.dtype, page_size: int, format: str | None, heads: Heads = QWEN2_7B
-) -> Callable:
-    def call(pdl: bool) -> Any:
-        head_dim, kv_heads = heads.head_dim, heads.kv_heads
-        return attention.attend_pages(
-            numbers(64, heads.heads, head_dim),
-            numbers(2, 8, page_size, kv_heads, head_dim, dtype=kv_dtype),
-            numbers(64, 2048 // page_size, dtype=torch.int32),
-            numbers(64, dtype=torch.int64),
-            heads.window,
-            floats(2, kv_heads) if kv_dtype == FP8 else None,
-            None if format is None else get_format(format),
-            num_chunks=attention.chunks_for(2048),
-            pdl=pdl,
-        )
-
-    return call
+) -> Any:
+    head_dim, kv_heads = heads.head_dim, heads.kv_heads
+    return attention.attend_pages(
+        numbers(64, heads.heads, head_dim),
+        numbers(2, 8, page_size, kv_heads, head_dim, dtype=kv_dtype),
+        numbers(64, 2048 // page_size, dtype=torch.int32),
+        numbers(64, dtype=torch.int64),
+        heads.window,
+        floats(2, kv_heads) if kv_dtype == FP8 else None,
+        None if format is None else get_format(format),
+        num_chunks=attention.chunks_for(2048),
+    )
 
 
-def sample(pdl: bool) -> Any:
+def sample() -> Any:
     index = numbers(64, dtype=torch.int64)
-    return sampling.sample_rows(floats(64, 152064), floats(1), index, index, pdl=pdl)
+    return sampling.sample_rows(floats(64, 152064), floats(1), index, index)
 
 
-def begin_step(pdl: bool) -> Any:
+def begin_step() -> Any:
     index = numbers(64, dtype=torch.int64)
     table = numbers(64, 32, dtype=torch.int32)
-    return step.begin_step(numbers(152064, 3584), index, index, table, 64, pdl=pdl)
+    return step.begin_step(numbers(152064, 3584), index, index, table, 64)
 
 
-def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Callable:
-    def call(pdl: bool) -> Any:
-        source = numbers(256, columns, dtype=dtype)
-        target = codes(256, columns, format, is_weight=True)
-        flips = numbers(*target.scale.shape, dtype=torch.int32)
-        return requantize.requantize_(source, target, flips, torch.bfloat16)
-
-    return call
+def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Any:
+    source = numbers(256, columns, dtype=dtype)
+    target = codes(256, columns, format, is_weight=True)
+    flips = numbers(*target.scale.shape, dtype=torch.int32)
+    return requantize.requantize_(source, target, flips, torch.bfloat16)
 
 
-def quantize_input(pdl: bool) -> Any:
-    return rows.quantize_rows(numbers(64, 3584), get_format("int8"), pdl=pdl)
+def quantize_input() -> Any:
+    return rows.quantize_rows(numbers(64, 3584), get_format("int8"))
 
 
-def quantize_with(format: str) -> Callable:
-    def call(pdl: bool) -> Any:
-        return rows.quantize_with(numbers(64, 18944), floats(64), get_format(format), pdl=pdl)
-
-    return call
+def quantize_with(format: str) -> Any:
+    return rows.quantize_rows(numbers(64, 18944), get_format(format), floats(64))
 
 
-def score_tokens(pdl: bool) -> Any:
-    return token_scores.score_rows(floats(64, 152064), numbers(64, dtype=torch.int64), 1.0, pdl=pdl)
+def score_tokens() -> Any:
+    return token_scores.score_rows(floats(64, 152064), numbers(64, dtype=torch.int64), 1.0)
 
 
-def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Callable:
-    def call(pdl: bool) -> Any:
-        row = floats(64)
-        return token_scores.logit_gradients(
-            floats(64, 152064),
-            numbers(64, dtype=torch.int64),
-            log_z=row,
-            grad_logp=row,
-            entropy=row if has_entropy else None,
-            grad_entropy=row if has_entropy else None,
-            factor=1.0,
-            dtype=dtype,
-            pdl=pdl,
-        )
-
-    return call
+def logit_gradients(dtype: torch.dtype, *, has_entropy: bool) -> Any:
+    row = floats(64)
+    return token_scores.logit_gradients(
+        floats(64, 152064),
+        numbers(64, dtype=torch.int64),
+        log_z=row,
+        grad_logp=row,
+        entropy=row if has_entropy else None,
+        grad_entropy=row if has_entropy else None,
+        factor=1.0,
+        dtype=dtype,
+    )
 
 
-def train_norm(dtype: torch.dtype, hidden: int = 896) -> Callable:
-    def call(pdl: bool) -> Any:
-        return rms_norm.normalize(numbers(64, hidden, dtype=dtype), floats(hidden), 1e-6, BF16)
-
-    return call
+def train_norm(dtype: torch.dtype, hidden: int = 896) -> Any:
+    return rms_norm.normalize(numbers(64, hidden, dtype=dtype), floats(hidden), 1e-6, BF16)
 
 
-def train_norm_gradients(dtype: torch.dtype, hidden: int = 896) -> Callable:
-    def call(pdl: bool) -> Any:
-        x = numbers(64, hidden, dtype=dtype)
-        return rms_norm.gradients(numbers(64, hidden), x, floats(hidden), floats(64))
-
-    return call
+def train_norm_gradients(dtype: torch.dtype, hidden: int = 896) -> Any:
+    x = numbers(64, hidden, dtype=dtype)
+    return rms_norm.gradients(numbers(64, hidden), x, floats(hidden), floats(64))
 
 
-def train_gate(pdl: bool) -> Any:
+def train_gate() -> Any:
     return gate.gate_values(numbers(64, 4864), numbers(64, 4864))
 
 
-def train_gate_gradients(pdl: bool) -> Any:
+def train_gate_gradients() -> Any:
     return gate.gate_gradients(*(numbers(64, 4864) for _ in range(3)))
 
 
-def train_rotation(*, is_gradient: bool) -> Callable:
-    def call(pdl: bool) -> Any:
-        angles = floats(64, 64)
-        return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
-
-    return call
+def train_rotation(*, is_gradient: bool) -> Any:
+    angles = floats(64, 64)
+    return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
 
 
-def on_both(pattern: str) -> Look:
-    return Look({HOPPER: pattern, AMPERE: pattern})
+def everywhere(pattern: str) -> Look:
+    return Look(dict.fromkeys(TARGETS, pattern))
 
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 DECODE = Plan(tokens=64, channels=128, depth=128, splits=4)
 INT8_MATRIX = Look({HOPPER: r"IGMMA", AMPERE: r"IMMA"})
-FP8_MATRIX = Look({HOPPER: r"QGMMA"})
+FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", AMPERE: r"HMMA"})
-SMALL_MATRIX = on_both(r"HMMA")
-WIDE_LOADS = on_both(r"LDG\.\S*(128|64)")
-WIDEST_LOADS = on_both(r"LDG\.\S*128")
-FP64_SUMS = on_both(r"DADD")
+SMALL_MATRIX = everywhere(r"HMMA")
+WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
+WIDEST_LOADS = everywhere(r"LDG\.\S*128")
+FP64_SUMS = everywhere(r"DADD")
 
 LAUNCHES = (
     Launch(
         "int8 product of 16 tokens, in parts",
-        multiply("int8", 16, 3584, 3584, dataclasses.replace(DECODE, tokens=16)),
+        partial(multiply, "int8", 16, 3584, 3584, dataclasses.replace(DECODE, tokens=16)),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "int8 product of 64 tokens, in parts",
-        multiply("int8", 64, 3584, 18944, dataclasses.replace(DECODE, prefetch=2)),
+        partial(multiply, "int8", 64, 3584, 18944, dataclasses.replace(DECODE, prefetch=2)),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "int8 product of 256 tokens, finished",
-        multiply("int8", 256, 4608, 3584, Plan(128, 128, 128, warps=8, stages=3)),
+        partial(multiply, "int8", 256, 4608, 3584, Plan(128, 128, 128, warps=8, stages=3)),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "int8 product of 8192 tokens, as planned",
-        multiply("int8", 8192, 3584, 18944),
+        partial(multiply, "int8", 8192, 3584, 18944),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "fp8 product of 64 tokens, in parts",
-        multiply("fp8", 64, 3584, 18944, DECODE),
+        partial(multiply, "fp8", 64, 3584, 18944, DECODE),
         {"gemm_kernel": FP8_MATRIX},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "fp8 product of 256 tokens, as planned",
-        multiply("fp8", 256, 3584, 18944),
+        partial(multiply, "fp8", 256, 3584, 18944),
         {"gemm_kernel": FP8_MATRIX},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
-        "fp8 product of 64 tokens, in blocks",
-        multiply("fp8-block", 64, 3584, 18944, DECODE),
+        "fp8 product of 64 tokens, in blocks, as planned",
+        partial(multiply, "fp8-block", 64, 3584, 18944),
         {"gemm_kernel": FP8_MATRIX},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "bf16 product of 64 tokens, finished",
-        multiply("bf16", 64, 4608, 3584, Plan(64, 64, 64)),
+        partial(multiply, "bf16", 64, 4608, 3584, Plan(64, 64, 64)),
         {"gemm_kernel": BF16_MATRIX},
     ),
     Launch(
         "int8 gated product of 64 tokens, as planned",
-        multiply_gated("int8", 64, 37888, 3584),
+        partial(multiply_gated, "int8", 64, 37888, 3584),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "int8 gated product of 256 tokens, as planned",
-        multiply_gated("int8", 256, 37888, 3584),
+        partial(multiply_gated, "int8", 256, 37888, 3584),
         {"gemm_kernel": INT8_MATRIX},
     ),
     Launch(
         "fp8 gated product of 64 tokens, as planned",
-        multiply_gated("fp8", 64, 37888, 3584),
+        partial(multiply_gated, "fp8", 64, 37888, 3584),
         {"gemm_kernel": FP8_MATRIX},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "bf16 gated product of 64 tokens, as planned",
-        multiply_gated("bf16", 64, 37888, 3584),
+        partial(multiply_gated, "bf16", 64, 37888, 3584),
         {"gemm_kernel": BF16_MATRIX},
     ),
     Launch("embedding", begin_step, {"begin_kernel": WIDE_LOADS}),
     # Early are the norm's weight, and of a product in parts the channels' scale and bias.
     Launch(
-        "norm to int8", add_norm(3584, 4, "int8"), {"add_norm_kernel": WIDE_LOADS.with_early(3)}
+        "norm to int8",
+        partial(add_norm, 3584, 4, "int8"),
+        {"add_norm_kernel": WIDE_LOADS.with_early(3)},
     ),
     Launch(
         "norm to int8 that clears",
-        add_norm(3584, 2, "int8", clears=True),
+        partial(add_norm, 3584, 2, "int8", clears=True),
         {"add_norm_kernel": WIDE_LOADS.with_early(3)},
     ),
     Launch(
         "norm of 8192 to bf16",
-        add_norm(8192, 16, None),
+        partial(add_norm, 8192, 16, None),
         {"add_norm_kernel": WIDE_LOADS.with_early(5)},
     ),
     Launch(
         "norm to fp8 in blocks",
-        add_norm(3584, 0, "fp8-block"),
+        partial(add_norm, 3584, 0, "fp8-block"),
         {"add_norm_kernel": WIDE_LOADS.with_early(1)},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
-    Launch("swiglu to int8", swiglu(18944, 2, "int8"), {"map_row_kernel": WIDE_LOADS}),
+    Launch("swiglu to int8", partial(swiglu, 18944, 2, "int8"), {"map_kernel": WIDE_LOADS}),
     Launch(
-        "swiglu of 40960 to int8", swiglu(40960, 2, "int8"), {"map_long_row_kernel": WIDE_LOADS}
+        "swiglu of 40960 to int8", partial(swiglu, 40960, 2, "int8"), {"map_kernel": WIDE_LOADS}
     ),
-    Launch("swiglu to bf16", swiglu(18944, 0, None), {"map_tile_kernel": WIDE_LOADS}),
+    Launch("swiglu to bf16", partial(swiglu, 18944, 0, None), {"map_kernel": WIDE_LOADS}),
     Launch(
         "alternating swiglu to bf16",
-        swiglu(18944, 0, None, is_alternating=True),
-        {"map_tile_kernel": WIDE_LOADS},
+        partial(swiglu, 18944, 0, None, is_alternating=True),
+        {"map_kernel": WIDE_LOADS},
     ),
     Launch(
         "alternating swiglu to fp8",
-        swiglu(18944, 0, "fp8", is_alternating=True),
-        {"map_row_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        partial(swiglu, 18944, 0, "fp8", is_alternating=True),
+        {"map_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
     ),
-    Launch("input to int8", quantize_input, {"map_row_kernel": WIDE_LOADS}),
-    Launch("known maxima to int8", quantize_with("int8"), {"map_tile_kernel": WIDE_LOADS}),
+    Launch("input to int8", quantize_input, {"map_kernel": WIDE_LOADS}),
+    Launch("known maxima to int8", partial(quantize_with, "int8"), {"map_kernel": WIDE_LOADS}),
     Launch(
         "known maxima to fp8",
-        quantize_with("fp8"),
-        {"map_tile_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        partial(quantize_with, "fp8"),
+        {"map_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
     ),
     # Early are scale and bias of either half of a head, the heads' norms, and the cache's scale and
     # center.
     Launch(
         "rope to a bf16 cache",
-        rotate(torch.bfloat16),
+        partial(rotate, torch.bfloat16),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
     ),
     Launch(
         "rope to an fp8 cache",
-        rotate(FP8),
+        partial(rotate, FP8),
         {"rotate_kernel": WIDE_LOADS.with_early(7)},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "rope with norms",
-        rotate(torch.bfloat16, QWEN3_8B),
+        partial(rotate, torch.bfloat16, QWEN3_8B),
         {"rotate_kernel": WIDE_LOADS.with_early(8)},
     ),
     Launch(
         "rope of a prompt with norms",
-        rotate(torch.bfloat16, QWEN3_8B, parts=0, keep_kv=True),
+        partial(rotate, torch.bfloat16, QWEN3_8B, parts=0, keep_kv=True),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
     ),
     Launch(
         "rope of small heads",
-        rotate(torch.bfloat16, QWEN2_05B),
+        partial(rotate, torch.bfloat16, QWEN2_05B),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
     ),
     Launch(
         "attention over a bf16 cache",
-        attend(torch.bfloat16, 64, "int8"),
+        partial(attend, torch.bfloat16, 64, "int8"),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
     ),
     Launch(
         "attention over an fp8 cache",
-        attend(FP8, 16, "fp8"),
+        partial(attend, FP8, 16, "fp8"),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "attention over a window",
-        attend(torch.bfloat16, 64, "int8", MISTRAL_7B),
+        partial(attend, torch.bfloat16, 64, "int8", MISTRAL_7B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
     ),
     Launch(
         "attention of small heads over a bf16 cache",
-        attend(torch.bfloat16, 64, "int8", QWEN2_05B),
+        partial(attend, torch.bfloat16, 64, "int8", QWEN2_05B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
     ),
     Launch(
         "attention of small heads over an fp8 cache",
-        attend(FP8, 64, None, QWEN2_05B),
+        partial(attend, FP8, 64, None, QWEN2_05B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": WIDE_LOADS}),
     Launch(
@@ -532,69 +495,71 @@ LAUNCHES = (
     ),
     Launch(
         "gradients of logits to bf16",
-        logit_gradients(torch.bfloat16, has_entropy=False),
+        partial(logit_gradients, torch.bfloat16, has_entropy=False),
         {"logit_gradients_kernel": WIDEST_LOADS},
     ),
     Launch(
         "gradients of logits and entropy to bf16",
-        logit_gradients(torch.bfloat16, has_entropy=True),
+        partial(logit_gradients, torch.bfloat16, has_entropy=True),
         {"logit_gradients_kernel": WIDEST_LOADS},
     ),
     Launch(
         "gradients of logits and entropy in place",
-        logit_gradients(torch.float32, has_entropy=True),
+        partial(logit_gradients, torch.float32, has_entropy=True),
         {"logit_gradients_kernel": WIDEST_LOADS},
     ),
-    Launch("norm for training", train_norm(torch.float32), {"norm_kernel": WIDEST_LOADS}),
-    Launch("long norm for training", train_norm(BF16, 8192), {"norm_kernel": WIDEST_LOADS}),
+    Launch("norm for training", partial(train_norm, torch.float32), {"norm_kernel": WIDEST_LOADS}),
+    Launch(
+        "long norm for training", partial(train_norm, BF16, 8192), {"norm_kernel": WIDEST_LOADS}
+    ),
     Launch(
         "gradients of a norm",
-        train_norm_gradients(torch.float32),
+        partial(train_norm_gradients, torch.float32),
         {"norm_gradients_kernel": WIDEST_LOADS},
     ),
     Launch(
         "gradients of a long norm",
-        train_norm_gradients(torch.float32, 8192),
+        partial(train_norm_gradients, torch.float32, 8192),
         {"norm_gradients_kernel": WIDEST_LOADS},
     ),
     Launch(
         "gradients of a norm of heads",
-        train_norm_gradients(BF16, 64),
+        partial(train_norm_gradients, BF16, 64),
         {"norm_gradients_kernel": WIDEST_LOADS},
     ),
     Launch("gate for training", train_gate, {"gate_kernel": WIDEST_LOADS}),
     Launch("gradients of a gate", train_gate_gradients, {"gate_gradients_kernel": WIDEST_LOADS}),
     Launch(
         "rotation for training",
-        train_rotation(is_gradient=False),
+        partial(train_rotation, is_gradient=False),
         {"rotate_pairs_kernel": WIDEST_LOADS},
     ),
     Launch(
         "gradient of a rotation",
-        train_rotation(is_gradient=True),
+        partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
     ),
     Launch(
         "fp32 weight to int8",
-        requantize_from(torch.float32, 18944, "int8"),
+        partial(requantize_from, torch.float32, 18944, "int8"),
         {"requantize_rows_kernel": WIDE_LOADS},
     ),
     Launch(
         "bf16 weight to fp8",
-        requantize_from(torch.bfloat16, 3584, "fp8"),
+        partial(requantize_from, torch.bfloat16, 3584, "fp8"),
         {"requantize_rows_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
     Launch(
         "long fp32 weight to int8",
-        requantize_from(torch.float32, 40960, "int8"),
-        {"requantize_long_rows_kernel": WIDE_LOADS},
+        partial(requantize_from, torch.float32, 40960, "int8"),
+        {"requantize_rows_kernel": WIDE_LOADS},
     ),
     Launch(
         "fp32 weight to fp8 in blocks",
-        requantize_from(torch.float32, 3584, "fp8-block"),
+        partial(requantize_from, torch.float32, 3584, "fp8-block"),
         {"requantize_tiles_kernel": WIDE_LOADS},
-        targets=(HOPPER,),
+        targets=HAVE_FP8,
     ),
 )
 
@@ -619,21 +584,18 @@ class AbsentGPU:
 def compiling(target: int) -> Iterator[list[tuple[str, Any]]]:
     """Kernels that are launched meanwhile are compiled instead, and listed."""
     compiled: list[tuple[str, Any]] = []
-    run, can_describe = JITFunction.run, gemm._can_describe
+    run = JITFunction.run
 
     def compile_only(self, *args, warmup, **kwargs):
         kernel = run(self, *args, warmup=True, **kwargs)
         compiled.append((self.__name__, kernel))
         return kernel
 
-    # Launchers ask the device of their tensors what it can do, and a CPU stands for the newest.
-    gemm._can_describe = lambda matrix: target >= HOPPER and can_describe(matrix)
-    JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentGPU(target))
-    try:
+    # Launchers ask what the device of their tensors can do.
+    known = mock.patch.object(Target, "of", return_value=TARGETS[target])
+    with known, mock.patch.object(JITFunction, "run", compile_only):
         yield compiled
-    finally:
-        JITFunction.run, gemm._can_describe = run, can_describe
 
 
 def compile_launch(job: tuple[int, int]) -> list[dict[str, Any]]:
@@ -641,7 +603,7 @@ def compile_launch(job: tuple[int, int]) -> list[dict[str, Any]]:
     launch, target = LAUNCHES[job[0]], job[1]
     try:
         with compiling(target) as compiled:
-            launch.call(target >= HOPPER)
+            launch.call()
         return [dataclasses.asdict(inspect(launch, target, *item)) for item in compiled]
     except Exception:
         return [{"launch": launch.name, "target": target, "error": traceback.format_exc()}]

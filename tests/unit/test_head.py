@@ -20,13 +20,11 @@ from transformers import (
 )
 
 import qurl.trainer.head
-from qurl.ops.target import Target
 from qurl.trainer.head import PlainHead, Scoring, apply_head, plain_head
 
 kernels = pytest.importorskip("qurl.trainer.kernels.token_scores")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PDL = Target.of(DEVICE).has_pdl
 NAN, INF = float("nan"), float("inf")
 
 
@@ -237,7 +235,7 @@ def test_what_wants_no_gradient_costs_nothing(frozen, num_products):
 
 
 def score(logits, targets, factor=1.0, **options):
-    return kernels.score_rows(logits, targets, factor, pdl=PDL, **options)
+    return kernels.score_rows(logits, targets, factor, **options)
 
 
 def exact_scores(logits, targets, factor=1.0):
@@ -346,7 +344,6 @@ def gradients(logits, targets, factor=0.7, *, dtype=torch.float32, block=256, ha
         *((entropy, grads[1]) if has_entropy else ()),
         factor=factor,
         dtype=dtype,
-        pdl=PDL,
         block=block,
     )
 
@@ -381,9 +378,7 @@ def test_gradients_of_logits_are_rounded_once(has_entropy):
 def test_fp32_gradients_take_the_place_of_the_logits():
     logits, targets = random_logits(3, 1000)
     ones = torch.ones(3, device=DEVICE)
-    out = kernels.logit_gradients(
-        logits, targets, ones, ones, factor=1.0, dtype=torch.float32, pdl=PDL
-    )
+    out = kernels.logit_gradients(logits, targets, ones, ones, factor=1.0, dtype=torch.float32)
     assert out.data_ptr() == logits.data_ptr()
 
 

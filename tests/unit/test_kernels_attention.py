@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl.ops.target import Target
 from qurl.quant.formats import FORMATS, Quantized, quantize_activation
 from qurl.rollout.local.kernels.attention import CHUNK, Tiling, attend_pages, chunks_for
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PDL = Target.of(DEVICE).has_pdl
 BOUNDARIES = [0, 15, 16, 31, 64, CHUNK - 1, CHUNK, CHUNK + 1]
 
 
@@ -85,7 +83,6 @@ def attend(problem: Problem, format=None, **options):
         problem.window,
         problem.kv_scale,
         format,
-        pdl=PDL,
         **options,
     )
 
@@ -192,10 +189,10 @@ def test_bfloat16():
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(chunk=256, keys_first=False),
+        Tiling(chunk=256),
         Tiling(chunk=512, block=32, num_warps=2, num_stages=2),
         Tiling(chunk=128, block=128, num_warps=8),
-        Tiling(chunk=64, block=16, num_warps=1, keys_first=False),
+        Tiling(chunk=64, block=16, num_warps=1),
     ],
 )
 @pytest.mark.parametrize("has_codes", [False, True])
@@ -206,11 +203,11 @@ def test_tilings(tiling, has_codes):
 
 @pytest.mark.parametrize("has_codes", [False, True])
 def test_a_row_depends_neither_on_the_others_nor_on_the_number_of_chunks(has_codes):
-    positions = [0, CHUNK - 1, CHUNK + 44, 64, 2 * CHUNK + 88, CHUNK, 9]
+    positions = [0, CHUNK + 44, 64, CHUNK, 9]
     problem = make(positions, (6, 1), has_codes=has_codes)
     together = attend(problem)
-    assert torch.equal(attend(problem, num_chunks=5), together)
-    for rows in (slice(1, 2), slice(2, 4), slice(5, 7)):
+    assert torch.equal(attend(problem, num_chunks=4), together)
+    for rows in (slice(1, 2), slice(2, 5)):
         some = replace(
             problem,
             q=problem.q[rows],
@@ -225,7 +222,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_number_of_chunks(has_cod
 @pytest.mark.parametrize(("heads", "head_dim"), [((7, 1), 64), ((3, 1), 80)])
 def test_codes_are_those_of_the_row_in_the_compute_dtype(heads, head_dim, format, dtype):
     """448 and 240 columns: the last group of 128 has 64 and 112."""
-    problem = make([0, 100, CHUNK + 44], heads, head_dim, dtype=dtype)
+    problem = make([0, 100], heads, head_dim, dtype=dtype)
     coded = attend(problem, FORMATS[format])
     expected = quantize_activation(attend(problem), FORMATS[format])
     assert isinstance(coded, Quantized)
@@ -245,7 +242,7 @@ def test_queries_beyond_fp16(size):
 @pytest.mark.parametrize("has_codes", [False, True])
 def test_nan_is_not_lost(place, format, has_codes):
     """In the numbers, or in the scale of the codes; the other rows do not notice."""
-    problem = make([40, 70, 300], (2, 1), 32, has_codes=has_codes)
+    problem = make([40, 70, 3], (2, 1), 32, has_codes=has_codes)
     if place == "query":
         problem.q[1, 0, 3] = math.nan
     else:

@@ -7,11 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from qurl.ops.target import Target
 from qurl.rollout.local.kernels.step import begin_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PDL = Target.of(torch.device(DEVICE)).has_pdl
 
 
 def begin(tokens, positions, table, *, width=40, vocabulary=11, page_size=4):
@@ -19,7 +17,7 @@ def begin(tokens, positions, table, *, width=40, vocabulary=11, page_size=4):
     embedding = torch.randn(vocabulary, width, generator=generator).to(DEVICE)
     tokens, positions = (torch.tensor(t, device=DEVICE) for t in (tokens, positions))
     table = torch.tensor(table, dtype=torch.int32, device=DEVICE)
-    return embedding, *begin_step(embedding, tokens, positions, table, page_size, pdl=PDL)
+    return embedding, *begin_step(embedding, tokens, positions, table, page_size)
 
 
 @pytest.mark.parametrize("width", [1, 40, 1024, 1536])
@@ -35,9 +33,7 @@ def test_columns_of_a_wider_table_are_left_alone():
     wide = torch.tensor([[1, 2, -1], [3, 4, -1]], dtype=torch.int32, device=DEVICE)
     embedding = torch.randn(5, 8, device=DEVICE).bfloat16()
     tokens = torch.tensor([1, 2], device=DEVICE)
-    x, slots = begin_step(
-        embedding, tokens, torch.tensor([5, 2], device=DEVICE), wide[:, :2], 4, pdl=PDL
-    )
+    x, slots = begin_step(embedding, tokens, torch.tensor([5, 2], device=DEVICE), wide[:, :2], 4)
     assert torch.equal(x, embedding[[1, 2]].float())
     assert slots.tolist() == [2 * 4 + 1, 3 * 4 + 2]
 

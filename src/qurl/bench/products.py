@@ -33,7 +33,7 @@ from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_ga
 from qurl.quant.kernels.plans import Choice, TableKey
 from qurl.quant.linear import Operand, Product, finish
 from qurl.quant.linear import multiply as multiply_by_torch
-from qurl.rollout.local.kernels.rows import add_norm, quantize_with, swiglu
+from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 
 PREFETCHES = (2, 4, 8)
 MOST_PARTS = 16
@@ -166,7 +166,6 @@ class Setup:
         """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
         self.problem = problem
         self.device = device
-        self.pdl = Target.of(device).has_pdl
         M, N, K = problem.M, problem.N, problem.K
         first = self._operand(torch.randn(N, K, device=device), is_weight=True)
         copies = num_copies(N * K * problem.itemsize, l2_bytes)
@@ -243,18 +242,18 @@ class Setup:
             return product
         if self.problem.is_gated:
             amax = self.amax if self.problem.format else None
-            return multiply_gated(x, weight, bias, dtype, choice, amax, pdl=self.pdl)
-        return multiply(x, weight, bias, dtype, choice, pdl=self.pdl)
+            return multiply_gated(x, weight, bias, dtype, choice, amax)
+        return multiply(x, weight, bias, dtype, choice)
 
     def _consume(self, product: Product, is_combined: bool) -> Operand:
-        format, dtype, pdl = self.problem.format, torch.bfloat16, self.pdl
+        format, dtype = self.problem.format, torch.bfloat16
         if not self.problem.is_gated:
             x, norm = self.residual
-            return add_norm(x, product, norm, 1e-6, format, dtype, clear=self.amax, pdl=pdl)
+            return add_norm(x, product, norm, 1e-6, format, dtype, clear=self.amax)
         if not is_combined:
-            return swiglu(product, format, dtype, True, pdl=pdl)
+            return swiglu(product, format, dtype, True)
         assert isinstance(product, Tensor)
-        return product if format is None else quantize_with(product, self.amax, format, pdl=pdl)
+        return product if format is None else quantize_rows(product, format, self.amax)
 
     def _operand(self, x: Tensor, *, is_weight: bool) -> Operand:
         format = self.problem.format

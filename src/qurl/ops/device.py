@@ -1,4 +1,4 @@
-"""Where a run computes, and in which precision that is done by default."""
+"""The device of a run, its default precision, and its memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """Of arithmetic, and of what the engine does not quantize."""
+    """The dtype of arithmetic and of whatever the engine does not quantize."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """The most memory held so far, in GiB, under verl's names: of this process, and of the GPU."""
+    """Peak memory of this process and of the GPU in GiB, under verl's metric names."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics = {"perf/cpu_memory_used_gb": process / 2**30}

@@ -4,7 +4,7 @@
 
     dgate = dy up s (1 + gate (1 - s));   dup = dy gate s
 
-Everything is computed in FP32 and rounded once, into the dtype of what is stored.
+Everything is computed in FP32 and rounded once, to the dtype of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import narrow
+from qurl.ops.launch import divide_up
+from qurl.ops.rounding import load_float, store_rounded
 
 BLOCK = 4096
 _SHAPE: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8}
@@ -46,26 +47,25 @@ def _check(*tensors: Tensor) -> None:
 
 
 def _grid(values: Tensor) -> tuple[int]:
-    return (-(-values.numel() // BLOCK),)
+    return (divide_up(values.numel(), BLOCK),)
 
 
 @triton.jit
 def gate_kernel(gate, up, y, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < size
-    x = tl.load(gate + at, mask=is_inside, other=0.0).to(tl.float32)
-    value = x * tl.sigmoid(x) * tl.load(up + at, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(y + at, narrow(value, y.dtype.element_ty), mask=is_inside)
+    x = load_float(gate + at, is_inside)
+    store_rounded(y + at, x * tl.sigmoid(x) * load_float(up + at, is_inside), is_inside)
 
 
 @triton.jit
 def gate_gradients_kernel(dy, gate, up, dgate, dup, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < size
-    upstream = tl.load(dy + at, mask=is_inside, other=0.0).to(tl.float32)
-    x = tl.load(gate + at, mask=is_inside, other=0.0).to(tl.float32)
+    upstream = load_float(dy + at, is_inside)
+    x = load_float(gate + at, is_inside)
     share = tl.sigmoid(x)
-    value = tl.load(up + at, mask=is_inside, other=0.0).to(tl.float32)
+    value = load_float(up + at, is_inside)
     slope = upstream * value * share * (1 + x * (1 - share))
-    tl.store(dgate + at, narrow(slope, dgate.dtype.element_ty), mask=is_inside)
-    tl.store(dup + at, narrow(upstream * x * share, dup.dtype.element_ty), mask=is_inside)
+    store_rounded(dgate + at, slope, is_inside)
+    store_rounded(dup + at, upstream * x * share, is_inside)

@@ -1,12 +1,10 @@
-# pyright: reportGeneralTypeIssues=false
-# (To pyright what a jitted function returns cannot be iterated.)
 """RMSNorm and its gradients, in one pass over memory each way.
 
     rms = sqrt(mean x^2 + eps);   y = weight x / rms
 
     g = weight dy / rms;   dx = g - x mean(g x) / rms^2;   dweight = sum over rows of dy x / rms
 
-Everything is computed in FP32 and rounded once, into the dtype of what is stored.
+Everything is computed in FP32 and rounded once, to the dtype of the result.
 Shapes: N rows, H numbers of a row.
 """
 
@@ -19,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import narrow
+from qurl.ops.launch import divide_up, next_power_of_2
+from qurl.ops.rounding import load_float, store_rounded
 
 TILE = 2048
-"""Numbers that a program has at once, where a row is not longer."""
+"""Numbers that a program holds at once, unless a row is longer."""
 PROGRAMS = 512
-"""At most so many add up the weight's gradient, each over rows of its own."""
+"""Most programs that add up the weight's gradient, each over its own rows."""
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,7 +33,7 @@ def normalize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tupl
     y = torch.empty_like(x, dtype=dtype)
     inverse = x.new_empty(rows, dtype=torch.float32)
     tile = _tile(hidden)
-    norm_kernel[(-(-rows // tile["ROWS"]),)](x, weight, y, inverse, rows, eps, **tile)
+    norm_kernel[(divide_up(rows, tile["ROWS"]),)](x, weight, y, inverse, rows, eps, **tile)
     return y, inverse
 
 
@@ -46,7 +45,7 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[T
     rows, hidden = x.shape
     dx = torch.empty_like(x)
     tile = _tile(hidden)
-    programs = max(1, min(PROGRAMS, -(-rows // tile["ROWS"])))
+    programs = max(1, min(PROGRAMS, divide_up(rows, tile["ROWS"])))
     parts = x.new_empty(programs, hidden, dtype=torch.float32)
     norm_gradients_kernel[(programs,)](dy, x, weight, inverse, dx, parts, rows, **tile)
     return dx, parts.sum(0)
@@ -59,7 +58,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 def _tile(hidden: int) -> dict[str, Any]:
-    columns = triton.next_power_of_2(hidden)
+    columns = next_power_of_2(hidden)
     rows = max(1, TILE // columns)
     warps = min(16, max(4, columns // 1024))
     return {"H": hidden, "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
@@ -82,11 +81,11 @@ def norm_kernel(
     column = tl.arange(0, COLUMNS)
     at = row[:, None] * H + column[None, :]
     is_inside = (row < rows)[:, None] & (column < H)[None, :]
-    values = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
+    values = load_float(x + at, is_inside)
     scale = tl.rsqrt(tl.sum(values * values, 1) / H + eps)
-    factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
+    factor = load_float(weight + column, column < H)
     result = values * scale[:, None] * factor[None, :]
-    tl.store(y + at, narrow(result, y.dtype.element_ty), mask=is_inside)
+    store_rounded(y + at, result, is_inside)
     tl.store(inverse + row, scale, mask=row < rows)
 
 
@@ -103,20 +102,20 @@ def norm_gradients_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Programs take tiles of rows in turn; what each adds up is a row of `parts`."""
+    """Programs take tiles of rows in turn; each stores its sum as a row of `parts`."""
     column = tl.arange(0, COLUMNS)
-    factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
+    factor = load_float(weight + column, column < H)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * H + column[None, :]
         is_inside = (row < rows)[:, None] & (column < H)[None, :]
         scale = tl.load(inverse + row, mask=row < rows, other=0.0)[:, None]
-        unit = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32) * scale
-        upstream = tl.load(dy + at, mask=is_inside, other=0.0).to(tl.float32)
+        unit = load_float(x + at, is_inside) * scale
+        upstream = load_float(dy + at, is_inside)
         total += upstream * unit
         slope = upstream * factor[None, :]
         shared = tl.sum(slope * unit, 1)[:, None] / H
         result = (slope - unit * shared) * scale
-        tl.store(dx + at, narrow(result, dx.dtype.element_ty), mask=is_inside)
+        store_rounded(dx + at, result, is_inside)
     tl.store(parts + tl.program_id(0) * H + column, tl.sum(total, 0), mask=column < H)

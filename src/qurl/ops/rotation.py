@@ -3,7 +3,7 @@
     y1 = x1 cos1 - x2 sin1        dx1 = dy1 cos1 + dy2 sin2
     y2 = x2 cos2 + x1 sin2        dx2 = dy2 cos2 - dy1 sin1
 
-where 1 and 2 are the halves of a head. Computed in FP32 and rounded once.
+for the halves 1 and 2 of a head. Computed in FP32 and rounded once.
 Shapes: N tokens, P angles, H heads, D head size.
 """
 
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import narrow
+from qurl.ops.launch import divide_up, next_power_of_2
+from qurl.ops.rounding import load_float, store_rounded
 
 TILE = 2048
 """Pairs of numbers that a program rotates."""
@@ -27,7 +28,7 @@ def rotate(
 ) -> Tensor:
     """y [N, H, D] of x, or with `is_gradient` dx of dy, in `dtype`.
 
-    cos and sin are [P, D]; tokens beyond the first P take them from the first again.
+    cos and sin are [P, D]; token n takes row n % P.
     """
     tokens, heads, size = x.shape
     assert size % 2 == 0
@@ -37,7 +38,7 @@ def rotate(
     for tensor in (x, cos, sin):
         assert tensor.is_contiguous()
     out = torch.empty_like(x, dtype=dtype)
-    lanes = triton.next_power_of_2(size // 2)
+    lanes = next_power_of_2(size // 2)
     rows = max(1, TILE // lanes)
     shape: dict[str, Any] = {
         "HEADS": heads,
@@ -47,7 +48,7 @@ def rotate(
         "LANES": lanes,
         "num_warps": 4,
     }
-    grid = (-(-tokens * heads // rows),)
+    grid = (divide_up(tokens * heads, rows),)
     rotate_pairs_kernel[grid](x, cos, sin, out, tokens * heads, len(cos), **shape)
     return out
 
@@ -72,17 +73,17 @@ def rotate_pairs_kernel(
     is_inside = (row < rows)[:, None] & (lane < HALF)[None, :]
     first = row[:, None] * (2 * HALF) + lane[None, :]
     angle = (row // HEADS % angles)[:, None] * (2 * HALF) + lane[None, :]
-    x1 = tl.load(x + first, mask=is_inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + first + HALF, mask=is_inside, other=0.0).to(tl.float32)
-    cos1 = tl.load(cos + angle, mask=is_inside, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + angle + HALF, mask=is_inside, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + angle, mask=is_inside, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + angle + HALF, mask=is_inside, other=0.0).to(tl.float32)
+    x1 = load_float(x + first, is_inside)
+    x2 = load_float(x + first + HALF, is_inside)
+    cos1 = load_float(cos + angle, is_inside)
+    cos2 = load_float(cos + angle + HALF, is_inside)
+    sin1 = load_float(sin + angle, is_inside)
+    sin2 = load_float(sin + angle + HALF, is_inside)
     if IS_GRADIENT:
         y1 = x1 * cos1 + x2 * sin2
         y2 = x2 * cos2 - x1 * sin1
     else:
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-    tl.store(out + first, narrow(y1, out.dtype.element_ty), mask=is_inside)
-    tl.store(out + first + HALF, narrow(y2, out.dtype.element_ty), mask=is_inside)
+    store_rounded(out + first, y1, is_inside)
+    store_rounded(out + first + HALF, y2, is_inside)

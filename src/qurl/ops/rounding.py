@@ -1,10 +1,10 @@
 """How kernels divide and round: to the bit what torch does with the same numbers.
 
-    scale = max|x| / largest, or 1 where that is subnormal;  codes = round(x / scale)
+    scale = max|x| / largest, or 1 if that is subnormal;  codes = round(x / scale)
 
-No code needs clamping: x / scale exceeds the largest code by its last place at most, which rounds
-off. Kernels that add products and promise torch's bits are launched with `EXACT`; what is here has
-the same bits without it.
+No code needs clamping: x / scale exceeds the largest code by at most its last place, which rounds
+off. Kernels that add products and promise torch's bits are launched with `EXACT`; these functions
+have the same bits without it.
 
 Triton's interpreter truncates to BF16, loses carries, subnormals and NaN on the way to FP8, and has
 no fused multiply-add; `INTERPRETED` branches do the same by other means.
@@ -16,10 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-EXACT = {"enable_fp_fusion": False}
-"""Launch options that keep the compiler from making one rounding of a product and a sum."""
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -28,16 +24,20 @@ _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def await_inputs(PDL: tl.constexpr):
-    """Nothing that the kernel before writes may be read earlier; the next kernel may start now."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+def load_float(pointers, mask):
+    """Numbers in FP32, zero outside the mask."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(pointers, values, mask):
+    """Store FP32 values, rounded once to what the pointers point to."""
+    tl.store(pointers, narrow(values, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def magnitude(values):
-    """Bits of |values|. They sort as the numbers do, and NaN above all: a NaN is never lost."""
+    """Bits of |values|. They sort as the numbers do, with NaN above all, so no NaN is lost."""
     if values.dtype.primitive_bitwidth == 32:
         bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -70,8 +70,8 @@ def divide(values, scale):
 
     with the rounded inverse = 1 / scale, one for all values. One such step is enough: the excess is
     exact, which leaves less than 2^-22 of a last place of error before the last rounding, and all
-    quotients that close to where it turns come out right. In this form a zero keeps its sign.
-    Quotients below 2^-40, whose codes are 0, may be off.
+    quotients that close to a tie come out right. In this form a zero keeps its sign. Quotients
+    below 2^-40, whose codes are 0, may be off.
     """
     if INTERPRETED:  # it rounds q * scale, which an FMA does not
         quotient = tl.div_rn(values, scale)
@@ -89,7 +89,7 @@ def divide(values, scale):
 
 @triton.jit
 def narrow(values, dtype: tl.constexpr):
-    """FP32 values in a narrower dtype, rounded half to even. Of INT8 they are within +-127."""
+    """FP32 values in a narrower dtype, rounded half to even; INT8 takes values within +-127."""
     if dtype == tl.int8:
         narrowed = integer_bits(values).to(tl.int8)
     elif INTERPRETED and dtype == tl.bfloat16:
@@ -105,7 +105,7 @@ def narrow(values, dtype: tl.constexpr):
 def integer_bits(values):
     """INT32 whose low 22 bits are the integers next to the values, half to even.
 
-    It spares a conversion, which runs at a quarter of an addition's rate.
+    It avoids a conversion, which runs at a quarter of an addition's rate.
     """
     return (values + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
 
@@ -114,9 +114,9 @@ def integer_bits(values):
 def float8_bits(values):
     """Bytes of the E4M3 numbers next to |values| <= 448, half to even.
 
-    Its 4 bits of exponent have the bias 7, 3 are mantissa; below 2^-6 it is a multiple of 2^-9. For
-    kernels that do more with a code than store it: ptxas 12.8 forgets that something else than a
-    store may want the pairs of FP8 that its own conversion gives, and crashes, or compares garbage.
+    E4M3 has 4 bits of exponent with bias 7 and 3 bits of mantissa; below 2^-6 it is a multiple of
+    2^-9. Use it where a kernel does more with a code than store it: ptxas 12.8 crashes or compares
+    garbage when anything but a store uses the pairs of FP8 that its own conversion gives.
     """
     bits = magnitude(values)
     absolute = bits.to(tl.float32, bitcast=True)

@@ -1,7 +1,8 @@
-"""What the device can do, as far as kernels need to know."""
+"""What a device can do, as far as kernels need to know."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ class Target:
     num_sms: int
 
     @staticmethod
+    @functools.cache
     def of(device: torch.device) -> Target:
         if device.type != "cuda":
             return Target("cpu", None, num_sms=1)
@@ -28,6 +30,11 @@ class Target:
     def has_pdl(self) -> bool:
         """Programmatic dependent launch: a kernel's start overlaps the end of the one before."""
         return self.capability is not None and self.capability >= (9, 0)
+
+    @property
+    def has_descriptors(self) -> bool:
+        """A copy engine that fetches tiles by descriptor; the interpreter emulates it."""
+        return self.capability is None or self.capability >= (9, 0)
 
     @property
     def has_fp8(self) -> bool:

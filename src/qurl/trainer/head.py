@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from qurl.ops.target import Target
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -186,8 +184,7 @@ def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor,
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
-        pdl = Target.of(logits.device).has_pdl
-        return token_scores.score_rows(logits, targets, factor, pdl=pdl)
+        return token_scores.score_rows(logits, targets, factor)
     z = logits.mul_(factor)
     log_z = z.logsumexp(-1)
     logp = z.gather(-1, targets[:, None]).squeeze(-1) - log_z
@@ -209,8 +206,7 @@ def _logit_gradients(
         from qurl.trainer.kernels import token_scores
 
         inputs = (logits, targets, log_z, grad_logp, entropy, grad_entropy)
-        pdl = Target.of(logits.device).has_pdl
-        return token_scores.logit_gradients(*inputs, factor=factor, dtype=dtype, pdl=pdl)
+        return token_scores.logit_gradients(*inputs, factor=factor, dtype=dtype)
     p = logits.mul_(factor).sub_(log_z[:, None]).exp_()
     gradient = -grad_logp[:, None] * p
     if entropy is not None and grad_entropy is not None:

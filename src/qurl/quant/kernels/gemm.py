@@ -3,17 +3,16 @@
     y[m, n] = (sum_k x[m, k] w[n, k]) * scale_x[m] * scale_w[n] + bias[n]
 
 Weights are on the side of the matrix unit that takes 64 rows at a time, tokens on the side that
-takes as few as 8 (swap-AB): a batch of 16 sequences wastes nothing. Few output tiles leave
-multiprocessors idle, so K can be cut into S parts (split-K); the parts are not added here but by
-whoever consumes the product, in a fixed order, which costs no pass of its own and no atomics.
+takes as few as 8 (swap-AB), so a batch of 16 sequences wastes nothing. Few output tiles leave
+multiprocessors idle, so K can be cut into S parts (split-K). The consumer of the product adds the
+parts in a fixed order; they need neither atomics nor a separate reduction.
 
 The gate and up projections of an MLP are one product whose channels alternate (gate 0, up 0, gate
-1, ...): a tile holds both and goes on to silu(gate) * up by itself. The largest magnitude of each
-token comes along, because the quantizer behind it needs it.
+1, ...): a tile holds both and computes silu(gate) * up itself. It also leaves the largest magnitude
+of each token, which the next quantizer needs.
 
-"fp8-block" scales every 128 columns apart. The same kernel multiplies BF16 numbers, for results
-that do not depend on the batch; where they may, cuBLAS is used. FP32 numbers are multiplied as
-such, not as TF32.
+"fp8-block" has one scale for every 128 columns. The same kernel multiplies BF16 numbers where
+results must not depend on the batch; elsewhere cuBLAS does. FP32 numbers are not rounded to TF32.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -30,7 +29,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qurl.ops.rounding import EXACT, as_factor, narrow
+from qurl.ops.launch import EXACT, divide_up, overlapping
+from qurl.ops.rounding import as_factor, narrow
+from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
 from qurl.quant.linear import Operand, Partial, Product
 
@@ -46,12 +47,12 @@ class Plan:
     depth: int
     """Input channels per step."""
     splits: int = 0
-    """Parts of K that are left to the consumer to add; 0 = one part, finished here."""
+    """Parts of K that the consumer adds; 0 = one part, finished here."""
     warps: int = 4
     stages: int = 4
     """Loads in flight."""
     prefetch: int = 0
-    """Steps of weights asked for before the kernel waits for the one that makes its input."""
+    """Steps of weights to prefetch before the kernel waits for its input."""
 
     @property
     def num_parts(self) -> int:
@@ -62,11 +63,9 @@ class Plan:
 def _prefetch_weights(
     w, first_channel, first_column, N, K, CHANNELS: tl.constexpr, LINES: tl.constexpr
 ):
-    """Ask L2 for LINES cache lines of each channel's row."""
+    """Fetch LINES cache lines of each channel's row into L2."""
     channels = first_channel + tl.arange(0, CHANNELS)
-    columns = first_column + tl.arange(0, LINES) * (
-        128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-    )
+    columns = first_column + tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth)
     channels = tl.minimum(channels, N - 1).to(tl.int64)
     columns = tl.minimum(columns, K - 1)
     pointers = w + channels[:, None] * K + columns[None, :]
@@ -100,10 +99,8 @@ def gemm_kernel(
     IS_FINISHED: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HAS_AMAX: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
@@ -158,18 +155,15 @@ def gemm_kernel(
     out = acc.T
     num_columns = N
     if IS_FINISHED:
-        value = out.to(tl.float32)
-        if HAS_SCALE:
-            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
-            value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
-        if HAS_BIAS:
-            value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
+        value = _finish(
+            out.to(tl.float32), scale_x, scale_w, bias, tokens, channels, M, N, HAS_SCALE
+        )
         out = narrow(value, y.dtype.element_ty)
         if IS_GATED:
             out = _gate(out)
             num_columns = N // 2
             channels = first_channel // 2 + tl.arange(0, CHANNELS // 2)
-            if HAS_AMAX:
+            if amax is not None:
                 tl.atomic_max(amax + tokens, _largest(out), tokens < M, sem="relaxed")
     at = (part.to(tl.int64) * M + tokens.to(tl.int64))[:, None] * num_columns + channels[None, :]
     tl.store(y + at, out, (tokens < M)[:, None] & (channels < num_columns)[None, :])
@@ -184,6 +178,27 @@ def _load_tile(matrix, rows, columns, num_rows, num_columns):
 
 
 @triton.jit
+def _finish(
+    value,
+    scale_x,
+    scale_w,
+    bias,
+    tokens,
+    channels,
+    num_tokens,
+    num_channels,
+    HAS_SCALE: tl.constexpr,
+):
+    """Values [tokens, channels] with their scales and bias."""
+    if HAS_SCALE:
+        value = value * tl.load(scale_x + tokens, tokens < num_tokens, 0.0)[:, None]
+        value = value * tl.load(scale_w + channels, channels < num_channels, 0.0)[None, :]
+    if bias is not None:
+        value += tl.load(bias + channels, channels < num_channels, 0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
 def _gate(y):
     """silu(gate) * up of a finished tile whose channels alternate, rounded once to its dtype."""
     pairs = y.to(tl.float32).reshape(y.shape[0], y.shape[1] // 2, 2)
@@ -193,21 +208,15 @@ def _gate(y):
 
 @triton.jit
 def _largest(y):
-    """max|y| of each row. NaN becomes an infinite scale, which makes NaN of the row again."""
+    """max|y| of each row. NaN becomes an infinite scale, which turns the row into NaN again."""
     size = tl.abs(y.to(tl.float32))
     return tl.max(tl.where(size == size, size, float("inf")), 1)
 
 
 def multiply(
-    x: Operand,
-    weight: Operand,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    plan: Plan,
-    *,
-    pdl: bool = False,
+    x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, plan: Plan
 ) -> Product:
-    """x W^T + b for x [M, K] and W [N, K], both codes or both numbers, as planned."""
+    """x W^T + b for x [M, K] and W [N, K], both codes or both numbers."""
     operands = _Operands.of(x, weight)
     is_finished = plan.splits == 0
     acc_dtype = torch.int32 if operands.is_integer else torch.float32
@@ -215,7 +224,7 @@ def multiply(
     y = torch.empty(
         (plan.num_parts, M, N), dtype=dtype if is_finished else acc_dtype, device=operands.x.device
     )
-    _launch(operands, bias, y, plan, pdl=pdl)
+    _launch(operands, bias, y, plan)
     if is_finished:
         return y[0]
     scales = (operands.scale_x, operands.scale_w) if operands.has_scale else (None, None)
@@ -229,19 +238,17 @@ def multiply_gated(
     dtype: torch.dtype,
     plan: Plan,
     amax: Tensor | None = None,
-    *,
-    pdl: bool = False,
 ) -> Tensor:
-    """silu(gate) * up [M, N / 2], where channels of W alternate between gate and up.
+    """silu(gate) * up [M, N / 2] of a W whose channels alternate between gate and up.
 
-    `amax` [M], zero before, receives the largest magnitude of each row.
+    `amax` [M] must be zero; it receives the largest magnitude of each row.
     """
     operands = _Operands.of(x, weight)
     assert plan.splits == 0, "a gated product is finished here"
     M, N, _ = operands.sizes
     assert N % 2 == 0
     y = torch.empty((M, N // 2), dtype=dtype, device=operands.x.device)
-    _launch(operands, bias, y, plan, is_gated=True, amax=amax, pdl=pdl)
+    _launch(operands, bias, y, plan, is_gated=True, amax=amax)
     return y
 
 
@@ -289,10 +296,10 @@ def _launch(
     *,
     is_gated: bool = False,
     amax: Tensor | None = None,
-    pdl: bool,
 ) -> None:
     M, N, K = operands.sizes
     x, w = operands.x, operands.w
+    overlap = overlapping(x.device)
     assert not operands.is_blocked or plan.depth == BLOCK, "block scales are per step of K"
     has_descriptors = _can_describe(x) and _can_describe(w)
     args: dict[str, Any] = {
@@ -307,33 +314,30 @@ def _launch(
         "M": M,
         "N": N,
         "K": K,
-        "steps_per_split": _divide_up(_divide_up(K, plan.depth), plan.num_parts),
+        "steps_per_split": divide_up(divide_up(K, plan.depth), plan.num_parts),
         "TOKENS": plan.tokens,
         "CHANNELS": plan.channels,
         "DEPTH": plan.depth,
         "IS_FINISHED": plan.splits == 0,
         "IS_INTEGER": operands.is_integer,
         "HAS_SCALE": operands.has_scale,
-        "HAS_BIAS": bias is not None,
         "IS_BLOCKED": operands.is_blocked,
         "IS_GATED": is_gated,
-        "HAS_AMAX": amax is not None,
         "HAS_DESCRIPTORS": has_descriptors,
-        "PREFETCH_LINES": _prefetch_lines(plan, w) if pdl else 0,
-        "PDL": pdl,
+        "PREFETCH_LINES": _prefetch_lines(plan, w) if overlap["PDL"] else 0,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
-        "launch_pdl": pdl,
+        **overlap,
         **EXACT,
     }
-    num_tiles = _divide_up(M, plan.tokens) * _divide_up(N, plan.channels)
+    num_tiles = divide_up(M, plan.tokens) * divide_up(N, plan.channels)
     gemm_kernel[(num_tiles, plan.num_parts)](**args)
 
 
 def library_product(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """cuBLAS's product, or None where it has none with our scales; rounded once, bias and all."""
+    """cuBLAS's product with its bias, rounded once; None if cuBLAS does not take our scales."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     assert isinstance(x, Quantized)
@@ -356,8 +360,7 @@ def library_product(
 def _can_describe(matrix: Tensor) -> bool:
     """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
     is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
-    capable = not matrix.is_cuda or torch.cuda.get_device_capability(matrix.device) >= (9, 0)
-    return is_aligned and capable
+    return is_aligned and Target.of(matrix.device).has_descriptors
 
 
 def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -368,7 +371,3 @@ def _prefetch_lines(plan: Plan, weight: Tensor) -> int:
     """Cache lines of 128 bytes per channel, a power of two."""
     lines = plan.prefetch * plan.depth * weight.itemsize // 128
     return 1 << (lines - 1).bit_length() if lines else 0
-
-
-def _divide_up(a: int, b: int) -> int:
-    return -(-a // b)

@@ -1,14 +1,13 @@
 # pyright: reportGeneralTypeIssues=false
 # (To pyright `tl.static_range` cannot be iterated.)
-"""Quantizes a weight into the buffers that the engine computes with, in one pass over memory.
+"""Quantizes a weight into the engine's buffers, in one pass over memory.
 
     scale = max|w| / largest;  codes = round(clamp(w / scale, -largest, largest))
 
-with w rounded to the trainer's dtype first; to the bit what `qurl.quant.formats.quantize` gives,
-per row or per 128x128 tile. On the way the codes that the buffer held are read, and those that
-change are counted. A weight costs the bytes of its source (4 or 2), one for the code that was there
-and one for the new code; a row stays in registers between finding its largest value and coding it,
-up to `LONGEST_IN_REGISTERS` columns.
+with w rounded to the trainer's dtype first. The bits equal those of `qurl.quant.formats.quantize`,
+per row or per 128x128 tile. The kernels also read the old codes and count those that change. A
+weight costs the bytes of its source (4 or 2), one for the old code and one for the new. A row of up
+to `LONGEST_IN_REGISTERS` columns stays in registers while its largest value is found.
 
 Shapes: N output channels, K input channels.
 """
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl.ops.launch import DTYPES as SOURCE_DTYPES
 from qurl.ops.rounding import (
     divide,
     float8_bits,
@@ -33,11 +33,10 @@ from qurl.ops.rounding import (
 )
 from qurl.quant.formats import Quantized
 
-SOURCE_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LONGEST_IN_REGISTERS = 32768
 """Columns; a longer row is read twice."""
 
-# Loads of old codes that are under way while values are coded; each takes a register meanwhile.
+# Loads of old codes in flight while values are coded; each takes a register.
 _AHEAD = tl.constexpr(8)
 
 
@@ -47,7 +46,7 @@ def requantize_(
     """Rewrite codes [N, K] and scale of `target` with those of source [N, K] rounded to `dtype`.
 
     `flips` (int32, shaped like the scale) receives how many codes under each scale changed as
-    numbers: a zero that changes its sign does not count. Rows of the target may lie apart.
+    numbers; a zero that changes its sign does not count. The target's rows may be strided.
     """
     codes, scale, format = target.codes, target.scale, target.format
     rows, columns = codes.shape
@@ -77,19 +76,18 @@ def requantize_(
         arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
         arguments |= {"num_warps": 8, "maxnreg": 128}
         requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
-    elif columns > LONGEST_IN_REGISTERS:
-        arguments |= {"CHUNK": 4096, "num_warps": 16}
-        requantize_long_rows_kernel[(rows,)](**arguments)
     else:
-        arguments |= row_tiling(columns, source.itemsize)
+        is_long = columns > LONGEST_IN_REGISTERS
+        tiling = {"CHUNK": 4096, "num_warps": 16} if is_long else _tile(columns, source.itemsize)
+        arguments |= {**tiling, "IS_LONG": is_long}
         requantize_rows_kernel[(rows,)](**arguments)
 
 
-def row_tiling(columns: int, itemsize: int) -> dict[str, int]:
+def _tile(columns: int, itemsize: int) -> dict[str, int]:
     """How a program holds a row in registers: columns per load, and warps.
 
-    A thread loads 16 bytes at once. Short rows have few warps and long ones many registers: either
-    way several programs share a multiprocessor, and one loads while another computes.
+    A thread loads 16 bytes at once. Short rows have few warps and long ones many registers, so
+    several programs share a multiprocessor, and one loads while another computes.
     """
     per_warp = 32 * 16 // itemsize
     if columns <= 8 * 32 * 40:
@@ -113,66 +111,41 @@ def requantize_rows_kernel(
     IS_INT: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_LONG: tl.constexpr,
 ):
-    """One row, read once, in chunks that stay in registers."""
+    """One row in chunks, which stay in registers; a long one is read again, from the cache."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, CHUNK)
     codes += row * CODE_STRIDE
-    values, held = (), ()
-    for first in tl.static_range(0, K, CHUNK):
-        column = first + columns
-        values += (_load(source + row * K + column, column < K, DTYPE),)
-        if first < _AHEAD * CHUNK:
-            held += (tl.load(codes + column, mask=column < K, other=0),)
-    peak = magnitude(values[0])
-    for index in tl.static_range(1, len(values)):
-        peak = tl.maximum(peak, magnitude(values[index]))
-    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), DTYPE), LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
-    for index in tl.static_range(len(values)):
-        column = index * CHUNK + columns
-        later = column + _AHEAD * CHUNK
-        if index + _AHEAD < len(values):
-            held += (tl.load(codes + later, mask=later < K, other=0),)
-        code = _code(values[index], row_scale, IS_INT)
-        changes = _count_changes(changes, code, held[index])
-        tl.store(codes + column, code, mask=column < K)
-    tl.store(scale + row * scale_stride, row_scale)
-    tl.store(flips + row, tl.sum(changes, axis=0))
-
-
-@triton.jit
-def requantize_long_rows_kernel(
-    source,
-    codes,
-    scale,
-    flips,
-    scale_stride,
-    K: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One row, read twice; the second time it comes from the cache."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, CHUNK)
-    peak = magnitude(tl.zeros([CHUNK], DTYPE))
-    for first in range(0, K, CHUNK):
-        column = first + columns
-        value = _load(source + row * K + column, column < K, DTYPE)
-        peak = tl.maximum(peak, magnitude(value))
-    row_scale = scale_for(from_magnitude(tl.max(peak, axis=0), DTYPE), LARGEST)
-    changes = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, K, CHUNK):
-        column = first + columns
-        mask = column < K
-        value = _load(source + row * K + column, mask, DTYPE)
-        held = tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0)
-        code = _code(value, row_scale, IS_INT)
-        changes = _count_changes(changes, code, held)
-        tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
+    if IS_LONG:
+        peak = magnitude(tl.zeros([CHUNK], DTYPE))
+        for first in range(0, K, CHUNK):
+            column = first + columns
+            value = _load(source + row * K + column, column < K, DTYPE)
+            peak = tl.maximum(peak, magnitude(value))
+        row_scale = _scale_of(peak, DTYPE, LARGEST)
+        changes = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, K, CHUNK):
+            column = first + columns
+            value = _load(source + row * K + column, column < K, DTYPE)
+            held = tl.load(codes + column, mask=column < K, other=0)
+            changes += _recode(codes + column, value, held, row_scale, column < K, IS_INT)
+    else:
+        values, helds = (), ()
+        for first in tl.static_range(0, K, CHUNK):
+            column = first + columns
+            values += (_load(source + row * K + column, column < K, DTYPE),)
+            if first < _AHEAD * CHUNK:
+                helds += (tl.load(codes + column, mask=column < K, other=0),)
+        row_scale = _scale_of(_peak(values), DTYPE, LARGEST)
+        changes = tl.zeros([CHUNK], tl.int32)
+        for index in tl.static_range(len(values)):
+            column = index * CHUNK + columns
+            later = column + _AHEAD * CHUNK
+            if index + _AHEAD < len(values):
+                helds += (tl.load(codes + later, mask=later < K, other=0),)
+            value, held = values[index], helds[index]
+            changes += _recode(codes + column, value, held, row_scale, column < K, IS_INT)
     tl.store(scale + row * scale_stride, row_scale)
     tl.store(flips + row, tl.sum(changes, axis=0))
 
@@ -204,10 +177,7 @@ def requantize_tiles_kernel(
         values += (_load(source + row * K + column, mask, DTYPE),)
         if first < _AHEAD * ROWS:
             held += (tl.load(codes + row * CODE_STRIDE + column, mask=mask, other=0),)
-    peak = magnitude(values[0])
-    for index in tl.static_range(1, len(values)):
-        peak = tl.maximum(peak, magnitude(values[index]))
-    tile_scale = scale_for(from_magnitude(tl.max(peak), DTYPE), LARGEST)
+    tile_scale = _scale_of(_peak(values), DTYPE, LARGEST)
     changes = tl.zeros([ROWS, BLOCK], tl.int32)
     for index in tl.static_range(len(values)):
         row = rows + index * ROWS
@@ -215,10 +185,9 @@ def requantize_tiles_kernel(
             later = row + _AHEAD * ROWS
             mask = (later < num_rows) & (column < K)
             held += (tl.load(codes + later * CODE_STRIDE + column, mask=mask, other=0),)
-        code = _code(values[index], tile_scale, IS_INT)
-        changes = _count_changes(changes, code, held[index])
         mask = (row < num_rows) & (column < K)
-        tl.store(codes + row * CODE_STRIDE + column, code, mask=mask)
+        pointers = codes + row * CODE_STRIDE + column
+        changes += _recode(pointers, values[index], held[index], tile_scale, mask, IS_INT)
     tl.store(scale + tile_row * scale_stride + tile_column, tile_scale)
     tl.store(flips + tile_row * tl.cdiv(K, BLOCK) + tile_column, tl.sum(changes))
 
@@ -233,16 +202,26 @@ def _load(source, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _code(value, scale, IS_INT: tl.constexpr):
-    """The byte that stores a value's code."""
-    quotient = divide(value.to(tl.float32), scale)
-    return integer_bits(quotient).to(tl.uint8) if IS_INT else float8_bits(quotient)
+def _peak(values):
+    """The largest magnitudes at each place of several tiles."""
+    peak = magnitude(values[0])
+    for index in tl.static_range(1, len(values)):
+        peak = tl.maximum(peak, magnitude(values[index]))
+    return peak
 
 
 @triton.jit
-def _count_changes(changes, code, held):
-    """`changes`, plus 1 where the bytes of two codes differ as numbers.
+def _scale_of(peak, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    return scale_for(from_magnitude(tl.max(peak), DTYPE), LARGEST)
 
-    Bytes without their sign that are both 0 are the zeros of FP8; no integer code is -128.
+
+@triton.jit
+def _recode(pointers, value, held, scale, mask, IS_INT: tl.constexpr):
+    """Store the codes of values; 1 for each that differs as a number from the code `held` before.
+
+    If two bytes are 0 without their signs, they are zeros of FP8; no integer code is -128.
     """
-    return changes + ((code != held) & (((code | held) & 0x7F) != 0)).to(tl.int32)
+    quotient = divide(value.to(tl.float32), scale)
+    code = integer_bits(quotient).to(tl.uint8) if IS_INT else float8_bits(quotient)
+    tl.store(pointers, code, mask=mask)
+    return ((code != held) & (((code | held) & 0x7F) != 0)).to(tl.int32)

@@ -1,6 +1,6 @@
-"""The decoder's operations in Triton, for GPUs: ten kernels a layer, none of which asks the host.
+"""The decoder's operations in Triton, for GPUs: ten kernels a layer and no host synchronisation.
 
-Products are chosen per shape (`qurl.quant.kernels.plans`), attention over prompts is torch's own.
+Plans choose each product by shape (`qurl.quant.kernels.plans`). Attention over prompts is torch's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
-from qurl.rollout.local.kernels.rope import rotate_and_store
-from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, quantize_with, swiglu
+from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
+from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
 from qurl.rollout.local.ops import LayerCache, Places, Rotations
@@ -38,7 +38,6 @@ class FusedOps:
         self.weights = weights
         self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
         self.target = Target.of(weights.device)
-        self.pdl = self.target.has_pdl
         self.kind = kind_of(self.format, self.target)
         self.deterministic = deterministic
         self.plans = Plans(self.target, deterministic=deterministic)
@@ -47,16 +46,14 @@ class FusedOps:
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
     ) -> tuple[Tensor, Places]:
         embedding = self.weights.embedding
-        x, slots = begin_step(embedding, tokens, positions, table, page_size, pdl=self.pdl)
+        x, slots = begin_step(embedding, tokens, positions, table, page_size)
         return x, Places(positions, slots)
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
-        eps = self.arch.norm_eps
-        return add_norm(x, delta, norm, eps, self.format, self.dtype, pdl=self.pdl)
+        return add_norm(x, delta, norm, self.arch.norm_eps, self.format, self.dtype)
 
     def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
-        eps, norm = self.arch.norm_eps, self.weights.norm
-        h = add_norm(x, delta, norm, eps, None, self.dtype, pdl=self.pdl)
+        h = add_norm(x, delta, self.weights.norm, self.arch.norm_eps, None, self.dtype)
         assert isinstance(h, Tensor)
         return h
 
@@ -92,42 +89,37 @@ class FusedOps:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
     ) -> Operand:
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = _attend_packed(q, k, v, lengths, window)
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            bounds = bounds.to(q.device, non_blocking=True)
+            out = attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)
         else:
             out = attend_prompts(q, k, v, lengths, window)
-        return out if self.format is None else quantize_rows(out, self.format, pdl=self.pdl)
+        return out if self.format is None else quantize_rows(out, self.format)
 
     def attend_pages(
         self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
     ) -> Operand:
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
+        kv, scale = cache.data, cache.scale
         return attend_pages(
-            q,
-            cache.data,
-            table,
-            positions,
-            window,
-            cache.scale,
-            self.format,
-            num_chunks=num_chunks,
-            pdl=self.pdl,
+            q, kv, table, positions, window, scale, self.format, num_chunks=num_chunks
         )
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
-        # Zeroed by the norm, raised by the product: a kernel less than zeroing it apart.
+        # The norm zeroes it and the product raises it, which saves a kernel.
         amax = torch.empty(x.shape[0], device=x.device)
         norm, eps = layer.norms["post_attention_layernorm"], self.arch.norm_eps
-        h = add_norm(x, delta, norm, eps, self.format, self.dtype, clear=amax, pdl=self.pdl)
+        h = add_norm(x, delta, norm, eps, self.format, self.dtype, clear=amax)
         return self.project((layer.down,), self._gate_and_up(layer, h, amax))
 
     def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
         if self.deterministic:
             plan = self._plan(lm_head, h)
             assert plan is not None, "deterministic plans never name the library"
-            return finish(multiply(h, lm_head, None, torch.float32, plan, pdl=self.pdl))
+            return finish(multiply(h, lm_head, None, torch.float32, plan))
         if not h.is_cuda:
             return F.linear(h, lm_head).float()
-        # Not rounded to BF16: a log-prob would inherit the last bit of a logit, 1/8 at 16.
+        # Not rounded to BF16, whose last bit at 16 is 1/8: a log-prob would inherit it.
         return torch.mm(h, lm_head.T, out_dtype=torch.float32)
 
     def sample(
@@ -135,7 +127,7 @@ class FusedOps:
     ) -> tuple[Tensor, Tensor]:
         if params.has_filter:
             return sample(logits.float(), uniform(keys, counters), params)
-        return sample_rows(logits, params.temperature, keys, counters, pdl=self.pdl)
+        return sample_rows(logits, params.temperature, keys, counters)
 
     def _rotate(
         self,
@@ -148,32 +140,34 @@ class FusedOps:
         keep_kv: bool,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
+        paged = None
+        if cache is not None and places.slots is not None:
+            paged = PagedCache(cache.data, places.slots, cache.scale, cache.center)
         return rotate_and_store(
             qkv,
-            places,
-            rotations,
+            places.positions,
+            (rotations.cos, rotations.sin),
             norms,
-            cache,
-            self.arch,
-            self.dtype,
+            paged,
+            num_kv_heads=self.arch.num_kv_heads,
+            eps=self.arch.norm_eps,
+            dtype=self.dtype,
             keep_kv=keep_kv,
-            pdl=self.pdl,
         )
 
     def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
-        """silu(gate) * up, where possible in the epilogue of the product."""
+        """silu(gate) * up, in the epilogue of the product if possible."""
         projection = layer.gate_up[0]
         plan = self._plan(projection.weight, h)
         if plan is None or not layer.has_alternating_gate:
             product = self.project(layer.gate_up, h)
-            is_alternating = layer.has_alternating_gate
-            return swiglu(product, self.format, self.dtype, is_alternating, pdl=self.pdl)
+            return swiglu(product, self.format, self.dtype, layer.has_alternating_gate)
         plan = dataclasses.replace(plan, splits=0)
         weight, bias = projection.weight, projection.bias
         if self.format is None:
-            return multiply_gated(h, weight, bias, self.dtype, plan, pdl=self.pdl)
-        y = multiply_gated(h, weight, bias, self.dtype, plan, amax, pdl=self.pdl)
-        return quantize_with(y, amax, self.format, pdl=self.pdl)
+            return multiply_gated(h, weight, bias, self.dtype, plan)
+        y = multiply_gated(h, weight, bias, self.dtype, plan, amax)
+        return quantize_rows(y, self.format, amax)
 
     def _plan(self, weight: Operand, h: Operand) -> Choice:
         is_coded = isinstance(weight, Quantized)
@@ -185,16 +179,7 @@ class FusedOps:
     def _project(self, weight: Operand, bias: Tensor | None, h: Operand) -> Product:
         plan = self._plan(weight, h)
         if plan is not None:
-            return multiply(h, weight, bias, self.dtype, plan, pdl=self.pdl)
+            return multiply(h, weight, bias, self.dtype, plan)
         product = library_product(h, weight, bias, self.dtype)
         assert product is not None, "the table names the library only where it has the product"
         return product
-
-
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
-) -> Tensor:
-    """torch's flash attention over packed prompts: q [N, H, D], k and v [N, H_kv, D]."""
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    bounds = bounds.to(q.device, non_blocking=True)
-    return attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)

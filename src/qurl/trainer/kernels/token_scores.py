@@ -1,20 +1,20 @@
 # pyright: reportGeneralTypeIssues=false
 # (To pyright what a jitted function returns cannot be iterated.)
-"""What `qurl.trainer.head` makes of logits, in one pass over memory each way.
+"""Log-probs and entropies of logits for `qurl.trainer.head`, in one pass over memory each way.
 
     z = factor x;   peak = max x;   d = x - peak
     mass = sum exp(factor d);   moment = sum exp(factor d) d
 
     log Z = factor peak + log mass;   log p = z - log Z;   entropy = log mass - factor moment / mass
 
-of logits x. As no d is positive, nothing cancels in the entropy. `score_blocks_kernel` leaves peak,
-mass and moment of each block of the vocabulary, `score_rows_kernel` adds them up in FP64, in an
-order that depends on V alone. `logit_gradients_kernel` goes back:
+of logits x. No d is positive, so nothing cancels in the entropy. `score_blocks_kernel` computes
+peak, mass and moment of each block of the vocabulary, `score_rows_kernel` adds them up in FP64, in
+an order that depends on V alone. `logit_gradients_kernel` is the backward pass:
 
     dx = (grad_logp (onehot(target) - p) - grad_entropy p (log p + entropy)) factor
 
-A token with logit -inf has no part in anything. A row with NaN, with +inf or with -inf throughout
-has NaN scores; so has a target outside of the vocabulary.
+A token with logit -inf contributes nothing. A row with NaN, with +inf or with -inf throughout has
+NaN scores; so has a target outside the vocabulary.
 
 Shapes: n rows, V vocabulary.
 """
@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import await_inputs, narrow
+from qurl.ops.launch import await_inputs, divide_up, next_power_of_2, overlapping
+from qurl.ops.rounding import store_rounded
 
 MAX_BLOCK = 4096
 OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -39,7 +40,7 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def score_rows(
-    logits: Tensor, targets: Tensor, factor: float, *, pdl: bool, block: int = MAX_BLOCK
+    logits: Tensor, targets: Tensor, factor: float, *, block: int = MAX_BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p of the target, log Z and entropy, [n] each, from logits [n, V] and targets [n]."""
     rows, vocabulary = logits.shape
@@ -55,8 +56,7 @@ def score_rows(
         "moments": moments,
         "V": vocabulary,
         "NUM_BLOCKS": num_blocks,
-        "PDL": pdl,
-        "launch_pdl": pdl,
+        **overlapping(logits.device),
     }
     of_blocks: dict[str, Any] = {**shared, "BLOCK": block, "num_warps": 4}
     of_rows: dict[str, Any] = {
@@ -65,7 +65,7 @@ def score_rows(
         "logp": logp,
         "log_z": log_z,
         "entropy": entropy,
-        "PADDED_BLOCKS": _next_power_of_2(num_blocks),
+        "PADDED_BLOCKS": next_power_of_2(num_blocks),
         "num_warps": 1,
     }
     score_blocks_kernel[(rows * num_blocks,)](**of_blocks)
@@ -83,12 +83,11 @@ def logit_gradients(
     *,
     factor: float,
     dtype: torch.dtype,
-    pdl: bool,
     block: int = MAX_BLOCK,
 ) -> Tensor:
     """d logits [n, V] in `dtype`, from the logits [n, V] and vectors [n].
 
-    FP32 gradients take the place of the logits. Without entropies, no gradient reaches these.
+    FP32 gradients overwrite the logits. Without `entropy` the loss has no entropy term.
     """
     rows, vocabulary = logits.shape
     assert dtype in OUT_DTYPES
@@ -109,8 +108,7 @@ def logit_gradients(
         "V": vocabulary,
         "BLOCK": block,
         "NUM_BLOCKS": num_blocks,
-        "PDL": pdl,
-        "launch_pdl": pdl,
+        **overlapping(logits.device),
         "num_warps": 8,
     }
     logit_gradients_kernel[(rows * num_blocks,)](**arguments)
@@ -129,12 +127,8 @@ def _check_rows(logits: Tensor, targets: Tensor, *vectors: Tensor) -> None:
 
 def _blocks(vocabulary: int, block: int) -> tuple[int, int]:
     """Tokens of one program, and programs of one row."""
-    block = min(block, _next_power_of_2(vocabulary))
-    return block, -(-vocabulary // block)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    block = min(block, next_power_of_2(vocabulary))
+    return block, divide_up(vocabulary, block)
 
 
 @triton.jit(do_not_specialize=["factor"])
@@ -156,10 +150,10 @@ def score_blocks_kernel(
     token = (index % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     x = _load_logits(logits, row, token, V)
     peak = tl.max(x, 0)
-    # In a block of tokens that cannot be, infinity less infinity would be NaN.
+    # In a block of impossible tokens, infinity minus infinity would be NaN.
     distance = x - tl.where(peak == float("-inf"), 0.0, peak)
     mass = tl.exp2(distance * (factor * _LOG2_E))
-    # Zero times infinity would be too. A NaN that is lost here is still in the mass.
+    # So would zero times infinity. A NaN that is lost here is still in the mass.
     moment = mass * tl.maximum(distance, _LOWEST)
     tl.store(peaks + index, peak)
     tl.store(masses + index, tl.sum(mass, 0))
@@ -237,11 +231,11 @@ def logit_gradients_kernel(
         slope += tl.load(grad_entropy + row) * surprise
     gradient = tl.where(token == tl.load(targets + row), upstream, 0.0) - slope * p
     at = row.to(tl.int64) * V + token
-    tl.store(out + at, narrow(gradient * factor, out.dtype.element_ty), mask=token < V)
+    store_rounded(out + at, gradient * factor, token < V)
 
 
 @triton.jit
 def _load_logits(logits, row, token, V: tl.constexpr):
-    """Those of a row's tokens, -inf beyond the vocabulary."""
+    """Logits of a row's tokens, -inf beyond the vocabulary."""
     at = row.to(tl.int64) * V + token
     return tl.load(logits + at, mask=token < V, other=float("-inf"))

@@ -4,17 +4,17 @@
 
     out = sum_j exp(s[j]) v[j] / sum_j exp(s[j]),   s[j] = q . k[j] / sqrt(D)
 
-over the keys j with position - window < j <= position. They are cut into chunks of fixed length.
-`split_kernel` attends within one chunk, for all query heads that share a key head, and leaves of
-each head the largest score, the sum of weights and the weighted sum of values; `combine_kernel`
-merges the chunks of a sequence in ascending order and quantizes the row. How keys are cut depends
-neither on the batch nor on its longest sequence, and so neither do the bits of a row.
+over the keys j with position - window < j <= position, cut into chunks of fixed length.
+`split_kernel` attends within one chunk, for all query heads that share a key head, and stores each
+head's largest score, sum of weights and weighted sum of values. `combine_kernel` merges the chunks
+of a sequence in ascending order and quantizes the row. The cut depends neither on the batch nor on
+its longest sequence, so neither do the bits of a row.
 
-An FP8 cache is read as pairs of codes, 16 bits each: a pair is what `ldmatrix` moves and transposes
-in one piece. In registers both codes turn into FP16, exactly, so that products and sums are those
-of 16-bit attention: even dimensions meet the first codes of the pairs, odd ones the second. FP16
-and not BF16, because E4M3 to FP16 is one instruction and to BF16 four; a query outside its range is
-brought into it by a power of two, which goes into the scale of the scores.
+An FP8 cache is read as pairs of codes, 16 bits each, because `ldmatrix` moves and transposes 16-bit
+units. In registers both codes become FP16, exactly, so products and sums are those of 16-bit
+attention: even dimensions meet the first codes of the pairs, odd ones the second. FP16 and not
+BF16, because E4M3 to FP16 is one instruction and to BF16 four. A power of two brings queries into
+FP16's range; the scale of the scores takes it back.
 
 Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -30,15 +30,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import EXACT, INTERPRETED, as_factor, await_inputs, narrow
+from qurl.ops.launch import (
+    DTYPES,
+    EXACT,
+    await_inputs,
+    divide_up,
+    next_power_of_2,
+    overlapping,
+)
+from qurl.ops.rounding import INTERPRETED, as_factor, narrow
 from qurl.quant.formats import BLOCK, Format, Quantized
 from qurl.quant.linear import Operand
-from qurl.rollout.local.kernels.product import (
-    DTYPES,
-    empty_operand,
-    next_power_of_2,
-    quantize_row,
-)
+from qurl.rollout.local.kernels.product import empty_operand, quantize_row
 
 CHUNK = 512
 _COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 64 KiB in flight
@@ -46,7 +49,7 @@ _COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 6
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut, which shows in the last bits of a result."""
+    """How the work is cut; it decides the last bits of a result."""
 
     chunk: int = CHUNK
     """Keys of one program."""
@@ -54,22 +57,20 @@ class Tiling:
     """Keys of one step of its loop."""
     num_warps: int = 4
     num_stages: int = 3
-    """Steps whose keys and values are on their way or in use at the same time."""
-    keys_first: bool = True
-    """Whether the tensor cores see keys as rows: then heads are padded to 8 and not to 16."""
+    """Steps whose keys and values are loading or in use at the same time."""
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Tiling for a cache of this dtype; it must not depend on anything but the model."""
-    # Measured on an H200 (benchmarks/attention.py): what is in flight counts, 16 KiB a step.
+    """Tiling for a cache of this dtype; it must depend on the model alone."""
+    # Measured on an H200 (benchmarks/attention.py): 16 KiB in flight a step is fastest.
     if head_dim * dtype.itemsize > 128:
         return Tiling(block=32, num_warps=2, num_stages=4)
     return Tiling(block=64, num_warps=4, num_stages=3)
 
 
 def chunks_for(num_tokens: int, chunk: int = CHUNK) -> int:
-    """Chunks that hold so many keys."""
-    return max(-(-num_tokens // chunk), 1)
+    """The number of chunks that hold `num_tokens` keys."""
+    return max(divide_up(num_tokens, chunk), 1)
 
 
 def attend_pages(
@@ -82,19 +83,18 @@ def attend_pages(
     format: Format | None,
     *,
     num_chunks: int,
-    pdl: bool,
     tiling: Tiling | None = None,
 ) -> Operand:
     """Attention [B, H * D] of q [B, H, D] over the pages table [B, P] of kv.
 
     kv [2, pages, page_size, H_kv, D] holds numbers of q's dtype, or FP8 codes with kv_scale
-    [2, H_kv]. Keys up to and with positions [B] are seen. `num_chunks` may exceed what the longest
-    sequence needs; a row for which it or the table is too short is NaN.
+    [2, H_kv]. A query sees keys up to and including its position [B]. `num_chunks` may exceed what
+    the longest sequence needs; a row is NaN if `num_chunks` or its table is too short for it.
     """
     tiling = tiling or choose_tiling(q.shape[2], kv.dtype)
     parts = q.new_empty(q.shape[0], num_chunks, *q.shape[1:], dtype=torch.float32)
     stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
-    cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, "PDL": pdl, "launch_pdl": pdl}
+    cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, **overlapping(q.device)}
     args = {
         **_sources(q, kv, table, kv_scale),
         **_shapes(q, kv, tiling),
@@ -106,7 +106,7 @@ def attend_pages(
     }
     batch, kv_heads = q.shape[0], kv.shape[3]
     assert positions.shape == (batch,)
-    # Sequences before chunks: those of a group then read their common prompt at the same time.
+    # Sequences before chunks, so that a group reads its common prompt at the same time.
     split_kernel[(kv_heads, batch, num_chunks)](**args)
     num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
     operand = empty_operand(batch, q[0].numel(), format, q.dtype, q.device)
@@ -115,7 +115,7 @@ def attend_pages(
 
 
 def _sources(q: Tensor, kv: Tensor, table: Tensor, kv_scale: Tensor | None) -> dict[str, Any]:
-    """What `split_kernel` reads, FP8 codes in pairs."""
+    """The inputs of `split_kernel`, FP8 codes in pairs."""
     assert q.is_contiguous()
     assert kv.is_contiguous()
     assert table.dtype == torch.int32
@@ -152,18 +152,16 @@ def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
     operand = torch.float16 if has_codes and q.dtype == torch.bfloat16 else q.dtype
     return {
         "SOFTMAX_SCALE": math.log2(math.e) / math.sqrt(head_dim),
-        "H": heads,
         "H_KV": kv_heads,
         "D": head_dim,
         "GROUP": group,
         "WIDTH": width,
-        "HEADS": max(next_power_of_2(group), 8 if tiling.keys_first else 16),
+        "HEADS": max(next_power_of_2(group), 8),
         "DIMS": max(next_power_of_2(width), 16),
         "OPERAND": DTYPES[operand],
         "PAGE_SIZE": page_size,
         "BLOCK": tiling.block,
         "STAGES": tiling.num_stages,
-        "KEYS_FIRST": tiling.keys_first,
         "num_warps": tiling.num_warps,
     }
 
@@ -221,7 +219,6 @@ def split_kernel(
     num_pages,
     num_chunks,
     SOFTMAX_SCALE: tl.constexpr,
-    H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -234,46 +231,35 @@ def split_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per key head, sequence and chunk.
 
     GROUP query heads, padded to HEADS, meet keys of WIDTH numbers or pairs of codes, padded to
-    DIMS. Tiles are [heads, keys] and [heads, dims]; with KEYS_FIRST their transposes.
+    DIMS. Tiles are [keys, heads] and [dims, heads], which pads heads to 8 instead of 16.
     """
-    kv_head = tl.program_id(0)
+    kv_head, chunk = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
-    chunk = tl.program_id(2)
     await_inputs(PDL)
     position = tl.load(positions + sequence).to(tl.int32)
-    low = chunk * CHUNK
-    if WINDOW:
-        low = tl.maximum(low, (position - WINDOW + 1) // BLOCK * BLOCK)
-    high = tl.minimum(tl.minimum((chunk + 1) * CHUNK, position + 1), num_pages * PAGE_SIZE)
+    low, high = _seen_keys(position, chunk, num_pages * PAGE_SIZE, WINDOW, CHUNK, BLOCK)
     if low >= high:
         return
 
-    heads = tl.arange(0, HEADS)
-    dims = tl.arange(0, DIMS)
-    keys = tl.arange(0, BLOCK)
-    is_query = _per_head(heads < GROUP, KEYS_FIRST) & _per_item(dims < WIDTH, KEYS_FIRST)
-    source = q + (sequence * H + kv_head * GROUP) * D
-    source += _per_head(heads * D, KEYS_FIRST) + _per_item(dims * (D // WIDTH), KEYS_FIRST)
+    heads, dims, keys = tl.arange(0, HEADS), tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    is_query = (heads < GROUP)[None, :] & (dims < WIDTH)[:, None]
+    source = q + (sequence * (H_KV * GROUP) + kv_head * GROUP) * D
+    source += (heads * D)[None, :] + (dims * (D // WIDTH))[:, None]
     query = tl.load(source, mask=is_query, other=0.0)
     acc = tl.zeros(query.shape, dtype=tl.float32)
     scale = SOFTMAX_SCALE
     if kv_scale is not None:
         odd_query = tl.load(source + 1, mask=is_query, other=0.0)
         odd_acc = tl.zeros(query.shape, dtype=tl.float32)
-        power = _power_of_two(tl.maximum(tl.abs(query), tl.abs(odd_query)), KEYS_FIRST)
-        inverse = _per_head(tl.div_rn(1.0, power), KEYS_FIRST)
-        query = (query * inverse).to(OPERAND)
-        odd_query = (odd_query * inverse).to(OPERAND)
-        scale *= _per_head(power * tl.load(kv_scale + kv_head), KEYS_FIRST)
-
+        query, odd_query, power = _bring_into_range(query, odd_query, OPERAND)
+        scale *= (power * tl.load(kv_scale + kv_head))[None, :]
     top = tl.full([HEADS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK, HEADS] if KEYS_FIRST else [HEADS, BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK, HEADS], dtype=tl.float32)
     table += sequence * table_stride
     page = _load_page(table, low, keys, high, PAGE_SIZE, BLOCK)
     for start in tl.range(low, high, BLOCK, num_stages=STAGES):
@@ -284,34 +270,31 @@ def split_kernel(
         # A step ahead, so that no load of keys has to wait for the load of their page.
         page = _load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
         base += kv_head * WIDTH
-        k_tile = _load_tile(k + base, offsets, dims, is_seen, WIDTH, KEYS_FIRST)
-        v_tile = _load_tile(v + base, offsets, dims, is_seen, WIDTH, not KEYS_FIRST)
+        # Unseen keys and values may be NaN; they are loaded as zero.
+        is_key = is_seen[:, None] & (dims < WIDTH)[None, :]
+        k_tile = tl.load(k + base + (offsets[:, None] + dims[None, :]), mask=is_key, other=0)
+        is_value = is_seen[None, :] & (dims < WIDTH)[:, None]
+        v_tile = tl.load(v + base + (offsets[None, :] + dims[:, None]), mask=is_value, other=0)
+        scores = None
         if kv_scale is not None:
             k_tile, odd_k = _decode(k_tile)
             v_tile, odd_v = _decode(v_tile)
-            scores = _times(odd_query, odd_k, None, KEYS_FIRST)
-            scores = _times(query, k_tile, scores, KEYS_FIRST)
-        else:
-            scores = _times(query, k_tile, None, KEYS_FIRST)
-        scores = tl.where(_per_item(is_seen, KEYS_FIRST), scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0 if KEYS_FIRST else 1))
-        weights = tl.exp2(scores - _per_head(new_top, KEYS_FIRST))
-        fade = _per_head(tl.exp2(top - new_top), KEYS_FIRST)
-        top = new_top
+            scores = _times(odd_query, odd_k, None)
+        scores = _times(query, k_tile, scores)
+        scores = tl.where(is_seen[:, None], scores * scale, float("-inf"))
+        weights, fade, top = _softmax_step(scores, top)
         total = total * fade + weights
         weights = narrow(weights, OPERAND)
-        acc = _times(weights, v_tile, acc * fade, KEYS_FIRST)
+        acc = _times(weights, v_tile, acc * fade)
         if kv_scale is not None:
-            odd_acc = _times(weights, odd_v, odd_acc * fade, KEYS_FIRST)
+            odd_acc = _times(weights, odd_v, odd_acc * fade)
 
-    if KEYS_FIRST:
-        acc = tl.trans(acc)
+    acc = tl.trans(acc)
     if kv_scale is not None:
-        acc = tl.interleave(acc, tl.trans(odd_acc) if KEYS_FIRST else odd_acc)
+        acc = tl.interleave(acc, tl.trans(odd_acc))
         acc *= tl.load(kv_scale + H_KV + kv_head)
-    total = tl.sum(total, 0 if KEYS_FIRST else 1)
-    index = (sequence * num_chunks + chunk) * H + kv_head * GROUP + heads
-    _store_part(parts, stats, index, heads < GROUP, top, total, acc, D)
+    index = (sequence * num_chunks + chunk) * (H_KV * GROUP) + kv_head * GROUP + heads
+    _store_part(parts, stats, index, heads < GROUP, top, tl.sum(total, 0), acc, D)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_keys"])
@@ -337,7 +320,7 @@ def combine_kernel(
 ):
     """One program per sequence: its row as a tile [R, C], UNROLL chunks at once.
 
-    The row is rounded to RESULT, then coded where there is a scale.
+    The row is rounded to RESULT, then quantized if there is a scale.
     """
     sequence = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, R)
@@ -375,7 +358,7 @@ def combine_kernel(
             weight = tl.exp2(tops[chunk] - top)
             total += totals[chunk] * weight
             acc += values[chunk] * weight[:, None]
-    # No chunk or no page for the last keys: better no number than a wrong one.
+    # Without a chunk or a page for the last keys, no number is better than a wrong one.
     total = tl.where(position < num_keys, total, float("nan"))
 
     row = narrow(tl.reshape(acc / total[:, None], [R * C // GROUP, GROUP]), RESULT)
@@ -390,8 +373,27 @@ def combine_kernel(
 
 
 @triton.jit
+def _seen_keys(
+    position, chunk, num_keys, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The first key of a chunk that is seen, or one of its block, and the end."""
+    low = chunk * CHUNK
+    if WINDOW:
+        low = tl.maximum(low, (position - WINDOW + 1) // BLOCK * BLOCK)
+    return low, tl.minimum(tl.minimum((chunk + 1) * CHUNK, position + 1), num_keys)
+
+
+@triton.jit
+def _softmax_step(scores, top):
+    """Weights of the scores, the factor for earlier sums, and the new largest score."""
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    weights = tl.exp2(scores - new_top[None, :])
+    return weights, tl.exp2(top - new_top)[None, :], new_top
+
+
+@triton.jit
 def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of each key from `start` on; one for all where blocks do not cross pages."""
+    """The page of each key from `start` on; one for all if blocks do not cross pages."""
     at = start
     if PAGE_SIZE % BLOCK != 0:
         at += keys
@@ -400,7 +402,7 @@ def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the keys from `start` on are, STRIDE numbers each: one base and an offset for each."""
+    """A base and an offset for each key from `start` on, STRIDE numbers each."""
     if PAGE_SIZE % BLOCK == 0:
         base = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * STRIDE
         offsets = keys * STRIDE
@@ -411,16 +413,8 @@ def _locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def _load_tile(source, offsets, dims, is_seen, WIDTH: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Keys or values [dims, keys], or the transpose. Unseen ones, which may be NaN, are zero."""
-    offsets = _per_item(offsets, KEYS_FIRST) + _per_head(dims, KEYS_FIRST)
-    mask = _per_item(is_seen, KEYS_FIRST) & _per_head(dims < WIDTH, KEYS_FIRST)
-    return tl.load(source + offsets, mask=mask, other=0)
-
-
-@triton.jit
 def _store_part(parts, stats, index, is_head, top, total, acc, D: tl.constexpr):
-    """What `combine_kernel` needs of a chunk, heads at `index` in [sequence, chunk, head]."""
+    """Store a chunk's results for `combine_kernel`, heads at `index` in [sequence, chunk, head]."""
     tl.store(stats + 2 * index, top, mask=is_head)
     tl.store(stats + 2 * index + 1, total, mask=is_head)
     columns = tl.arange(0, acc.shape[1])
@@ -429,34 +423,22 @@ def _store_part(parts, stats, index, is_head, top, total, acc, D: tl.constexpr):
 
 
 @triton.jit
-def _per_head(x, KEYS_FIRST: tl.constexpr):
-    """A number for each first index of a tile; with KEYS_FIRST for each last one."""
-    return x[None, :] if KEYS_FIRST else x[:, None]
+def _times(x, y, acc):
+    """y x + acc in the dtype of x."""
+    return tl.dot(as_factor(y.to(x.dtype)), as_factor(x), acc, input_precision="ieee")
 
 
 @triton.jit
-def _per_item(x, KEYS_FIRST: tl.constexpr):
-    """A number for each last index of a tile; with KEYS_FIRST for each first one."""
-    return x[:, None] if KEYS_FIRST else x[None, :]
+def _bring_into_range(even, odd, OPERAND: tl.constexpr):
+    """Queries divided by 2^e of their head, and 2^e <= largest magnitude < 2^(e + 1).
 
-
-@triton.jit
-def _times(x, y, acc, KEYS_FIRST: tl.constexpr):
-    """x y + acc; with KEYS_FIRST all of them are given transposed."""
-    x, y = as_factor(x), as_factor(y.to(x.dtype))
-    if KEYS_FIRST:
-        product = tl.dot(y, x, acc, input_precision="ieee")
-    else:
-        product = tl.dot(x, y, acc, input_precision="ieee")
-    return product
-
-
-@triton.jit
-def _power_of_two(magnitude, KEYS_FIRST: tl.constexpr):
-    """2^e of each head, 2^e <= largest magnitude < 2^(e + 1); at least the smallest normal one."""
-    largest = tl.max(magnitude.to(tl.float32), 0 if KEYS_FIRST else 1)
-    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+    2^e is at least the smallest normal number.
+    """
+    magnitude = tl.maximum(tl.abs(even), tl.abs(odd)).to(tl.float32)
+    exponent = tl.max(magnitude, 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(1.0, power)[None, :]
+    return (even * inverse).to(OPERAND), (odd * inverse).to(OPERAND), power
 
 
 @triton.jit

@@ -1,16 +1,16 @@
 # pyright: reportGeneralTypeIssues=false
 # (To pyright neither `tl.static_range` nor what a jitted function returns can be iterated.)
-"""What row-wise kernels share: reading a `Product`, making an `Operand`, quantizing a row.
+"""Shared parts of row-wise kernels: reading a `Product`, making an `Operand`, quantizing a row.
 
     finish(p) = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
 
-Every step rounds on its own, as in torch: kernels that call these functions are launched with
-`EXACT`. What a quantizer reads has been rounded once to the compute dtype, whichever kernel made
-it and whether or not it went through memory: attention's output, silu(gate) * up. Only the norm
-is quantized from FP32, which it is in the reference too.
+Every step rounds separately, as in torch, so kernels that call these functions are launched with
+`EXACT`. A quantizer reads values rounded once to the compute dtype, whether or not they went
+through memory: attention's output, silu(gate) * up. Only the norm is quantized from FP32, as in
+the reference.
 
-A row is a tile [G, C] in registers, G groups of C columns, and each group has its own scale: G = 1
-where a row has one scale. Values in masked columns are zero.
+A row is a tile [G, C] in registers: G groups of C columns, each with its own scale. Values in
+masked columns are zero.
 
 Shapes: M rows, N columns, S parts.
 """
@@ -24,11 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import divide, from_magnitude, magnitude, narrow, scale_for
+from qurl.ops.launch import DTYPES, divide_up
+from qurl.ops.rounding import divide, from_magnitude, load_float, magnitude, narrow, scale_for
 from qurl.quant.formats import Format, Quantized
 from qurl.quant.linear import Operand, Partial, Product
-
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def product_args(product: Product | None) -> dict[str, Any]:
@@ -58,10 +57,10 @@ def product_shape(product: Product) -> tuple[int, int]:
 def empty_operand(
     rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
 ) -> Operand:
-    """Room for the input [M, K] of a projection; without a format, numbers of `dtype`."""
+    """An uninitialised input [M, K] of a projection; without a format, numbers of `dtype`."""
     if format is None:
         return torch.empty(rows, width, dtype=dtype, device=device)
-    groups = 1 if format.block is None else -(-width // format.block)
+    groups = 1 if format.block is None else divide_up(width, format.block)
     return Quantized(
         torch.empty(rows, width, dtype=format.dtype, device=device),
         torch.empty(rows, groups, dtype=torch.float32, device=device),
@@ -69,20 +68,13 @@ def empty_operand(
     )
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 @triton.jit
 def load_channels(vector, columns, mask):
-    """A channel scale or bias at `columns`, FP32; None where there is none.
+    """A channel scale or bias at `columns` in FP32, or None.
 
     Only a sync writes these, so they may be loaded before `await_inputs`.
     """
-    values = None
-    if vector is not None:
-        values = tl.load(vector + columns, mask=mask, other=0.0).to(tl.float32)
-    return values
+    return None if vector is None else load_float(vector + columns, mask)
 
 
 @triton.jit
@@ -99,9 +91,9 @@ def load_product(
     S: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """FP32 values of finish(product)[row, columns]; `row` is int64. S = 0: `acc` is finished.
+    """FP32 values of finish(product)[row, columns]; `row` is int64. With S = 0 `acc` is finished.
 
-    `scale` and `shift` are what `load_channels` gave for scale_w and bias.
+    `scale` and `shift` are scale_w and bias from `load_channels`.
     """
     source = acc + row * N + columns
     if S == 0:
@@ -132,10 +124,6 @@ def largest(magnitudes):
 
 @triton.jit
 def quantize_row(values, mask, LARGEST: tl.constexpr, dtype: tl.constexpr):
-    """Codes [G, C] in `dtype` and their scale [G, 1], as of `formats.quantize_activation`.
-
-    For a row in several tiles, take `scale_for` the largest magnitude of all of them, and `narrow`
-    what `divide` gives for each.
-    """
+    """Codes [G, C] in `dtype` and their scale [G, 1], equal to `formats.quantize_activation`."""
     scale = scale_for(largest(magnitude(tl.where(mask, values, 0.0))), LARGEST)
     return narrow(divide(values, scale), dtype), scale

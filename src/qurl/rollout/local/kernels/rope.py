@@ -4,8 +4,8 @@
     cache = k' and v in the compute dtype, or as fp8(clamp(value / kv_scale, -448, 448))
             with k' - kv_center for k'
 
-One launch. A program takes a few heads of one token, whether of q, k or v. FP32 until the results
-are rounded to the compute dtype, and each head on its own, so that nothing depends on M.
+One launch. A program takes a few heads of one token, of q, k or v. It computes in FP32, rounds the
+results to the compute dtype, and treats each head alone, so nothing depends on M.
 
 Shapes: M tokens, H heads, D head_dim, P positions.
 """
@@ -13,125 +13,116 @@ Shapes: M tokens, H heads, D head_dim, P positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import EXACT, await_inputs, divide, narrow
+from qurl.ops.launch import EXACT, await_inputs, divide_up, next_power_of_2, overlapping
+from qurl.ops.rounding import divide, narrow, store_rounded
 from qurl.quant.linear import Product
-from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.kernels.product import (
     load_channels,
     load_product,
-    next_power_of_2,
     product_args,
     product_shape,
 )
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
 
 _FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4
-_TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions in a program: 16-byte loads of 32-bit parts
+_TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions of a program: 16-byte loads of 32-bit parts
+
+
+class PagedCache(NamedTuple):
+    """Where a layer's keys and values go."""
+
+    data: Tensor  # [2, pages, page_size, H_kv, D]
+    slots: Tensor  # [M] int64, page * page_size + offset
+    scale: Tensor | None  # [2, H_kv], for FP8 codes
+    center: Tensor | None  # [H_kv, D], subtracted from the keys before coding
 
 
 def rotate_and_store(
     qkv: Product,
-    places: Places,
-    rotations: Rotations,
+    positions: Tensor,
+    rotations: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
-    cache: LayerCache | None,
-    arch: Architecture,
-    dtype: torch.dtype,
+    cache: PagedCache | None,
     *,
+    num_kv_heads: int,
+    eps: float,
+    dtype: torch.dtype,
     keep_kv: bool,
-    pdl: bool,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
 
-    `norms` [D] are RMS norms of each head of q and of k before the rotation. Where there are slots,
-    k and v go to the cache.
+    `rotations` are cos and sin [P, D / 2], `norms` the weights [D] of RMS norms of each head of q
+    and of k before the rotation. With a cache, k and v also go to their slots.
     """
-    rows, _ = product_shape(qkv)
-    num_heads, num_kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
-    if places.slots is None:
-        cache = None
+    rows, columns = product_shape(qkv)
+    cos, sin = rotations
     q_norm, k_norm = norms or (None, None)
-    _check(qkv, places, rotations, (q_norm, k_norm), cache, arch)
-    device = places.positions.device
-    q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=device)
+    head_dim = 2 * cos.shape[1]
+    all_heads = columns // head_dim
+    num_heads = all_heads - 2 * num_kv_heads
+    assert columns == all_heads * head_dim
+    _check(positions, (rows,), torch.int64)
+    _check(cos, cos.shape, torch.float32)
+    _check(sin, cos.shape, torch.float32)
+    _check(q_norm, (head_dim,), torch.float32)
+    _check(k_norm, (head_dim,), torch.float32)
+    q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
     k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
     half = next_power_of_2(head_dim // 2)
     heads = max(_TILE // half, 1)
     args: dict[str, Any] = {
         **product_args(qkv),
-        "plane_stride": 0 if cache is None else cache.data.stride(0),
+        **_cache_args(cache, rows, num_kv_heads, head_dim),
         "num_rows": rows,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "HEADS": heads,
         "HALF": half,
-        "PDL": pdl,
-        "launch_pdl": pdl,
         "num_warps": _NUM_WARPS,
-        # Else the compiler saves registers by waiting for some numbers before it loads others.
+        # Otherwise the compiler saves registers by waiting for some numbers before loading others.
         "maxnreg": 64,
+        **overlapping(positions.device),
         **EXACT,
     }
-    rotate_kernel[(rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-        positions=places.positions,
-        slots=places.slots,
-        cos=rotations.cos,
-        sin=rotations.sin,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=arch.norm_eps,
-        kv=cache and cache.data,
-        kv_scale=cache and cache.scale,
-        kv_center=cache and cache.center,
-        q_out=q,
-        k_out=k,
-        v_out=v,
-        **args,
+    outputs = {"q_out": q, "k_out": k, "v_out": v}
+    norm_args = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    rotate_kernel[(rows, divide_up(all_heads, heads))](
+        positions=positions, cos=cos, sin=sin, **norm_args, **outputs, **args
     )
     return q if k is None or v is None else (q, k, v)
 
 
-def _check(
-    qkv: Product,
-    places: Places,
-    rotations: Rotations,
-    norms: tuple[Tensor | None, Tensor | None],
-    cache: LayerCache | None,
-    arch: Architecture,
-) -> None:
-    rows, columns = product_shape(qkv)
-    kv_heads, head_dim = arch.num_kv_heads, arch.head_dim
-    assert columns == (arch.num_heads + 2 * kv_heads) * head_dim
-    assert _fits(places.positions, (rows,), torch.int64)
-    assert _fits(places.slots, (rows,), torch.int64)
-    assert _fits(rotations.cos, (len(rotations), head_dim // 2), torch.float32)
-    assert _fits(rotations.sin, rotations.cos.shape, torch.float32)
-    for norm in norms:
-        assert _fits(norm, (head_dim,), torch.float32)
-    assert (cache is None) == (places.slots is None)
-    if cache is not None:
-        kv = cache.data
-        assert _fits(kv[0], (*kv.shape[1:3], kv_heads, head_dim), kv.dtype)
-        assert (kv.dtype == torch.float8_e4m3fn) == (cache.scale is not None)
-        assert (cache.center is None) == (cache.scale is None)
-        assert _fits(cache.scale, (2, kv_heads), torch.float32)
-        assert _fits(cache.center, (kv_heads, head_dim), torch.float32)
+def _cache_args(
+    cache: PagedCache | None, rows: int, kv_heads: int, head_dim: int
+) -> dict[str, Any]:
+    """The arguments of `rotate_kernel` for keys and values to store; None stores nothing."""
+    if cache is None:
+        return {**dict.fromkeys(("kv", "slots", "kv_scale", "kv_center")), "plane_stride": 0}
+    kv, slots, scale, center = cache
+    _check(slots, (rows,), torch.int64)
+    _check(kv[0], (*kv.shape[1:3], kv_heads, head_dim), kv.dtype)
+    assert (kv.dtype == torch.float8_e4m3fn) == (scale is not None)
+    assert (center is None) == (scale is None)
+    _check(scale, (2, kv_heads), torch.float32)
+    _check(center, (kv_heads, head_dim), torch.float32)
+    pointers = {"kv": kv, "slots": slots, "kv_scale": scale, "kv_center": center}
+    return {**pointers, "plane_stride": kv.stride(0)}
 
 
-def _fits(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a tensor, if there is one, is what the kernel takes it for."""
-    return tensor is None or (
-        tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype and tensor.is_contiguous()
-    )
+def _check(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Assert that a tensor, if given, is laid out as the kernel expects."""
+    if tensor is not None:
+        assert tuple(tensor.shape) == tuple(shape)
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -177,15 +168,12 @@ def rotate_kernel(
 
     at_a = head * HEAD_DIM + lane
     at_b = at_a + HEAD_DIM // 2
-    scale_a = load_channels(scale_w, at_a, mask)
-    scale_b = load_channels(scale_w, at_b, mask)
-    shift_a = load_channels(bias, at_a, mask)
-    shift_b = load_channels(bias, at_b, mask)
+    scale_a, scale_b = load_channels(scale_w, at_a, mask), load_channels(scale_w, at_b, mask)
+    shift_a, shift_b = load_channels(bias, at_a, mask), load_channels(bias, at_b, mask)
     kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     if kv_scale is not None:
         # [2, H_kv] in the order of the heads.
-        scale_at = kv_scale + head - NUM_HEADS
-        scale = tl.load(scale_at, mask=is_head & ~is_query, other=1.0)
+        scale = tl.load(kv_scale + head - NUM_HEADS, mask=is_head & ~is_query, other=1.0)
         is_key = mask & ~is_query & ~is_value
         center_at = kv_center + (head - NUM_HEADS) * HEAD_DIM + lane
         center_a = tl.load(center_at, mask=is_key, other=0.0)
@@ -195,21 +183,19 @@ def rotate_kernel(
         gain_b = _load_gain(q_norm, k_norm, is_query, lane + HEAD_DIM // 2, is_lane)
     await_inputs(PDL)
     angle = tl.load(positions + row) * (HEAD_DIM // 2) + lane
-    if slots is not None:
-        slot = tl.load(slots + row)
+    slot = None if slots is None else tl.load(slots + row)
     a = load_product(acc, scale_x, scale_a, shift_a, row, at_a, mask, num_rows, N, S, DTYPE)
     b = load_product(acc, scale_x, scale_b, shift_b, row, at_b, mask, num_rows, N, S, DTYPE)
     c = tl.load(cos + angle, mask=is_lane, other=0.0)
     s = tl.load(sin + angle, mask=is_lane, other=0.0)
 
-    normed_a, normed_b = a, b
+    turned_a, turned_b = a, b
     if q_norm is not None:
         squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
         inverse = tl.rsqrt(squares / HEAD_DIM + eps)
-        normed_a = gain_a * (a * inverse)
-        normed_b = gain_b * (b * inverse)
-    turned_a = normed_a * c - normed_b * s
-    turned_b = normed_b * c + normed_a * s
+        turned_a = gain_a * (a * inverse)
+        turned_b = gain_b * (b * inverse)
+    turned_a, turned_b = turned_a * c - turned_b * s, turned_b * c + turned_a * s
     a = tl.where(is_value, a, turned_a)
     b = tl.where(is_value, b, turned_b)
 
@@ -221,9 +207,8 @@ def rotate_kernel(
         _store_pair(k_out + kept_at, a, b, mask & ~is_query & ~is_value, HEAD_DIM)
         _store_pair(v_out + kept_at, a, b, mask & is_value, HEAD_DIM)
     if kv is not None:
-        dtype: tl.constexpr = q_out.dtype.element_ty
-        a = narrow(a, dtype).to(tl.float32)
-        b = narrow(b, dtype).to(tl.float32)
+        a = narrow(a, q_out.dtype.element_ty).to(tl.float32)
+        b = narrow(b, q_out.dtype.element_ty).to(tl.float32)
         if kv_scale is not None:
             a = _divide_clamped(a - center_a, scale)
             b = _divide_clamped(b - center_b, scale)
@@ -243,14 +228,13 @@ def _load_gain(q_norm, k_norm, is_query, lane, mask):
 @triton.jit
 def _divide_clamped(values, scale):
     """values / scale within the range of FP8."""
-    # Clamped before the division, which must not overflow; 448 scale / scale rounds to 448.
+    # Clamp first, so that the division cannot overflow; 448 scale / scale rounds to 448.
     bound = _FP8_MAX * scale
     return divide(tl.clamp(values, -bound, bound, tl.PropagateNan.ALL), scale)
 
 
 @triton.jit
 def _store_pair(pointers, a, b, mask, HEAD_DIM: tl.constexpr):
-    """Both halves of heads, rounded to what they are stored as."""
-    dtype: tl.constexpr = pointers.dtype.element_ty
-    tl.store(pointers, narrow(a, dtype), mask=mask)
-    tl.store(pointers + HEAD_DIM // 2, narrow(b, dtype), mask=mask)
+    """Both halves of heads, rounded to the dtype of their destination."""
+    store_rounded(pointers, a, mask)
+    store_rounded(pointers + HEAD_DIM // 2, b, mask)

@@ -6,8 +6,8 @@
     swiglu     h = gate / (1 + exp(-gate)) * up
     then       codes and scale of h (`qurl.quant.formats`), or h rounded to the compute dtype
 
-The h of `swiglu` is rounded to the compute dtype before it is coded (see `product.py`). Else FP32
-throughout, and each row on its own: neither tiles nor the order of a sum depend on M.
+The h of `swiglu` is rounded to the compute dtype before it is quantized (see `product.py`). All
+else is FP32. Each row is computed alone: neither tiles nor the order of a sum depend on M.
 
 Shapes: M rows, K columns of the result; tiles are [G, C], as in `product.py`.
 """
@@ -21,23 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import (
+from qurl.ops.launch import (
+    DTYPES,
     EXACT,
     await_inputs,
-    divide,
-    magnitude,
-    narrow,
-    scale_for,
+    divide_up,
+    next_power_of_2,
+    overlapping,
 )
+from qurl.ops.rounding import divide, magnitude, narrow, scale_for, store_rounded
 from qurl.quant.formats import Format, Quantized
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.kernels.product import (
-    DTYPES,
     empty_operand,
     largest,
     load_channels,
     load_product,
-    next_power_of_2,
     product_args,
     product_shape,
     quantize_row,
@@ -45,7 +44,7 @@ from qurl.rollout.local.kernels.product import (
 
 _REGISTERS = 65536  # of a multiprocessor
 _MAX_TILES = 8  # of a row in registers; a longer row is read twice
-_MAX_TILES_IN_PARTS = 5  # where loads of several parts need registers too
+_MAX_TILES_IN_PARTS = 5  # if loads of several parts need registers too
 
 
 def add_norm(
@@ -57,11 +56,10 @@ def add_norm(
     dtype: torch.dtype,
     *,
     clear: Tensor | None = None,
-    pdl: bool,
 ) -> Operand:
     """x [M, K] += delta, in place, in FP32; returns its RMS norm times weight [K].
 
-    `clear` [M] is set to zero on the way, for a later kernel that takes maxima into it.
+    `clear` [M] is set to zero, for a later kernel that takes maxima into it.
     """
     rows, width = x.shape
     assert x.dtype == weight.dtype == torch.float32
@@ -71,18 +69,17 @@ def add_norm(
     assert clear is None or clear.shape == (rows,)
     operand = empty_operand(rows, width, format, dtype, x.device)
     block = next_power_of_2(width)
-    # Four columns, one load, per thread: with few rows the latency of loads is what counts.
+    # One load of four columns per thread: with few rows the latency of loads dominates.
     num_warps = min(max(block // 128, 4), 32)
     args = {
         **product_args(delta),
         **_operand_args(operand, block),
         "num_rows": rows,
         "K": width,
-        "PDL": pdl,
         "num_warps": num_warps,
-        # Else the compiler saves registers by waiting for one part before it loads the next.
+        # Otherwise the compiler saves registers by waiting for a part before it loads the next.
         "maxnreg": min(_REGISTERS // (32 * num_warps), 255),
-        "launch_pdl": pdl,
+        **overlapping(x.device),
         **EXACT,
     }
     add_norm_kernel[(rows,)](x=x, weight=weight, eps=eps, clear=clear, **args)
@@ -90,51 +87,39 @@ def add_norm(
 
 
 def swiglu(
-    gate_up: Product,
-    format: Format | None,
-    dtype: torch.dtype,
-    is_alternating: bool = False,
-    *,
-    pdl: bool,
+    gate_up: Product, format: Format | None, dtype: torch.dtype, is_alternating: bool = False
 ) -> Operand:
-    """silu(gate) * up of gate_up [M, 2 K], rounded to `dtype`, then coded where there is a format.
+    """silu(gate) * up of gate_up [M, 2 K], rounded to `dtype`, then quantized if there is a format.
 
-    The gate is the first half of the columns; where they alternate, every other one from the first.
+    The gate is the first half of the columns, or with `is_alternating` the even columns.
     """
     rows, columns = product_shape(gate_up)
     assert columns % 2 == 0
     device = gate_up.device if isinstance(gate_up, Tensor) else gate_up.acc.device
     operand = empty_operand(rows, columns // 2, format, dtype, device)
     gate = {"GATED": True, "ALTERNATING": is_alternating, "RESULT": DTYPES[dtype]}
-    _map_rows(gate_up, operand, None, gate, pdl)
+    _map_rows(gate_up, operand, None, gate)
     return operand
 
 
-def quantize_rows(x: Tensor, format: Format, *, pdl: bool) -> Quantized:
-    """`qurl.quant.formats.quantize_activation` of x [M, K]."""
-    return _quantize(x, None, format, pdl)
+def quantize_rows(x: Tensor, format: Format, amax: Tensor | None = None) -> Quantized:
+    """`qurl.quant.formats.quantize_activation` of x [M, K].
 
-
-def quantize_with(x: Tensor, amax: Tensor, format: Format, *, pdl: bool) -> Quantized:
-    """`quantize_rows`, with max|x| [M] of each row known; a format in blocks has no use for it."""
-    assert amax.shape == x.shape[:1]
-    assert amax.dtype == torch.float32
-    return _quantize(x, amax if format.block is None else None, format, pdl)
-
-
-def _quantize(x: Tensor, amax: Tensor | None, format: Format, pdl: bool) -> Quantized:
+    A known `amax` = max|x| [M] of each row saves a pass; formats with blocks ignore it.
+    """
     rows, width = x.shape
+    assert amax is None or (amax.shape == (rows,) and amax.dtype == torch.float32)
     operand = empty_operand(rows, width, format, x.dtype, x.device)
     assert isinstance(operand, Quantized)
     no_gate = {"GATED": False, "ALTERNATING": False, "RESULT": DTYPES[x.dtype]}
-    _map_rows(x, operand, amax, no_gate, pdl)
+    _map_rows(x, operand, amax if format.block is None else None, no_gate)
     return operand
 
 
 def _map_rows(
-    product: Product, operand: Operand, amax: Tensor | None, gate: dict[str, Any], pdl: bool
+    product: Product, operand: Operand, amax: Tensor | None, gate: dict[str, Any]
 ) -> None:
-    """Fill the operand from a product; one program has a whole row only where a scale needs it."""
+    """Fill the operand from a product; a program takes a whole row only if its scale needs that."""
     out, format = (
         (operand.codes, operand.format) if isinstance(operand, Quantized) else (operand, None)
     )
@@ -144,25 +129,22 @@ def _map_rows(
     num_warps = min(max(block // 256, 4), 16) if has_whole_rows else 4
     # Eight columns of a tile per thread: two 16-byte loads of 32-bit parts, or one of BF16.
     tile = min(block, num_warps * 32 * 8)
-    num_tiles = triton.cdiv(width, tile)
+    num_tiles = divide_up(width, tile)
+    source = product_args(product)
+    fits = num_tiles <= (_MAX_TILES if source["S"] <= 1 else _MAX_TILES_IN_PARTS)
     args = {
-        **product_args(product),
+        **source,
         **_operand_args(operand, tile),
         **gate,
         "num_rows": rows,
         "K": width,
-        "PDL": pdl,
+        "TILES": num_tiles if has_whole_rows else 0,
+        "KEPT": num_tiles if has_whole_rows and fits else 0,
         "num_warps": num_warps,
-        "launch_pdl": pdl,
+        **overlapping(out.device),
         **EXACT,
     }
-    if not has_whole_rows:
-        map_tile_kernel[(rows, num_tiles)](amax=amax, **args)
-        return
-    del args["G"]
-    fits = num_tiles <= (_MAX_TILES if args["S"] <= 1 else _MAX_TILES_IN_PARTS)
-    kernel = map_row_kernel if fits else map_long_row_kernel
-    kernel[(rows,)](**args)
+    map_kernel[(rows,) if has_whole_rows else (rows, num_tiles)](amax=amax, **args)
 
 
 def _operand_args(operand: Operand, tile: int) -> dict[str, Any]:
@@ -223,84 +205,7 @@ def add_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def map_row_kernel(
-    acc,
-    scale_x,
-    scale_w,
-    bias,
-    out,
-    out_scale,
-    num_rows,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
-    ALTERNATING: tl.constexpr,
-    RESULT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per row of several tiles with one scale, held in registers until it is known."""
-    await_inputs(PDL)
-    product = (acc, scale_x, scale_w, bias)
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.arange(0, 1)[:, None]
-    peak = tl.zeros([1, C], dtype=tl.int32)
-    tiles = ()
-    for tile in tl.static_range((K + C - 1) // C):
-        values = _load_tile(
-            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-        )
-        peak = tl.maximum(peak, magnitude(values))
-        tiles = tiles + (values,)  # noqa: RUF005 (Triton has no unpacking)
-    scale = scale_for(largest(peak), LARGEST)
-    tl.store(out_scale + row + first, scale)
-    for tile in tl.static_range((K + C - 1) // C):
-        _store_codes(out, row, first + tile, tiles[tile], scale, K, C)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def map_long_row_kernel(
-    acc,
-    scale_x,
-    scale_w,
-    bias,
-    out,
-    out_scale,
-    num_rows,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
-    ALTERNATING: tl.constexpr,
-    RESULT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`map_row_kernel` for any width: tiles are computed twice, from the same bits to the same."""
-    await_inputs(PDL)
-    product = (acc, scale_x, scale_w, bias)
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.arange(0, 1)[:, None]
-    peak = tl.zeros([1, C], dtype=tl.int32)
-    for tile in tl.range((K + C - 1) // C):
-        values = _load_tile(
-            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-        )
-        peak = tl.maximum(peak, magnitude(values))
-    scale = scale_for(largest(peak), LARGEST)
-    tl.store(out_scale + row + first, scale)
-    for tile in tl.range((K + C - 1) // C):
-        values = _load_tile(
-            product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-        )
-        _store_codes(out, row, first + tile, values, scale, K, C)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def map_tile_kernel(
+def map_kernel(
     acc,
     scale_x,
     scale_w,
@@ -318,20 +223,54 @@ def map_tile_kernel(
     LARGEST: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
+    TILES: tl.constexpr,
+    KEPT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row and tile, where a tile needs at most the maximum of its row."""
+    """A product, gated or not, as an operand.
+
+    With TILES = 0 one program per row and tile: a tile needs at most the maximum of its row. Else
+    one program per row of TILES tiles with one scale. The first KEPT tiles stay in registers until
+    the scale is known; the others are computed twice, from the same bits to the same.
+    """
     await_inputs(PDL)
     product = (acc, scale_x, scale_w, bias)
     row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * G + tl.arange(0, G)[:, None]
-    values = _load_tile(product, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT)
-    if amax is None:
-        _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
+    if TILES == 0:
+        groups = tl.program_id(1) * G + tl.arange(0, G)[:, None]
+        values = _load_tile(
+            product, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
+        )
+        if amax is None:
+            _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
+        else:
+            scale = scale_for(tl.load(amax + row + tl.zeros_like(groups)), LARGEST)
+            tl.store(out_scale + row + groups, scale, mask=groups == 0)
+            _store_codes(out, row, groups, values, scale, K, C)
     else:
-        scale = scale_for(tl.load(amax + row + tl.zeros_like(groups)), LARGEST)
-        tl.store(out_scale + row + groups, scale, mask=groups == 0)
-        _store_codes(out, row, groups, values, scale, K, C)
+        first = tl.arange(0, 1)[:, None]
+        peak = tl.zeros([1, C], dtype=tl.int32)
+        tiles = ()
+        for tile in tl.static_range(KEPT):
+            values = _load_tile(
+                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
+            )
+            peak = tl.maximum(peak, magnitude(values))
+            tiles = tiles + (values,)  # noqa: RUF005 (Triton has no unpacking)
+        for tile in tl.range(KEPT, TILES):
+            values = _load_tile(
+                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
+            )
+            peak = tl.maximum(peak, magnitude(values))
+        scale = scale_for(largest(peak), LARGEST)
+        tl.store(out_scale + row + first, scale)
+        for tile in tl.static_range(KEPT):
+            _store_codes(out, row, first + tile, tiles[tile], scale, K, C)
+        for tile in tl.range(KEPT, TILES):
+            values = _load_tile(
+                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
+            )
+            _store_codes(out, row, first + tile, values, scale, K, C)
 
 
 @triton.jit
@@ -348,9 +287,9 @@ def _load_tile(
     ALTERNATING: tl.constexpr,
     RESULT: tl.constexpr,
 ):
-    """Values [G, C] of a row that a quantizer may read: FP32 numbers of RESULT, zero beyond K.
+    """Values [G, C] of a row, rounded to RESULT, as a quantizer reads them: FP32, zero beyond K.
 
-    Group g is columns C * groups[g] onwards.
+    Group g starts at column C * groups[g].
     """
     acc, scale_x, scale_w, bias = product
     N: tl.constexpr = 2 * K if GATED else K
@@ -394,5 +333,4 @@ def _store_tile(
 def _store_codes(out, row, groups, values, scale, K: tl.constexpr, C: tl.constexpr):
     """Store codes of values [G, C] whose scale is known."""
     columns = groups * C + tl.arange(0, C)[None, :]
-    codes = narrow(divide(values, scale), out.dtype.element_ty)
-    tl.store(out + row * K + columns, codes, mask=columns < K)
+    store_rounded(out + row * K + columns, divide(values, scale), columns < K)

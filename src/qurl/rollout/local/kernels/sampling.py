@@ -5,12 +5,12 @@
     x = logits / T;   p = softmax(x);   token = the first one with p[0] + ... + p[token] > u
     log p[token] = x[token] - max x - log sum exp(x - max x)
 
-`summarise_kernel` leaves of each block of the vocabulary the largest x and the sum of exponentials.
-`sample_kernel` finds the block that u falls into, reads that one again and finds the token. Sums
-over blocks and over the chosen block's tokens are FP64, in an order that depends on V alone.
+`summarise_kernel` computes the largest x and the sum of exponentials of each block of the
+vocabulary. `sample_kernel` finds the block that u falls into, reads it again and finds the token.
+Sums over blocks and over the chosen block's tokens are FP64, in an order that depends on V alone.
 
-A greedy row (T = 0) has the first of its largest logits and log-prob under T = 1. Where the logits
-have NaN, no finite number or +inf, the log-prob is NaN and the token some valid one.
+A greedy row (T = 0) takes the first of its largest logits, with its log-prob under T = 1. If the
+logits have NaN, +inf or no finite number, the log-prob is NaN and the token some valid one.
 
 Shapes: B rows, V vocabulary.
 """
@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import await_inputs
-from qurl.rollout.local.kernels.product import next_power_of_2
+from qurl.ops.launch import await_inputs, divide_up, next_power_of_2, overlapping
 
 MAX_BLOCK = 4096
 
@@ -36,12 +35,11 @@ def sample_rows(
     keys: Tensor,
     counters: Tensor,
     *,
-    pdl: bool,
     block: int = MAX_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """A token [B] int64 and its log-prob [B] for each row of logits [B, V].
 
-    The temperature [1] is that of all rows, in memory because a graph holds its address; the random
+    All rows share the temperature [1], a tensor because a graph holds its address. The random
     number of a row is `uniform(keys, counters)`.
     """
     rows, vocabulary = logits.shape
@@ -54,7 +52,7 @@ def sample_rows(
         assert vector.is_contiguous()
 
     block = min(block, next_power_of_2(vocabulary))
-    num_blocks = -(-vocabulary // block)
+    num_blocks = divide_up(vocabulary, block)
     peaks, sums = logits.new_empty(2, rows, num_blocks, dtype=torch.float32)
     tokens, logprobs = keys.new_empty(rows), temperature.new_empty(rows)
     shared: dict[str, Any] = {
@@ -65,8 +63,7 @@ def sample_rows(
         "V": vocabulary,
         "BLOCK": block,
         "NUM_BLOCKS": num_blocks,
-        "PDL": pdl,
-        "launch_pdl": pdl,
+        **overlapping(logits.device),
     }
     summary: dict[str, Any] = {**shared, "num_warps": 4}
     draw: dict[str, Any] = {
@@ -150,12 +147,12 @@ def sample_kernel(
 def _choose(mass, share, is_largest, is_greedy, N: tl.constexpr):
     """The first index whose cumulative mass exceeds share * whole, or the first of the largest.
 
-    Also where between the cumulative masses before and at the index that share lies, and the whole.
+    Also returns where the share lies within the mass of that index, from 0 to 1, and the whole.
     """
     at = tl.arange(0, N)
     cumulative = tl.cumsum(mass, 0)
     whole = tl.sum(tl.where(at == N - 1, cumulative, 0.0), 0)
-    # Below the whole even when the product rounds up to it, so that something exceeds it.
+    # Stay below the whole even if the product rounds up to it, so that something exceeds it.
     target = tl.minimum(share * whole, whole * (1 - 2.0**-52))
     is_possible = mass > 0
     is_hit = tl.where(is_greedy, is_largest, (cumulative > target) & is_possible)
@@ -170,7 +167,7 @@ def _choose(mass, share, is_largest, is_greedy, N: tl.constexpr):
 
 @triton.jit
 def _load_temperature(temperature):
-    """Whether rows are greedy, and what their logits are divided by."""
+    """Whether rows are greedy, and the divisor of their logits."""
     value = tl.load(temperature)
     return value == 0, tl.where(value == 0, 1.0, value)
 

@@ -1,4 +1,4 @@
-"""What a decode step starts with: the tokens' embeddings, and where their keys will go.
+"""The start of a decode step: the tokens' embeddings, and the slots of their keys.
 
 Shapes: B sequences, P pages of a sequence.
 """
@@ -12,24 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.rounding import await_inputs
-from qurl.rollout.local.kernels.product import next_power_of_2
+from qurl.ops.launch import await_inputs, divide_up, next_power_of_2, overlapping
+from qurl.ops.rounding import load_float
 
 _COLUMNS = 1024
 
 
 def begin_step(
-    embedding: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    page_size: int,
-    *,
-    pdl: bool,
+    embedding: Tensor, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """The residual stream [B, hidden] in FP32, and the slots [B] of positions [B] in table [B, P].
 
-    A token or a position outside of its table makes the row NaN and goes to slot 0.
+    A token or position outside its table makes the row NaN, and its slot is 0.
     """
     batch, width = tokens.shape[0], embedding.shape[1]
     assert embedding.is_contiguous()
@@ -51,11 +45,10 @@ def begin_step(
         "WIDTH": width,
         "PAGE_SIZE": page_size,
         "COLUMNS": min(_COLUMNS, next_power_of_2(width)),
-        "PDL": pdl,
         "num_warps": 4,
-        "launch_pdl": pdl,
+        **overlapping(embedding.device),
     }
-    begin_kernel[(batch, -(-width // _COLUMNS))](**args)
+    begin_kernel[(batch, divide_up(width, _COLUMNS))](**args)
     return x, slots
 
 
@@ -83,9 +76,8 @@ def begin_kernel(
     position = tl.load(positions + row)
     is_sound = (token >= 0) & (token < vocabulary)
     is_sound = is_sound & (position >= 0) & (position < num_pages * PAGE_SIZE)
-    values = tl.load(
-        embedding + tl.where(is_sound, token, 0) * WIDTH + columns, mask=columns < WIDTH, other=0.0
-    ).to(tl.float32)
+    source = embedding + tl.where(is_sound, token, 0) * WIDTH + columns
+    values = load_float(source, columns < WIDTH)
     values = tl.where(is_sound, values, float("nan"))
     tl.store(x + row * WIDTH + columns, values, mask=columns < WIDTH)
     if tl.program_id(1) == 0:

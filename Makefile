@@ -42,10 +42,11 @@ test: install  ## run the tests
 test-bench: install  ## run the tests of benchmarks/
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/bench
 
-lint: install  ## ruff and pyright
+lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 docs: install  ## write docs/recipe.md from the recipe's own docstrings
 	$(BIN)/python docs/write_recipe_reference.py

@@ -428,20 +428,8 @@ def render_speed(measured: Measured) -> str:
         [
             f"{'; '.join(measured.origins)}:",
             table(["model, workload (sequences x prompt + new)", *FORMATS.values()], rows),
-            with_note(f"Speedup over our BF16: {factor_list(measured, places)}."),
         ]
     )
-
-
-def factor_list(measured: Measured, places: Sequence[tuple[str, str]]) -> str:
-    """The gain of each format in each workload."""
-    gains = []
-    for format, name in FORMATS.items():
-        factors = {place: measured.factor_text((*place, *format)) for place in places}
-        shown = [f"{f} ({m} {name_of(w)})" for (m, w), f in factors.items() if f]
-        if shown and format != BF16:
-            gains.append(f"{name} {', '.join(shown)}")
-    return "; ".join(gains)
 
 
 def speed_cell(measured: Measured, key: Key) -> str:

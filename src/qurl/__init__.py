@@ -1,3 +1,3 @@
 """QuRL: reinforcement learning for reasoning LLMs with quantized rollouts."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,14 +1,15 @@
 """What the pages say is so: names, files, commands, keys, metrics, links and examples."""
 
-import ast
 import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def test_recipe_keys_exist(page):
     sections = {key.split(".")[0] for key in keys if "." in key}
     for span in code_spans(page):
         match = re.match(r"(\w+)\.\w+(\.\w+)?(?!\S*[(/])", span)
-        if match and match[1] in sections:
+        if match and match[1] in sections and not span.endswith(".py"):
             assert match[0] in keys, f"{span}: no such key"
 
 
@@ -199,20 +200,31 @@ def test_objective_tables(page):
     assert rows.keys() == OBJECTIVES.keys()
 
 
-def test_structure_lists_every_module_once():
-    text = (ROOT / "docs" / "structure.md").read_text()
-    listed = re.findall(r"^\| `(src/qurl/\S+\.py)`", text, re.MULTILINE)
-    expected = [
-        path.relative_to(ROOT).as_posix()
-        for path in MODULES
-        if path.name != "__main__.py" and defines_something(path)
-    ]
-    assert sorted(listed) == [p for p in expected if p != "src/qurl/tasks/__init__.py"]
+def test_structure_lists_every_folder_and_top_module_once():
+    package = ROOT / "src" / "qurl"
+    cells = [row[0] for row in table(ROOT / "docs" / "structure.md", "where in `src/qurl/`")]
+    listed = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    modules = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
+    assert sorted(listed) == sorted(folders + modules)
+    assert len(modules) + 2 <= 16, "few files at the top"
 
 
-def defines_something(path):
-    body = ast.parse(path.read_text()).body
-    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body)
+def test_layers_hold():
+    """The contracts of pyproject.toml; structure.md draws them."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    drawn = (ROOT / "docs" / "structure.md").read_text()
+    for layer in layers["contracts"][0]["layers"]:
+        names = layer.replace(" : __main__", "").replace(" : ", ", ")
+        assert f"\n{names}\n" in drawn, names
 
 
 # Links and paths
@@ -259,7 +271,10 @@ def test_make_targets_exist(page):
 
 
 @each_page
-def test_shell_commands_parse(page):
+def test_shell_commands_parse(page, tmp_path, monkeypatch):
+    for module in ("my_reward", "my_module"):  # modules that the pages ask the reader to write
+        (tmp_path / f"{module}.py").touch()
+    monkeypatch.chdir(tmp_path)
     for line in shell_lines(page):
         program, command, *rest = shlex.split(line)
         if program != "qurl":
@@ -370,8 +385,10 @@ PUBLIC = {
     "qurl.quant.rescale_": "model, scale=1.5",
     "qurl.quant.unscale_": "model, scale=None",
     "qurl.rollout.build_engine": "kind, model, tokenizer=None, *, quant='none'",
-    "qurl.rollout.Engine.sync": "self, model, *, version",
+    "qurl.rollout.Engine.sync": "self, source, *, version",
     "qurl.rollout.Engine.generate": "self, problems, params",
+    "qurl.rollout.Engine.stream": "self, params",
+    "qurl.rollout.Engine.score": "self, token_ids",
     "qurl.tasks.load_task": "name_or_path",
     "qurl.rewards.grade_math": "answer_text, truth",
     "qurl.train.train": "config",
@@ -382,7 +399,7 @@ RECORDS = {
     "qurl.types.SamplingParams": (
         *("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "group_size"),
     ),
-    "qurl.types.Completion": ("token_ids", "logprobs", "text", "finish"),
+    "qurl.types.Completion": ("token_ids", "logprobs", "text", "finish", "trained", "versions"),
     "qurl.types.Rollout": ("problem", "completions", "version", "temperature"),
     "qurl.types.Graded": ("rollout", "rewards", "details"),
     "qurl.types.SyncReport": ("version", "seconds", "bytes", "code_flip_frac", "verified"),
@@ -435,9 +452,53 @@ def test_examples_run(name, expected, monkeypatch, capsys):
         assert text in printed
 
 
+def flags(tmp_path, **keys):
+    """The flags of a run of one step with a tiny model; keyword `a__b` is the key a.b."""
+    named = {key.replace("__", "."): value for key, value in keys.items()}
+    merged = {**TINY, "steps": 1, "run_dir": tmp_path / "run", **named}
+    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+
+
+TRAINED = ("custom_advantage", "custom_engine", "custom_objective", "custom_tracker")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_examples_train(name, monkeypatch, tmp_path):
+    """Each hands an object to `train`."""
+    monkeypatch.chdir(ROOT)
+    importlib.import_module(f"examples.{name}").main(*flags(tmp_path, eval__every=0))
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+OWN_PARTS = {
+    "examples.custom_objective:cispo": {"algo.objective": "cispo/clip_frac"},
+    "examples.custom_advantage:batch_scaled": {"algo.advantage": "actor/pg_loss"},
+    "examples.custom_engine:CountingEngine": {"rollout.engine": "perf/rollout_tokens"},
+    "examples.episode_calculator:calculator": {"rollout.episode": "perf/rollout_tokens"},
+    "examples.task_multiplication:draw": {"task.name": "reward/mean"},
+    "examples.custom_reward:brief": {"task.reward": "reward/waste"},
+    "examples.select_unsolved:unsolved": {"sampling.select": "reward/mean"},
+}
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_a_recipe_names_a_part_of_ones_own(part, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    [(key, metric)] = OWN_PARTS[part].items()
+    words = flags(tmp_path, **{key: part, "sampling.stop": "=", "eval.every": 0})
+    rows = read_jsonl(train(load_config(None, words)) / "metrics.jsonl")
+    assert metric in rows[0]
+
+
 def test_every_example_is_run_here():
     here = {name for mark in test_examples_run.pytestmark for name, _ in mark.args[1]}
-    assert here == {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert here | set(TRAINED) == {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*_*.py")), ids=lambda p: p.stem)
+def test_examples_of_parts_are_short(path):
+    is_part = path.stem.startswith(("custom", "episode", "select", "task"))
+    assert not is_part or len(path.read_text().splitlines()) <= 40
 
 
 def test_readme_credits_every_dependency():

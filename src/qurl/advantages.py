@@ -113,29 +113,19 @@ def critic_advantages(
     return gae(rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
 
 
-@with_facts(ADVANTAGES["grpo"])
-def grpo(batch: Corrected) -> Tensor:
-    return _on_tokens(batch, "grpo")
+def _against_group(kind: str) -> Estimator:
+    """`group_advantages` of one kind, on all trained tokens of a completion."""
 
+    @with_facts(ADVANTAGES[kind])
+    def estimate(batch: Corrected) -> Tensor:
+        return group_advantages(batch.rewards, kind, group=batch.group)[:, None] * batch.mask
 
-@with_facts(ADVANTAGES["dr_grpo"])
-def dr_grpo(batch: Corrected) -> Tensor:
-    return _on_tokens(batch, "dr_grpo")
-
-
-@with_facts(ADVANTAGES["rloo"])
-def rloo(batch: Corrected) -> Tensor:
-    return _on_tokens(batch, "rloo")
-
-
-@with_facts(ADVANTAGES["reinforce_pp"])
-def reinforce_pp(batch: Corrected) -> Tensor:
-    return _on_tokens(batch, "reinforce_pp")
+    return estimate
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": critic_advantages,
-    **{f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp)},
+    **{kind: _against_group(kind) for kind in ("grpo", "dr_grpo", "rloo", "reinforce_pp")},
 }
 
 
@@ -162,11 +152,6 @@ def token_rewards(batch: Scored, kl_coef: float = 0.0) -> Tensor:
     if kl_coef > 0:
         rewards = rewards - kl_coef * (batch.logp_prox - batch.logp_ref) * batch.mask
     return rewards
-
-
-def _on_tokens(batch: Corrected, kind: str) -> Tensor:
-    """Each completion's advantage against its group, on all of its trained tokens."""
-    return group_advantages(batch.rewards, kind, group=batch.group)[:, None] * batch.mask
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qurl.quant import Quantized, get_format
-from qurl.rollout.checks import context_length
+from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
 

@@ -14,29 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams
-
-
-@dataclass(frozen=True)
-class Rotations:
-    """cos and sin of every position: looked up, so that they cannot depend on the batch."""
-
-    cos: Tensor  # [positions, D / 2]
-    sin: Tensor  # [positions, D / 2]
-
-    @staticmethod
-    def up_to(length: int, weights: Weights) -> Rotations:
-        length = -(-length // 1024) * 1024
-        angles = torch.arange(length, device=weights.device).float()[:, None] * weights.inv_freq
-        return Rotations(angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale)
-
-    def __len__(self) -> int:
-        return self.cos.shape[0]
 
 
 @dataclass(frozen=True)
@@ -61,6 +43,7 @@ class Ops(Protocol):
 
     row_multiple: int
     """Packed tokens come in multiples of this."""
+    weights: Weights
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
@@ -72,32 +55,18 @@ class Ops(Protocol):
         """x [N, hidden] += delta, in place; then RMSNorm, as the next projection wants it."""
         ...
 
-    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
-        """The same with the last norm, for the head: never quantized."""
-        ...
-
     def project(self, projections: Sequence[Projection], h: Operand) -> Product:
         """h W^T + b; several projections give their outputs side by side."""
         ...
 
     def rotate_prompts(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots, if any."""
         ...
 
     def rotate_and_store(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache,
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache
     ) -> Tensor:
         """q [B, H, D], rotated; k and v go to their slots and nowhere else."""
         ...
@@ -118,7 +87,11 @@ class Ops(Protocol):
         """x += delta, in place; norm, gate and up, silu(gate) * up, down."""
         ...
 
-    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
+        """x += delta, in place; then the last norm, never quantized."""
+        ...
+
+    def head(self, h: Tensor) -> Tensor:
         """FP32 logits [N, V]."""
         ...
 

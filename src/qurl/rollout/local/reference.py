@@ -19,7 +19,7 @@ from torch import Tensor
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.linear import Operand, Product, finish, multiply
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.ops import LayerCache, Places
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
 
@@ -55,12 +55,7 @@ class ReferenceOps:
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def rotate_prompts(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         arch, norms = self.arch, layer.norms
         heads = finish(qkv).unflatten(-1, (-1, arch.head_dim))
@@ -68,22 +63,16 @@ class ReferenceOps:
         if "q_norm" in norms:
             q = rms_norm(q, norms["q_norm"], arch.norm_eps)
             k = rms_norm(k, norms["k_norm"], arch.norm_eps)
-        cos, sin = rotations.cos[places.positions], rotations.sin[places.positions]
+        cos, sin = self.weights.cos[places.positions], self.weights.sin[places.positions]
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
         if cache is not None and places.slots is not None:
             write_pages_(cache, k, v, places.slots)
         return q, k, v
 
     def rotate_and_store(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache,
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache
     ) -> Tensor:
-        q, _, _ = self.rotate_prompts(qkv, layer, rotations, places, cache)
-        return q
+        return self.rotate_prompts(qkv, layer, places, cache)[0]
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -97,12 +86,15 @@ class ReferenceOps:
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
         h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])
-        gate, up = split_gate_up(layer, finish(self.project(layer.gate_up, h)).float())
+        y = finish(self.project(layer.gate_up, h)).float()
+        gate, up = (
+            y.unflatten(-1, (-1, 2)).unbind(-1) if layer.has_alternating_gate else y.chunk(2, -1)
+        )
         h = self._operand((F.silu(gate) * up).to(self.dtype))
         return self.project((layer.down,), h)
 
-    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
-        return F.linear(h, lm_head).float()
+    def head(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.weights.lm_head).float()
 
     def sample(
         self, logits: Tensor, keys: Tensor, counters: Tensor, params: RowParams
@@ -124,15 +116,6 @@ class ReferenceOps:
 
     def _operand(self, x: Tensor) -> Operand:
         return x.to(self.dtype) if self.format is None else quantize_activation(x, self.format)
-
-
-def split_gate_up(layer: Layer, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up [N, intermediate] of the product y [N, 2 intermediate]."""
-    if layer.has_alternating_gate:
-        gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        gate, up = y.chunk(2, -1)
-    return gate, up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -50,7 +50,6 @@ class Scheduler:
 
     def __init__(
         self,
-        requests: Sequence[Request],
         pool: PagePool,
         max_batch: int,
         *,
@@ -82,7 +81,6 @@ class Scheduler:
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
         self._save = save
-        self.add(requests)
 
     @property
     def has_work(self) -> bool:
@@ -177,15 +175,11 @@ class Scheduler:
         A step in flight may still write to them. Their next holder writes later in the same stream
         and reads only what it wrote.
         """
-        row = request.row
-        assert row is not None
-        self._rows[row], request.row = None, None
+        assert request.row is not None
+        self._empty(request.row)
         self.num_running -= 1
         self.pool.release(request.pages)
-        request.pages = []
-        self.lengths[row] = self._capacities[row] = self._limits[row] = 0
-        self.table[row] = SCRATCH_PAGE
-        self.is_table_changed = True
+        request.row, request.pages = None, []
 
     def _admit_next(self, admission: Admission) -> bool:
         request = self.waiting[0]
@@ -299,11 +293,15 @@ class Scheduler:
     def _move(self, source: int, target: int) -> None:
         request = self._rows[source]
         assert request is not None
-        self._rows[source], self._rows[target], request.row = None, request, target
+        self._rows[target], request.row = request, target
         for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
             array[target] = array[source]
-        self.lengths[source] = self._capacities[source] = self._limits[source] = 0
-        self.table[source] = SCRATCH_PAGE
+        self._empty(source)
+
+    def _empty(self, row: int) -> None:
+        self._rows[row] = None
+        self.lengths[row] = self._capacities[row] = self._limits[row] = 0
+        self.table[row] = SCRATCH_PAGE
         self.is_table_changed = True
 
     def _drop_prefixes(self) -> bool:

@@ -114,6 +114,16 @@ class Weights:
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
         self.max_positions = context_length(body.config) or 32768
+        self.cos = self.sin = torch.empty(0, self.arch.head_dim // 2, device=device)
+        """[positions, D / 2], looked up, so that they cannot depend on the batch."""
+        self.extend_rotations_(1)
+
+    def extend_rotations_(self, length: int) -> None:
+        """Rotations of so many positions at least."""
+        if length > len(self.cos):
+            positions = torch.arange(-(-length // 1024) * 1024, device=self.device)
+            angles = positions.float()[:, None] * self.inv_freq
+            self.cos, self.sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
@@ -123,7 +133,7 @@ class Weights:
         """Of all tensors that the decoder reads; a CUDA graph is valid while they stay equal."""
         tensors = [t for p in self.projections() for t in p.tensors()]
         tensors += [t for layer in self.layers for t in layer.norms.values()]
-        tensors += [self.embedding, self.norm, self.lm_head]
+        tensors += [self.embedding, self.norm, self.lm_head, self.cos, self.sin]
         return tuple(t.data_ptr() for t in tensors)
 
     def _allocate_layer(self, source: Any, window: int | None) -> Layer:

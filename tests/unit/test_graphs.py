@@ -61,7 +61,7 @@ def test_rows_start_move_and_empty():
     assert rows.numbers[:, 1].tolist() == [20, 21, 22, -23, 1]
     assert not rows.numbers[:, 2:].any()
     assert rows.table.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
-    rows.clear_()
+    rows.keep_(0)
     assert not rows.numbers.any()
     assert not rows.table.any()
 

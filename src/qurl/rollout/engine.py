@@ -117,19 +117,19 @@ def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: An
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = context_length(model.config) or math.inf
     for problem in problems:
-        if len(problem.prompt_ids) == 0:
-            raise DataError(f"problem {problem.id!r} has an empty prompt; it needs a token")
+        num_prompt, name = len(problem.prompt_ids), f"problem {problem.id!r}"
+        if num_prompt == 0:
+            raise DataError(f"{name} has an empty prompt; it needs at least one token")
         for i, token in enumerate(problem.prompt_ids):
             if not 0 <= token < vocabulary:
                 raise DataError(
-                    f"problem {problem.id!r}: prompt_ids[{i}] = {token} is outside the vocabulary "
-                    f"[0, {vocabulary}) of the model; was the prompt made by another tokenizer?"
+                    f"{name}: prompt_ids[{i}] = {token} is outside the model's vocabulary "
+                    f"[0, {vocabulary}); was the prompt made by another tokenizer?"
                 )
-        total = len(problem.prompt_ids) + params.max_tokens
-        if total > longest:
+        if num_prompt + params.max_tokens > longest:
             raise EngineError(
-                f"problem {problem.id!r}: a prompt of {len(problem.prompt_ids)} tokens and "
-                f"max_tokens = {params.max_tokens} make {total}, beyond the model's "
+                f"{name}: a prompt of {num_prompt} tokens and max_tokens = {params.max_tokens} "
+                f"make {num_prompt + params.max_tokens}, beyond the model's "
                 f"max_position_embeddings = {longest}; lower sampling.max_tokens"
             )
 

@@ -52,27 +52,23 @@ class EpisodeEngine:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
         turns are problems of their own in a second stream, which each joins when it is ready."""
         while waiting:
-            groups = {problem.id: _Group(problem, self, params) for problem in waiting}
+            owners = {problem.id: (_Group(problem, self, params), 0) for problem in waiting}
             waiting.clear()
-            later: dict[str, tuple[_Group, int]] = {}
-            with self.engine.stream(params) as stream:
-                stream.submit([group.problem for group in groups.values()])
-                for rollout in stream:
-                    group = groups[rollout.problem.id]
-                    for g, turn in enumerate(rollout.completions):
-                        if group.take(g, turn, rollout.version):
-                            later[group.turns[g].id] = group, g
-                    yield from group.finished()
-            if not later:
-                continue
-            with self.engine.stream(replace(params, group_size=1)) as stream:
-                stream.submit([group.turns[g] for group, g in later.values()])
-                for rollout in stream:
-                    group, g = later.pop(rollout.problem.id)
-                    if group.take(g, rollout.completions[0], rollout.version):
-                        later[group.turns[g].id] = group, g
-                        stream.submit([group.turns[g]])
-                    yield from group.finished()
+            turns = [group.problem for group, _ in owners.values()]
+            for is_later, size in ((False, params.group_size), (True, 1)):
+                with self.engine.stream(replace(params, group_size=size)) as stream:
+                    stream.submit(turns)
+                    turns = []
+                    for rollout in stream:
+                        group, first = owners.pop(rollout.problem.id)
+                        for g, turn in enumerate(rollout.completions, first):
+                            if group.take(g, turn, rollout.version):
+                                owners[group.turns[g].id] = group, g
+                                turns.append(group.turns[g])
+                        if is_later:
+                            stream.submit(turns)
+                            turns = []
+                        yield from group.finished()
 
 
 class _Group:

@@ -140,7 +140,7 @@ class LocalEngine:
         # The last token is never cached.
         num_tokens = len(problem.prompt_ids) + params.max_tokens - 1
         num_pages = self.memory.choose_num_pages(num_sequences, num_tokens)
-        self._check_room(problem, params, num_pages)
+        self._check_room(problem, params.max_tokens, num_pages)
         self.weights.extend_rotations_(num_tokens)
         cache = self.memory.acquire(num_pages)
         self.stepper.prepare(cache, num_tokens, params)
@@ -158,22 +158,18 @@ class LocalEngine:
             self.stepper.forget()
             self.memory.release()
 
-    def _check_room(self, problem: Problem, params: SamplingParams, num_pages: int) -> None:
+    def _check_room(self, problem: Problem, max_tokens: int, num_pages: int) -> None:
         options, num_prompt = self.memory.options, len(problem.prompt_ids)
-        num_tokens = num_prompt + params.max_tokens - 1
-        if num_pages * options.page_size >= num_tokens:
-            return
-        room, remedy = f"{self.memory.available_bytes() / 2**30:.2f} GiB free", "rollout.kv_tokens"
-        if self.weights.device.type == "cuda":
-            room = f"kv_memory_frac = {options.memory_frac:g} of {room}"
-            remedy += " or rollout.kv_memory_frac"
-        raise EngineError(
-            f"problem {problem.id!r} needs {num_tokens} tokens of KV cache (prompt {num_prompt} "
-            f"and max_tokens {params.max_tokens}), but the cache holds "
-            f"{num_pages * options.page_size} (kv_tokens = {options.kv_tokens}, page_size = "
-            f"{options.page_size}; with kv_tokens = 0 what max_batch = {self.max_batch} sequences "
-            f"need, within {room}); raise {remedy}, or lower sampling.max_tokens"
-        )
+        needed, held = num_prompt + max_tokens - 1, num_pages * options.page_size
+        if held < needed:
+            available = self.memory.available_bytes() / 2**30
+            raise EngineError(
+                f"problem {problem.id!r} needs {needed} tokens of KV cache (prompt {num_prompt} and "
+                f"max_tokens {max_tokens}), but the cache holds {held} (kv_tokens = "
+                f"{options.kv_tokens}; 0 = what fits into {options.memory_frac:g} of "
+                f"{available:.2f} GiB); raise rollout.kv_tokens or rollout.kv_memory_frac, or lower "
+                "sampling.max_tokens"
+            )
 
     @torch.no_grad()
     def _verify(self, model: nn.Module, version: int) -> float:
@@ -217,13 +213,11 @@ def _check_options(kv: str, max_batch: int, cache: CacheOptions) -> None:
 
 
 def _check_device(kv: str, device: torch.device) -> None:
-    target = Target.of(device)
-    if kv == "fp8" and not target.has_fp8:
-        assert target.capability is not None, "a CPU emulates FP8"
-        major, minor = target.capability
+    if kv == "fp8" and not (target := Target.of(device)).has_fp8:
+        capability = ".".join(map(str, target.capability or ()))
         raise EngineError(
             f"quant.kv = 'fp8' needs a GPU of compute capability 8.9 or later, and {target.name} "
-            f"has {major}.{minor}; set quant.kv = 'none'"
+            f"has {capability}; set quant.kv = 'none'"
         )
 
 

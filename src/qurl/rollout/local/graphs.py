@@ -56,18 +56,12 @@ class Rows:
         """Tokens, and the bits of their FP32 log-probs: one copy brings both to the host."""
         self._num_used = 0
 
-    def clear_(self) -> None:
-        """Empty all rows."""
-        self.numbers.zero_()
-        self.table.zero_()
-        self._num_used = 0
-
     def start_(self, rows: Sequence[int], numbers: Sequence[tuple[int, int, int, int]]) -> None:
         """Let rows begin with token, position, counter and key each."""
         columns = torch.tensor([(row, *n, 1) for row, n in zip(rows, numbers, strict=True)])
         columns = upload(columns.T.contiguous(), self.numbers.device)
-        self.numbers.index_copy_(1, columns[0], columns[1:])
         self._num_used = max(self._num_used, 1 + max(rows))
+        self.numbers.index_copy_(1, columns[0], columns[1:])
 
     def move_(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move rows, (source, target) each. Only the device knows their newest token."""
@@ -137,7 +131,7 @@ class Stepper:
             # A ring: while the host reads one, the steps in flight write the others.
             shape, is_pinned = (self.depth + 1, 2, num_rows), self.device.type == "cuda"
             self._results = list(torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned))
-        self.rows.clear_()
+        self.rows.keep_(0)
         self._set_params(params)
         if self.use_graphs:
             rows = self.rows

@@ -63,24 +63,18 @@ class Scheduler:
         whole batch, about the cost of a prefill. Completions that end one by one then do not cause
         prefills one by one.
         """
-        self.pool = pool
-        self.max_batch = max_batch
+        self.pool, self.max_batch = pool, max_batch
         self.waiting: deque[Request] = deque()
-        self.num_running = 0
-        self.num_preemptions = 0
+        self.num_running = self.num_preemptions = 0
         self.is_table_changed = False
         self.table = np.full((max_batch, 0), SCRATCH_PAGE, np.int32)
-        self.indices = np.zeros(max_batch, np.int64)
-        self.lengths = np.zeros(max_batch, np.int64)
-        self._capacities = np.zeros(max_batch, np.int64)
-        self._limits = np.zeros(max_batch, np.int64)
+        numbers = np.zeros((4, max_batch), np.int64)
+        self.indices, self.lengths, self._capacities, self._limits = numbers
         self._rows: list[Request | None] = []
         self._serials = itertools.count()
-        self._lookahead = lookahead
-        self._patience = patience
+        self._lookahead, self._patience, self._save = lookahead, patience, save
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
-        self._save = save
 
     @property
     def has_work(self) -> bool:
@@ -114,9 +108,8 @@ class Scheduler:
         admission = Admission()
         if self.num_running and self._num_idle < self._patience * self.max_batch:
             return admission
-        while self.waiting and self.num_running < self.max_batch:
-            if not self._admit_next(admission):
-                break
+        while self.waiting and self.num_running < self.max_batch and self._admit_next(admission):
+            pass
         if not self.num_running and self.waiting:
             # Alone and still no room: the prefix held for later members does not fit.
             self._drop_prefixes()
@@ -133,8 +126,7 @@ class Scheduler:
         short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
         if len(short) == 0:
             return True
-        needy = [request for row in short if (request := self._rows[row]) is not None]
-        for request in sorted(needy, key=lambda r: r.serial):
+        for request in sorted(map(self._at, short), key=lambda r: r.serial):
             while request.row is not None and self._num_missing(request) > 0:
                 if self.pool.num_free:
                     self._extend(request, 1)
@@ -154,7 +146,11 @@ class Scheduler:
         beyond = [row for row in range(self.num_running, self.num_rows) if self._rows[row]]
         moves = list(zip(beyond, gaps, strict=True))
         for source, target in moves:
-            self._move(source, target)
+            request = self._at(source)
+            self._rows[target], request.row = request, target
+            for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
+                array[target] = array[source]
+            self._empty(source)
         del self._rows[self.num_running :]
         return moves
 
@@ -165,9 +161,7 @@ class Scheduler:
         lengths = self.lengths[: self.num_rows]
         lengths += 1
         for row in np.flatnonzero(lengths > self._limits[: self.num_rows]):
-            request = self._rows[row]
-            assert request is not None, "steps are launched without gaps"
-            self.leave(request)
+            self.leave(self._at(row))
 
     def leave(self, request: Request) -> None:
         """Take a running request out of the batch and free its pages.
@@ -187,10 +181,9 @@ class Scheduler:
         is_shared = request.is_new and (bool(group.prefix) or group.num_unadmitted > 1)
         num_prompt = request.num_tokens - 1
         if not is_shared or num_prompt == 0:
-            if not self._has_room(pool.pages_for(request.num_tokens)):
-                return False
-            self._admit_alone(request, admission)
-            return True
+            if has_room := self._has_room(pool.pages_for(request.num_tokens)):
+                self._admit_alone(request, admission)
+            return has_room
         num_prefix = pool.pages_for(num_prompt)
         num_full = num_prompt // pool.page_size
         num_own = pool.pages_for(request.num_tokens) - num_full
@@ -259,9 +252,7 @@ class Scheduler:
         short = np.flatnonzero(missing > 0)
         if self._has_room(int(missing[short].sum())):
             for row in short:
-                request = self._rows[row]
-                assert request is not None, "gaps need nothing"
-                self._extend(request, int(missing[row]))
+                self._extend(self._at(row), int(missing[row]))
 
     def _reclaim(self) -> bool:
         """Free the pages that were reserved ahead; whether there were any."""
@@ -290,13 +281,10 @@ class Scheduler:
         self._capacities[row] = len(pages) * self.pool.page_size
         self.is_table_changed = True
 
-    def _move(self, source: int, target: int) -> None:
-        request = self._rows[source]
-        assert request is not None
-        self._rows[target], request.row = request, target
-        for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
-            array[target] = array[source]
-        self._empty(source)
+    def _at(self, row: int) -> Request:
+        request = self._rows[row]
+        assert request is not None, "a gap"
+        return request
 
     def _empty(self, row: int) -> None:
         self._rows[row] = None

@@ -61,9 +61,8 @@ class WeightSync:
             self._transfer = self._plan(model)
             self._is_planned_for = watch_parameters(model)
         num_flips = self._transfer.run()
-        num_codes = sum(p.num_codes for p in self.weights.projections())
         had_loaded, self._has_loaded = self._has_loaded, True
-        return num_flips / num_codes if num_codes and had_loaded else 0.0
+        return num_flips / self._transfer.num_codes if had_loaded else 0.0
 
     @torch.no_grad()
     def check(self, version: int) -> None:
@@ -143,9 +142,8 @@ class Transfer:
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._codings = codings
-        self._copies = copies
-        self._compute_dtype = compute_dtype
+        self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
+        self.num_codes = max(1, sum(target.codes.numel() for _, target in codings))
         self._kernel = _find_kernel(codings, device)
         sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)

@@ -12,13 +12,13 @@ device agree (`qurl.rollout.local.sync`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qurl.quant import Quantized, get_format
+from qurl.quant import Quantized, get_format, quantize
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
@@ -29,10 +29,6 @@ class Projection:
 
     weight: Quantized | Tensor
     bias: Tensor | None
-
-    @property
-    def num_codes(self) -> int:
-        return self.weight.codes.numel() if isinstance(self.weight, Quantized) else 0
 
     @property
     def num_bytes(self) -> int:
@@ -168,12 +164,10 @@ class Weights:
         if self.format is None:
             weight = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
             return Projection(weight, bias)
-        codes = torch.zeros(rows, columns, device=self.device)
-        codes = codes.to(self.format.dtype) if self._native_codes else codes
-        block = self.format.block
-        shape = (-(-rows // block), -(-columns // block)) if block else (rows, 1)
-        scale = torch.ones(shape, device=self.device)
-        return Projection(Quantized(codes, scale, self.format), bias)
+        weight = quantize(torch.zeros(rows, columns, device=self.device), self.format)
+        if not self._native_codes:
+            weight = replace(weight, codes=weight.codes.float())
+        return Projection(weight, bias)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

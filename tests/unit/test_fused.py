@@ -207,16 +207,10 @@ GPU_WEIGHTS = SimpleNamespace(
 )
 
 
-def test_a_gpu_without_triton_runs_the_reference_and_says_so(monkeypatch):
+def test_a_gpu_needs_triton(monkeypatch):
     without_triton(monkeypatch)
-    with pytest.warns(UserWarning, match="many times slower; install triton"):
-        assert isinstance(choose_ops(GPU_WEIGHTS), ReferenceOps)
-
-
-def test_a_gpu_without_triton_is_not_deterministic(monkeypatch):
-    without_triton(monkeypatch)
-    with pytest.raises(EngineError, match=r"rollout.deterministic = true needs Triton.*install"):
-        choose_ops(GPU_WEIGHTS, deterministic=True)
+    with pytest.raises(EngineError, match=r'needs Triton on a GPU.*or set rollout.engine = "hf"'):
+        choose_ops(GPU_WEIGHTS)
 
 
 def test_another_module_that_is_missing_is_not_mistaken_for_triton(monkeypatch):

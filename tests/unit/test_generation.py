@@ -278,7 +278,7 @@ class Bomb:
         return result
 
 
-PLACES = ["launch", "read", "append", "_complete", "leave", "admit", "prefill_jobs", "start_"]
+PLACES = ["launch", "_read", "append", "_complete", "leave", "admit", "prefill_jobs", "start_"]
 
 
 @pytest.mark.parametrize("is_after", [False, True])
@@ -292,7 +292,7 @@ def test_ctrl_c_anywhere_leaves_the_engine_usable(
     run(generation, 1)
     owner = {
         "launch": engine.stepper,
-        "read": engine.stepper,
+        "_read": generation,
         "append": generation._transcript,
         "_complete": generation,
         "leave": generation._scheduler,

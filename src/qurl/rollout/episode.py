@@ -62,7 +62,7 @@ class EpisodeEngine:
                     for rollout in stream:
                         group, first = owners.pop(rollout.problem.id)
                         for g, turn in enumerate(rollout.completions, first):
-                            if group.take(g, turn, rollout.version):
+                            if group.take(g, turn):
                                 owners[group.turns[g].id] = group, g
                                 turns.append(group.turns[g])
                         if is_later:
@@ -75,7 +75,7 @@ class _Group:
     """The completions of one problem in the making."""
 
     def __init__(self, problem: Problem, player: EpisodeEngine, params: SamplingParams) -> None:
-        self._temperature, self._versions = params.temperature, []
+        self._temperature = params.temperature
         self._attempts = [
             _attempt(problem, g, player, params.max_tokens) for g in range(params.group_size)
         ]
@@ -87,9 +87,8 @@ class _Group:
             raise EngineError(f"the episodes of problem {problem.id} begin with different prompts")
         self.problem = replace(problem, prompt_ids=prompts.pop())
 
-    def take(self, number: int, turn: Completion, version: int) -> bool:
+    def take(self, number: int, turn: Completion) -> bool:
         """Add a turn to a completion; is there another one?"""
-        self._versions.append(version)
         try:
             self.turns[number] = self._attempts[number].send(turn)
         except StopIteration as done:
@@ -100,7 +99,8 @@ class _Group:
         """The rollout, if all its completions are done."""
         if len(self._completions) == len(self._attempts):
             completions = [self._completions[g] for g in range(len(self._attempts))]
-            yield Rollout(self.problem, completions, min(self._versions), self._temperature)
+            version = min(v for c in completions for v in c.versions)
+            yield Rollout(self.problem, completions, version, self._temperature)
 
 
 def _attempt(

@@ -1,11 +1,8 @@
 """The paged KV cache: one tensor for all layers, and a count of holders for each page.
 
-A sequence owns a list of pages; its token at position p lives in `pages[p // page_size]`. Full
-pages can be shared, because nobody writes to them again. Page 0 belongs to no sequence: padding
-rows of a batch write there.
-
-An FP8 cache holds codes, with one scale per layer, key or value, and head. It subtracts a center
-from the keys (`qurl.rollout.local.kv_range`).
+A sequence's token at position p lives in `pages[p // page_size]`. Full pages can be shared, because
+nobody writes to them again. Padding rows of a batch write to page 0. An FP8 cache holds codes, with
+one scale per layer, key or value, and head, and a center of the keys (`kv_range`).
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ class PagePool:
     """Which pages are free, and how many sequences hold each of the others."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages, SCRATCH_PAGE, -1))
         self._holders = [0] * (num_pages + 1)
 
@@ -147,13 +143,10 @@ class CacheMemory:
     def __init__(
         self, arch: Architecture, dtype: torch.dtype, device: torch.device, options: CacheOptions
     ) -> None:
-        self.options = options
-        self.device = device
+        self.options, self.device, self._arch = options, device, arch
         self.dtype = torch.float8_e4m3fn if options.is_fp8 else dtype
-        self.num_pages = 0
-        self._wanted = 0
-        """Pages that would have been best when the present number was chosen."""
-        self._arch = arch
+        self.num_pages = self._wanted = 0
+        """The number of pages, and how many would have been best when it was chosen."""
         self._arena: Arena | None = None
         self.scale: Tensor | None = None
         self.center: Tensor | None = None
@@ -203,7 +196,6 @@ class CacheMemory:
         if self._arena is None or num_pages != self.num_pages:
             if self._arena is not None and self._arena.is_mapped:
                 self._arena.unmap()
-            self._arena = None
             self._arena = Arena((1 + num_pages) * self.page_bytes, self.device)
             self.num_pages = num_pages
         if not self._arena.is_mapped:

@@ -9,7 +9,6 @@ Shapes: N packed tokens, B sequences, P pages of a sequence.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -29,27 +28,19 @@ PREFILL_TOKENS = 8192
 
 
 def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
-    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
+    """Triton's on a GPU, torch's on a CPU."""
     if weights.device.type == "cuda":
         try:
             from qurl.rollout.local.fused import FusedOps
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
-            if deterministic:
-                raise EngineError(
-                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
-                    "torch's own products depend on the number of rows; install triton, or set "
-                    "rollout.deterministic = false"
-                ) from error
-            warnings.warn(
-                f"{error}: the engine runs on torch operations, which are many times slower; "
-                "install triton",
-                stacklevel=2,
-            )
-        else:
-            return FusedOps(weights, deterministic=deterministic)
-    elif deterministic and torch.get_num_threads() > 1:
+            raise EngineError(
+                "the local engine needs Triton on a GPU, and it is not installed; install triton, "
+                'or set rollout.engine = "hf"'
+            ) from error
+        return FusedOps(weights, deterministic=deterministic)
+    if deterministic and torch.get_num_threads() > 1:
         raise EngineError(
             "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
             f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
@@ -81,7 +72,8 @@ def prefill(
     for index, layer in enumerate(weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        q, k, v = ops.rotate_prompts(qkv, layer, places, cache and cache.layer(index))
+        layer_cache = cache and cache.layer(index)
+        q, k, v = ops.rotate(qkv, layer, places, layer_cache, keep_kv=True)
         if kv_range is not None:
             kv_range.observe_(index, k[: sum(lengths)], v[: sum(lengths)])
         h = ops.attend_prompts(q, k, v, lengths, layer.window)
@@ -113,7 +105,7 @@ def decode(ops: Ops, cache: KVCache, tokens: Tensor, positions: Tensor, table: T
     for index, layer in enumerate(ops.weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        q = ops.rotate_and_store(qkv, layer, places, cache.layer(index))
+        (q,) = ops.rotate(qkv, layer, places, cache.layer(index), keep_kv=False)
         h = ops.attend_pages(q, cache.layer(index), table, positions, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.head(ops.final_norm(x, delta))

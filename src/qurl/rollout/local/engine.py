@@ -164,11 +164,10 @@ class LocalEngine:
         if held < needed:
             available = self.memory.available_bytes() / 2**30
             raise EngineError(
-                f"problem {problem.id!r} needs {needed} tokens of KV cache (prompt {num_prompt} and "
-                f"max_tokens {max_tokens}), but the cache holds {held} (kv_tokens = "
-                f"{options.kv_tokens}; 0 = what fits into {options.memory_frac:g} of "
-                f"{available:.2f} GiB); raise rollout.kv_tokens or rollout.kv_memory_frac, or lower "
-                "sampling.max_tokens"
+                f"problem {problem.id!r} needs {needed} tokens of KV cache (prompt {num_prompt}, "
+                f"max_tokens {max_tokens}), but it holds {held} (kv_tokens = {options.kv_tokens}; "
+                f"0 = what fits into {options.memory_frac:g} of {available:.2f} GiB); raise "
+                "rollout.kv_tokens or rollout.kv_memory_frac, or lower sampling.max_tokens"
             )
 
     @torch.no_grad()

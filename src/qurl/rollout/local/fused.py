@@ -60,19 +60,25 @@ class FusedOps:
         products = [self._project(p.weight, p.bias, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
 
-    def rotate_prompts(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self._rotate(qkv, layer, places, cache, keep_kv=True)
-        assert isinstance(heads, tuple)
-        return heads
-
-    def rotate_and_store(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache
-    ) -> Tensor:
-        q = self._rotate(qkv, layer, places, cache, keep_kv=False)
-        assert isinstance(q, Tensor)
-        return q
+    def rotate(
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
+        norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
+        paged = None
+        if cache is not None and places.slots is not None:
+            paged = PagedCache(cache.data, places.slots, cache.scale, cache.center)
+        heads = rotate_and_store(
+            qkv,
+            places.positions,
+            (self.weights.cos, self.weights.sin),
+            norms,
+            paged,
+            num_kv_heads=self.arch.num_kv_heads,
+            eps=self.arch.norm_eps,
+            dtype=self.dtype,
+            keep_kv=keep_kv,
+        )
+        return heads if isinstance(heads, tuple) else (heads,)
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -118,25 +124,6 @@ class FusedOps:
         if params.has_filter:
             return sample(logits.float(), uniform(keys, counters), params)
         return sample_rows(logits, params.temperature, keys, counters)
-
-    def _rotate(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
-        paged = None
-        if cache is not None and places.slots is not None:
-            paged = PagedCache(cache.data, places.slots, cache.scale, cache.center)
-        return rotate_and_store(
-            qkv,
-            places.positions,
-            (self.weights.cos, self.weights.sin),
-            norms,
-            paged,
-            num_kv_heads=self.arch.num_kv_heads,
-            eps=self.arch.norm_eps,
-            dtype=self.dtype,
-            keep_kv=keep_kv,
-        )
 
     def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
         """silu(gate) * up, in the epilogue of the product if possible."""

@@ -116,7 +116,9 @@ class Generation:
             self._drain()
             return
         self._admit(scheduler)
-        self._reserve(scheduler)
+        if not scheduler.reserve(can_preempt=not self._in_flight):
+            self._drain()  # a request cannot be preempted before all of its tokens are known
+            scheduler.reserve()
         if scheduler.num_running:
             self._launch(scheduler)
         while len(self._in_flight) > self._engine.stepper.depth:
@@ -183,12 +185,6 @@ class Generation:
             [(r.last_token, r.num_tokens - 1, r.num_sampled, r.key) for r in admission.started],
         )
 
-    def _reserve(self, scheduler: Scheduler) -> None:
-        """Pages for the coming step."""
-        if not scheduler.reserve(can_preempt=not self._in_flight):
-            self._drain()  # a request cannot be preempted before all of its tokens are known
-            scheduler.reserve()
-
     def _launch(self, scheduler: Scheduler) -> None:
         """One more step of all running requests."""
         stepper = self._engine.stepper
@@ -210,7 +206,7 @@ class Generation:
         """Take over the tokens of the oldest step in flight."""
         step, indices = self._in_flight.popleft()
         transcript, stop = self._transcript, self._engine.stop
-        tokens, logprobs = self._engine.stepper.read(step)
+        tokens, logprobs = step()
         is_late = transcript.is_closed[indices]  # launched before the end was seen
         if is_late.any():
             indices, tokens, logprobs = indices[~is_late], tokens[~is_late], logprobs[~is_late]

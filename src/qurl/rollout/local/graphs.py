@@ -8,8 +8,8 @@ Shapes: B rows of the buffers, P pages of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,13 +82,8 @@ class Rows:
         self.table[:rows, :columns] = upload(torch.from_numpy(table), self.table.device)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step that has been launched, and where its results will be."""
-
-    num_rows: int
-    results: Tensor  # [2, B] int32, in host memory
-    is_done: torch.cuda.Event | None
+Step = Callable[[], tuple[np.ndarray, np.ndarray]]
+"""Waits for a launched step, and for no later one; gives tokens and log-probs of its rows."""
 
 
 class Stepper:
@@ -143,7 +138,10 @@ class Stepper:
             self._addresses = addresses
 
     def launch(self, num_rows: int, num_keys: int) -> Step:
-        """One more token for the first rows, none of which sees more than `num_keys` keys."""
+        """One more token for the first rows, none of which sees more than `num_keys` keys.
+
+        What the step gives is valid until `depth` more have been launched.
+        """
         rows, columns = self._padded(num_rows, num_keys)
         if self.use_graphs:
             self._graph(rows, columns).replay()
@@ -155,17 +153,14 @@ class Stepper:
         is_done = torch.cuda.Event() if self.device.type == "cuda" else None
         if is_done is not None:
             is_done.record()
-        return Step(num_rows, results, is_done)
 
-    def read(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs of a step's rows; waits for the step, and for no later one.
+        def read() -> tuple[np.ndarray, np.ndarray]:
+            if is_done is not None:
+                is_done.synchronize()
+            tokens, logprobs = results.numpy()[:, :num_rows]
+            return tokens, logprobs.view(np.float32)
 
-        The arrays are valid until the next launch.
-        """
-        if step.is_done is not None:
-            step.is_done.synchronize()
-        tokens, logprobs = step.results.numpy()[:, : step.num_rows]
-        return tokens, logprobs.view(np.float32)
+        return read
 
     def _padded(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         """Rows and pages of the step."""

@@ -59,16 +59,10 @@ class Ops(Protocol):
         """h W^T + b; several projections give their outputs side by side."""
         ...
 
-    def rotate_prompts(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots, if any."""
-        ...
-
-    def rotate_and_store(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache
-    ) -> Tensor:
-        """q [B, H, D], rotated; k and v go to their slots and nowhere else."""
+    def rotate(
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
+        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to their slots."""
         ...
 
     def attend_prompts(

@@ -1,9 +1,8 @@
 """The decoder's operations on torch primitives: the CPU's path, and the reference for the kernels.
 
-With one thread a row's result does not depend on the other rows. This takes two precautions, both
-measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and the
-number of keys a multiple of `KEYS` (so that the vectorised softmax has no remainder). With more
-threads the last bits of torch's attention depend on the thread that computes a row.
+With one thread a row's result does not depend on the other rows: the number of rows is a multiple of
+`ROWS` (others may take other GEMM paths), and that of keys one of `KEYS` (so that the vectorised
+softmax has no remainder). With more threads the last bits depend on the thread that computes a row.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -54,9 +53,9 @@ class ReferenceOps:
         products = [self._project(p, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
-    def rotate_prompts(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(
+        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
         arch, norms = self.arch, layer.norms
         heads = finish(qkv).unflatten(-1, (-1, arch.head_dim))
         q, k, v = heads.split((arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), 1)
@@ -67,12 +66,7 @@ class ReferenceOps:
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
         if cache is not None and places.slots is not None:
             write_pages_(cache, k, v, places.slots)
-        return q, k, v
-
-    def rotate_and_store(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache
-    ) -> Tensor:
-        return self.rotate_prompts(qkv, layer, places, cache)[0]
+        return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None

@@ -1,12 +1,9 @@
 """Continuous batching: who decodes now, who waits, and who is preempted when pages run out.
 
-Prefill covers all tokens but the last, and every sampled token, the first included, comes out of a
-decode step. So a prompt is computed once for its whole group, each member copies only the partly
-filled page that it will write to, and a preempted request resumes like a new one with a longer
-prompt.
-
-Decode steps are launched before the tokens of earlier ones are read. The scheduler therefore counts
-launched steps, and the `Transcript` holds what has been read.
+Prefill covers all tokens but the last, and every sampled token comes out of a decode step. So a
+prompt is computed once for its group, each member copies only the partly filled page that it will
+write to, and a preempted request resumes like a new one with a longer prompt. The scheduler counts
+steps when they are launched; the `Transcript` holds what has been read.
 """
 
 from __future__ import annotations
@@ -108,8 +105,9 @@ class Scheduler:
         admission = Admission()
         if self.num_running and self._num_idle < self._patience * self.max_batch:
             return admission
-        while self.waiting and self.num_running < self.max_batch and self._admit_next(admission):
-            pass
+        while self.waiting and self.num_running < self.max_batch:
+            if not self._admit_next(admission):
+                break
         if not self.num_running and self.waiting:
             # Alone and still no room: the prefix held for later members does not fit.
             self._drop_prefixes()

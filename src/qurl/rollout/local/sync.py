@@ -1,14 +1,10 @@
 """How a sync writes the trainer's weights into the actor's buffers, and how it checks them.
 
-Codes are those of the weights that the trainer computes with: its FP32 masters rounded to its
-compute dtype. The actor must not see what that rounding hides from the trainer: masters begin on
-the grid of a checkpoint in BF16, and the first updates are smaller than its steps.
-
-Norms, embedding and lm_head share the trainer's storage where dtype and device agree. This relies
-on optimizers that update parameters in place: between syncs the actor sees them change.
-
-On a GPU a sync is one CUDA graph of all quantizations and copies. It is replayed as long as the
-trainer's parameters stay where they are.
+Codes are those of the weights that the trainer computes with: its masters rounded to its compute
+dtype. The actor must not see what that rounding hides from the trainer, and the first updates are
+smaller than the steps of BF16. Norms, embedding and lm_head share the trainer's storage where dtype
+and device agree, which relies on optimizers that update in place. On a GPU a sync is one CUDA graph,
+replayed as long as the trainer's parameters stay where they are.
 """
 
 from __future__ import annotations
@@ -102,29 +98,26 @@ class WeightSync:
             copies.append((self._copies[name], source))
             return self._copies[name]
 
-        self._pairs = []
+        self._pairs, codings = [], []
         for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
             for name, module in source.named_modules():
                 kind = name.rpartition(".")[2]
                 if kind in layer.views:
-                    self._pairs.append((index, layer.views[kind], module))
+                    view, weight = layer.views[kind], module.weight.detach()
+                    self._pairs.append((index, view, module))
+                    if isinstance(view.weight, Quantized):
+                        codings.append((weight, view.weight))
+                    else:
+                        copies.append((view.weight, weight))
+                    if view.bias is not None and module.bias is not None:
+                        copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
-                    tensor = share(f"layers.{index}.{kind}", module.weight, torch.float32)
-                    layer.norms[kind] = tensor
+                    name = f"layers.{index}.{kind}"
+                    layer.norms[kind] = share(name, module.weight, torch.float32)
         weights.embedding = share("embedding", body.embed_tokens.weight, weights.dtype)
         weights.norm = share("norm", body.norm.weight, torch.float32)
-        is_tied = model.lm_head.weight is body.embed_tokens.weight
-        head = model.lm_head.weight
+        head, is_tied = model.lm_head.weight, model.lm_head.weight is body.embed_tokens.weight
         weights.lm_head = weights.embedding if is_tied else share("lm_head", head, weights.dtype)
-        codings: list[tuple[Tensor, Quantized]] = []
-        for _, view, module in self._pairs:
-            source = module.weight.detach()
-            if isinstance(view.weight, Quantized):
-                codings.append((source, view.weight))
-            else:
-                copies.append((view.weight, source))
-            if view.bias is not None and module.bias is not None:
-                copies.append((view.bias, module.bias.detach()))
         return Transfer(codings, copies, weights.compute_dtype, weights.device)
 
 
@@ -175,7 +168,11 @@ class Transfer:
         else:
             self._num_flips.zero_()
             for source, target in self._codings:
-                self._num_flips += _requantize_(source, target, self._compute_dtype)
+                fresh = quantize(source.to(self._compute_dtype), target.format)
+                # Compared as numbers: a zero that changes its sign is no flip.
+                self._num_flips += (target.codes.float() != fresh.codes.float()).sum()
+                target.codes.copy_(fresh.codes)
+                target.scale.copy_(fresh.scale)
         if self._copies:
             targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -226,16 +223,6 @@ def _find_kernel(
     )
     has_format = codings[0][1].format.is_integer or Target.of(device).has_fp8
     return requantize_ if has_sources and has_format else None
-
-
-def _requantize_(source: Tensor, target: Quantized, dtype: torch.dtype) -> Tensor:
-    """Rewrite codes and scale in place; returns how many codes changed."""
-    fresh = quantize(source.to(dtype), target.format)
-    # Compared as numbers: a zero that changes its sign is no flip.
-    num_flips = (target.codes.float() != fresh.codes.float()).sum()
-    target.codes.copy_(fresh.codes)
-    target.scale.copy_(fresh.scale)
-    return num_flips
 
 
 def _probe(weight: Quantized | Tensor, source: Tensor, number: int) -> tuple[Tensor, ...]:

@@ -86,7 +86,9 @@ def test_addresses_are_reserved_in_whole_units():
         3,
     )
     assert reservation == ("cuMemAddressReserve", 3 * UNIT, 0, 0, 0)
-    assert (memory.address, memory.num_bytes, memory.is_mapped) == (ADDRESS, 3 * UNIT, False)
+    assert (memory.num_bytes, memory.is_mapped) == (3 * UNIT, False)
+    interface = memory.__cuda_array_interface__
+    assert (interface["data"], interface["shape"]) == ((ADDRESS, False), (3 * UNIT,))
     assert make(2 * UNIT)[1].num_bytes == 2 * UNIT
 
 

@@ -44,7 +44,7 @@ class Arena:
             return
         with self._device_at_rest():
             self._virtual.map()
-        self._bytes = torch.as_tensor(_Bytes(self._virtual), device=self.device).zero_()
+        self._bytes = torch.as_tensor(self._virtual, device=self.device).zero_()
 
     def unmap(self) -> None:
         """Give the memory back, once the device has done what it was asked before."""
@@ -90,8 +90,10 @@ class VirtualMemory:
         self._range = self._call("cuMemAddressReserve", self.num_bytes, 0, 0, 0)
 
     @property
-    def address(self) -> int:
-        return int(self._range)
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Tells torch where the memory is; torch then keeps this object from being collected."""
+        data = (int(self._range), False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def map(self) -> None:
         """Free memory that torch holds unused before giving up."""
@@ -139,21 +141,6 @@ class VirtualMemory:
     def _check(self, name: str, error: Any) -> None:
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineError(f"the KV cache cannot be placed on the GPU: {name} gave {error.name}")
-
-
-class _Bytes:
-    """Tells torch where the memory is; torch then keeps it from being collected."""
-
-    def __init__(self, memory: VirtualMemory) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (memory.num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "strides": None,
-            "version": 3,
-            "stream": None,
-        }
 
 
 def _reserve(num_bytes: int, device: torch.device) -> VirtualMemory | None:

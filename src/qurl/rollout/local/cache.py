@@ -83,10 +83,10 @@ class KVCache:
     def page_size(self) -> int:
         return self.data.shape[3]
 
-    def layer(self, index: int) -> LayerCache:
-        if self.scale is None or self.center is None:
-            return LayerCache(self.data[index], None)
-        return LayerCache(self.data[index], self.scale[index], self.center[index])
+    def layer(self, index: int, slots: Tensor | None = None) -> LayerCache:
+        """One layer; `slots` are where its new keys and values go."""
+        scale, center = (x if x is None else x[index] for x in (self.scale, self.center))
+        return LayerCache(self.data[index], scale, center, slots)
 
     def addresses(self) -> tuple[object, ...]:
         """A CUDA graph is valid while they stay equal."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from qurl.errors import EngineError
 from qurl.rollout.local.cache import KVCache
 from qurl.rollout.local.kv_range import KVRange
-from qurl.rollout.local.ops import Ops, Places
+from qurl.rollout.local.ops import Ops
 from qurl.rollout.local.reference import KEYS, ReferenceOps
 from qurl.rollout.local.weights import Weights
 
@@ -67,13 +67,12 @@ def prefill(
     tokens = packed(torch.tensor([t for p in prompts for t in p]))
     positions = packed(torch.cat([torch.arange(n) for n in lengths]))
     slots = None if cache is None else packed(_slots(lengths, tables, cache.page_size))
-    places = Places(positions, slots)
     x, delta = weights.embedding[tokens].float(), None
     for index, layer in enumerate(weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        layer_cache = cache and cache.layer(index)
-        q, k, v = ops.rotate(qkv, layer, places, layer_cache, keep_kv=True)
+        pages = cache and cache.layer(index, slots)
+        q, k, v = ops.rotate(qkv, layer, positions, pages, keep_kv=True)
         if kv_range is not None:
             kv_range.observe_(index, k[: sum(lengths)], v[: sum(lengths)])
         h = ops.attend_prompts(q, k, v, lengths, layer.window)
@@ -100,13 +99,14 @@ def decode(ops: Ops, cache: KVCache, tokens: Tensor, positions: Tensor, table: T
     Writes the tokens' keys and values. B must be a multiple of the operations' `row_multiple`; a
     padding row is position 0 of the scratch page.
     """
-    x, places = ops.begin(tokens, positions, table, cache.page_size)
+    x, slots = ops.begin(tokens, positions, table, cache.page_size)
     delta = None
     for index, layer in enumerate(ops.weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        (q,) = ops.rotate(qkv, layer, places, cache.layer(index), keep_kv=False)
-        h = ops.attend_pages(q, cache.layer(index), table, positions, layer.window)
+        pages = cache.layer(index, slots)
+        (q,) = ops.rotate(qkv, layer, positions, pages, keep_kv=False)
+        h = ops.attend_pages(q, pages, table, positions, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.head(ops.final_norm(x, delta))
 

@@ -59,8 +59,7 @@ class LocalEngine:
         is_cuda = device.type == "cuda"
         page_size = page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE)
         cache = CacheOptions(page_size, kv_tokens, kv_memory_frac, kv == "fp8", release_kv)
-        _check_options(kv, max_batch, cache)
-        _check_device(kv, device)
+        _check_options(kv, max_batch, cache, Target.of(device))
         self.quant, self.kv, self.deterministic = quant, kv, deterministic
         self.tokenizer, self.max_batch = tokenizer, max_batch
         self.patience = GPU_PATIENCE if is_cuda else 0.0
@@ -198,8 +197,8 @@ class LocalEngine:
         return time.perf_counter()
 
 
-def _check_options(kv: str, max_batch: int, cache: CacheOptions) -> None:
-    """Raise a ConfigError that names every option whose value is not allowed."""
+def _check_options(kv: str, max_batch: int, cache: CacheOptions, target: Target) -> None:
+    """Raise an error that names every option whose value is not allowed."""
     rules = {
         f"kv = {kv!r} is not one of none, fp8": kv in ("none", "fp8"),
         f"max_batch = {max_batch} must be at least 1": max_batch >= 1,
@@ -209,10 +208,7 @@ def _check_options(kv: str, max_batch: int, cache: CacheOptions) -> None:
     }
     if mistakes := [mistake for mistake, is_kept in rules.items() if not is_kept]:
         raise ConfigError("; ".join(mistakes))
-
-
-def _check_device(kv: str, device: torch.device) -> None:
-    if kv == "fp8" and not (target := Target.of(device)).has_fp8:
+    if kv == "fp8" and not target.has_fp8:
         capability = ".".join(map(str, target.capability or ()))
         raise EngineError(
             f"quant.kv = 'fp8' needs a GPU of compute capability 8.9 or later, and {target.name} "

@@ -23,7 +23,7 @@ from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
 from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
-from qurl.rollout.local.ops import LayerCache, Places
+from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import attend_prompts
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
@@ -44,9 +44,8 @@ class FusedOps:
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
-        x, slots = begin_step(self.weights.embedding, tokens, positions, table, page_size)
-        return x, Places(positions, slots)
+    ) -> tuple[Tensor, Tensor]:
+        return begin_step(self.weights.embedding, tokens, positions, table, page_size)
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         return add_norm(x, delta, norm, self.arch.norm_eps, self.format, self.dtype)
@@ -61,15 +60,15 @@ class FusedOps:
         return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
 
     def rotate(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
         norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
         paged = None
-        if cache is not None and places.slots is not None:
-            paged = PagedCache(cache.data, places.slots, cache.scale, cache.center)
+        if cache is not None and cache.slots is not None:
+            paged = PagedCache(cache.data, cache.slots, cache.scale, cache.center)
         heads = rotate_and_store(
             qkv,
-            places.positions,
+            positions,
             (self.weights.cos, self.weights.sin),
             norms,
             paged,

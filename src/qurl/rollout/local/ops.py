@@ -28,14 +28,7 @@ class LayerCache:
     data: Tensor  # [2, pages, page_size, H_kv, D]
     scale: Tensor | None  # [2, H_kv]: value = code * scale, if the cache holds codes
     center: Tensor | None = None  # [H_kv, D]: subtracted from coded keys (`kv_range`)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where packed tokens are, in their sequences and in the cache."""
-
-    positions: Tensor  # [N] int64
-    slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
+    slots: Tensor | None = None  # [N] int64, page * page_size + offset: where new ones go
 
 
 class Ops(Protocol):
@@ -47,8 +40,8 @@ class Ops(Protocol):
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
-        """Embeddings [B, hidden] of one token per sequence in FP32, and their places."""
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, hidden] of one token per sequence in FP32, and their slots [B]."""
         ...
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
@@ -60,9 +53,9 @@ class Ops(Protocol):
         ...
 
     def rotate(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
-        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to their slots."""
+        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache."""
         ...
 
     def attend_prompts(

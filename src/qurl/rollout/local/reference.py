@@ -1,8 +1,8 @@
 """The decoder's operations on torch primitives: the CPU's path, and the reference for the kernels.
 
-With one thread a row's result does not depend on the other rows: the number of rows is a multiple of
-`ROWS` (others may take other GEMM paths), and that of keys one of `KEYS` (so that the vectorised
-softmax has no remainder). With more threads the last bits depend on the thread that computes a row.
+With one thread a row's result does not depend on the other rows: their number is a multiple of ROWS
+(others may take other GEMM paths), and that of keys one of KEYS (so that the vectorised softmax has
+no remainder). With more threads the last bits depend on the thread that computes a row.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.linear import Operand, Product, finish, multiply
-from qurl.rollout.local.ops import LayerCache, Places
+from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
 
@@ -38,10 +38,10 @@ class ReferenceOps:
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
+    ) -> tuple[Tensor, Tensor]:
         last_page = table.gather(1, (positions // page_size)[:, None]).squeeze(1)
         slots = last_page * page_size + positions % page_size
-        return self.weights.embedding[tokens].float(), Places(positions, slots)
+        return self.weights.embedding[tokens].float(), slots
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         return self._operand(self._add_norm(x, delta, norm))
@@ -54,7 +54,7 @@ class ReferenceOps:
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def rotate(
-        self, qkv: Product, layer: Layer, places: Places, cache: LayerCache | None, *, keep_kv: bool
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
         arch, norms = self.arch, layer.norms
         heads = finish(qkv).unflatten(-1, (-1, arch.head_dim))
@@ -62,10 +62,10 @@ class ReferenceOps:
         if "q_norm" in norms:
             q = rms_norm(q, norms["q_norm"], arch.norm_eps)
             k = rms_norm(k, norms["k_norm"], arch.norm_eps)
-        cos, sin = self.weights.cos[places.positions], self.weights.sin[places.positions]
+        cos, sin = self.weights.cos[positions], self.weights.sin[positions]
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
-        if cache is not None and places.slots is not None:
-            write_pages_(cache, k, v, places.slots)
+        if cache is not None and cache.slots is not None:
+            write_pages_(cache, k, v, cache.slots)
         return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(

@@ -3,8 +3,8 @@
 Codes are those of the weights that the trainer computes with: its masters rounded to its compute
 dtype. The actor must not see what that rounding hides from the trainer, and the first updates are
 smaller than the steps of BF16. Norms, embedding and lm_head share the trainer's storage where dtype
-and device agree, which relies on optimizers that update in place. On a GPU a sync is one CUDA graph,
-replayed as long as the trainer's parameters stay where they are.
+and device agree, which relies on optimizers that update in place. On a GPU a sync is one CUDA
+graph, replayed as long as the trainer's parameters stay where they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -214,7 +213,7 @@ def _find_kernel(
     codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
 ) -> Requantizer | None:
     """The fused quantizer, where device, format and sources permit."""
-    if not codings or device.type != "cuda" or find_spec("triton") is None:
+    if not codings or device.type != "cuda":
         return None
     from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
 

@@ -1,7 +1,7 @@
 """What the actor holds: quantized projections, and the rest in full precision.
 
-Projections live in buffers that are allocated once and rewritten in place. q, k and v are row ranges
-of one buffer. The rows of gate and up alternate in theirs, so that one tile of a product holds both.
+Projections live in buffers that are allocated once and rewritten in place. q, k and v are rows of
+one buffer. The rows of gate and up alternate in theirs, so that one tile of a product holds both.
 Formats with 128x128 tiles stack gate and up instead, and keep projections apart where a tile would
 span two of them. Norms, embedding and lm_head may be the trainer's own storage (`sync`).
 """

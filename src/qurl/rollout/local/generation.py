@@ -1,10 +1,9 @@
 """Completions in the making: admit, reserve, launch, read, until all have finished.
 
-The host runs behind the device: it launches step n and then reads step n - depth. So it sees the
-end of a completion `depth` steps late, and drops what that row has sampled meanwhile.
-
-A generation can give its pages back between two rollouts and go on later. What has been sampled is
-in the transcript; everything else (pages, rows, steps in flight) can be made again from it.
+The host launches step n and then reads step n - depth. So it sees the end of a completion `depth`
+steps late, and drops what that row has sampled meanwhile. A generation can give its pages back
+between two rollouts and go on later: the transcript has what was sampled, and everything else
+(pages, rows, steps in flight) can be made again from it.
 """
 
 from __future__ import annotations

@@ -32,14 +32,11 @@ class Projection:
         weight = self.weight
         return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""
-        if isinstance(self.weight, Quantized):
-            yield from (self.weight.codes, self.weight.scale)
-        else:
-            yield self.weight
-        if self.bias is not None:
-            yield self.bias
+        weight = self.weight
+        stored = (weight.codes, weight.scale) if isinstance(weight, Quantized) else (weight,)
+        return [t for t in (*stored, self.bias) if t is not None]
 
     def view(self, rows: slice) -> Projection:
         """Some of its rows."""

@@ -190,15 +190,16 @@ def test_a_cpu_allocates_for_each_generation():
     memory = make_memory()
     memory.acquire(3).data.fill_(1)
     memory.release()
-    assert memory.num_pages == 0
+    assert not memory.is_mapped
     assert not memory.acquire(3).data.any()
 
 
 class FakeGpu:
     """Memory of a GPU with an arena in it; torch keeps `cached` bytes that can be emptied."""
 
-    def __init__(self, monkeypatch, total: int, can_unmap: bool = True) -> None:
-        self.free, self.cached, self.can_unmap, self.log = total, 0, can_unmap, []
+    def __init__(self, monkeypatch, total: int, keeps_address: bool = True) -> None:
+        self.free, self.cached, self.log = total, 0, []
+        self.keeps_address = keeps_address
         monkeypatch.setattr("qurl.rollout.local.cache.Arena", lambda n, _: FakeArena(self, n))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, total))
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
@@ -215,7 +216,8 @@ class FakeGpu:
 class FakeArena:
     def __init__(self, gpu: FakeGpu, num_bytes: int) -> None:
         self.gpu, self.num_bytes = gpu, num_bytes
-        self.can_unmap, self.is_mapped, self.data = gpu.can_unmap, False, torch.zeros(num_bytes)
+        self.keeps_address, self.is_mapped = gpu.keeps_address, False
+        self.data = torch.zeros(num_bytes)
 
     def map(self) -> None:
         assert self.gpu.free >= self.num_bytes, "out of memory"
@@ -227,11 +229,6 @@ class FakeArena:
         self.gpu.free += self.num_bytes
         self.is_mapped = False
         self.gpu.log.append("unmap")
-
-    def close(self) -> None:
-        if self.is_mapped:
-            self.unmap()
-        self.gpu.log.append("close")
 
     def tensor(self, shape, dtype):
         assert self.is_mapped
@@ -263,7 +260,7 @@ def test_a_gpus_cache_grows_only_where_it_gains(monkeypatch):
     assert memory.choose_num_pages(11, 9) == 40  # 44 would be a tenth more
     assert memory.choose_num_pages(12, 9) == 48
     memory.acquire(48)
-    assert gpu.log == ["map", "unmap", "close", "map"]
+    assert gpu.log == ["map", "unmap", "map"]
     # A request that the old cache cannot hold gets a new one, whatever the gain.
     assert memory.choose_num_pages(1, 4 * 49) == 50
 
@@ -288,27 +285,24 @@ def test_a_released_cache_comes_back_at_its_address(monkeypatch):
     assert memory.choose_num_pages(20, 9) == 29
     memory.acquire(29)
     assert gpu.free == 30 * KIB
-    assert gpu.log == [*["map", "unmap"] * 2, "close", "map"]
+    assert gpu.log == [*["map", "unmap"] * 2, "map"]
 
 
-def test_an_arena_that_cannot_be_unmapped_is_freed_with_one_warning(monkeypatch):
-    gpu = FakeGpu(monkeypatch, 100 * KIB, can_unmap=False)
+def test_memory_that_comes_back_elsewhere_is_released_with_a_warning(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 100 * KIB, keeps_address=False)
     memory = gpu.memory(is_released=True)
     memory.acquire(10)
     with pytest.warns(UserWarning, match=r"release_kv.*cuda-bindings"):
         memory.release()
-    assert (memory.num_pages, gpu.free) == (0, 100 * KIB)
-    memory.acquire(10)
-    with warnings.catch_warnings(action="error"):
-        memory.release()
+    assert (memory.is_mapped, gpu.free) == (False, 100 * KIB)
 
 
-def test_an_arena_that_cannot_be_unmapped_matters_only_where_memory_is_given_back(monkeypatch):
-    memory = FakeGpu(monkeypatch, 100 * KIB, can_unmap=False).memory()
+def test_an_address_matters_only_where_memory_is_given_back(monkeypatch):
+    memory = FakeGpu(monkeypatch, 100 * KIB, keeps_address=False).memory()
     with warnings.catch_warnings(action="error"):
         memory.acquire(10)
         memory.release()
-    assert memory.num_pages == 10
+    assert memory.is_mapped
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

@@ -19,7 +19,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from qurl.errors import EngineError
 from qurl.rollout.local.cache import KVCache
 from qurl.rollout.local.decoder import choose_ops, decode, decode_sequence, prefill
-from qurl.rollout.local.ops import Rotations
 from qurl.rollout.local.reference import ReferenceOps
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
@@ -89,8 +88,8 @@ def run(model, quant: str, *, is_fused: bool, has_codes: bool = False, determini
         ops = FusedOps(weights, deterministic=deterministic)
     else:
         ops = ReferenceOps(weights)
-    rotations, kv = Rotations.up_to(64, weights), make_cache(weights, has_codes)
-    hidden = prefill(weights, ops, rotations, PROMPTS, kv, PAGES)
+    kv = make_cache(weights, has_codes)
+    hidden = prefill(ops, PROMPTS, kv, PAGES)
     num_rows = -(-len(PROMPTS) // ops.row_multiple) * ops.row_multiple
     table = torch.zeros(num_rows, 4, dtype=torch.int32)
     for row, pages in enumerate(PAGES):
@@ -100,7 +99,7 @@ def run(model, quant: str, *, is_fused: bool, has_codes: bool = False, determini
         tokens, positions = torch.zeros(2, num_rows, dtype=torch.int64)
         tokens[:2] = torch.tensor(sampled)
         positions[:2] = torch.tensor([len(p) + step for p in PROMPTS])
-        logits.append(decode(weights, ops, rotations, kv, tokens, positions, table)[:2])
+        logits.append(decode(ops, kv, tokens, positions, table)[:2])
     return Course(hidden, torch.stack(logits), read_cache(kv))
 
 
@@ -184,12 +183,12 @@ def test_a_sequence_decoded_in_one_step_is_its_prefill(name, page_size):
     model = make_model(name)
     weights = Weights(model, "none", torch.float32, CPU)
     WeightSync(weights).load_(model)
-    ops, rotations, arch = ReferenceOps(weights), Rotations.up_to(64, weights), weights.arch
+    arch = weights.arch
     shape = (arch.num_layers, 2, 6, page_size, arch.num_kv_heads, arch.head_dim)
     kv = KVCache(torch.zeros(shape))
     ids = [(7 * i + 2) % V for i in range(13)]
     expected = model(input_ids=torch.tensor([ids])).logits[0]
-    logits = decode_sequence(weights, ops, rotations, kv, ids)
+    logits = decode_sequence(ReferenceOps(weights), kv, ids)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -208,16 +207,10 @@ GPU_WEIGHTS = SimpleNamespace(
 )
 
 
-def test_a_gpu_without_triton_runs_the_reference_and_says_so(monkeypatch):
+def test_a_gpu_needs_triton(monkeypatch):
     without_triton(monkeypatch)
-    with pytest.warns(UserWarning, match="many times slower; install triton"):
-        assert isinstance(choose_ops(GPU_WEIGHTS), ReferenceOps)
-
-
-def test_a_gpu_without_triton_is_not_deterministic(monkeypatch):
-    without_triton(monkeypatch)
-    with pytest.raises(EngineError, match=r"rollout.deterministic = true needs Triton.*install"):
-        choose_ops(GPU_WEIGHTS, deterministic=True)
+    with pytest.raises(EngineError, match=r'needs Triton on a GPU.*or set rollout.engine = "hf"'):
+        choose_ops(GPU_WEIGHTS)
 
 
 def test_another_module_that_is_missing_is_not_mistaken_for_triton(monkeypatch):

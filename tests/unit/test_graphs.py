@@ -61,7 +61,7 @@ def test_rows_start_move_and_empty():
     assert rows.numbers[:, 1].tolist() == [20, 21, 22, -23, 1]
     assert not rows.numbers[:, 2:].any()
     assert rows.table.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
-    rows.clear_()
+    rows.keep_(0)
     assert not rows.numbers.any()
     assert not rows.table.any()
 
@@ -73,7 +73,9 @@ def run_steps(engine, num_steps: int):
     """An engine in the midst of a generation."""
     generation = engine.stream(PARAMS)
     generation.submit(PROBLEMS)
-    assert not generation.run(max_steps=num_steps)
+    with torch.no_grad():
+        for _ in range(num_steps):
+            generation._step()
     return generation
 
 
@@ -102,14 +104,15 @@ def test_rounding_up_to_buckets_changes_nothing(quant):
 
 def test_results_outlive_the_steps_in_flight():
     """Three steps are launched before the first is read."""
-    engine = build_engine("local", tiny_llama(), depth=2)
+    engine = build_engine("local", tiny_llama())
+    engine.stepper.depth = 2
     run_steps(engine, 1)
     stepper = engine.stepper
     steps = [stepper.launch(12, 30) for _ in range(3)]
-    tokens = [stepper.read(step)[0].copy() for step in steps]
+    tokens = [step()[0].copy() for step in steps]
     assert np.array_equal(tokens[2], stepper.rows.numbers[TOKEN, :12].numpy())
     assert not np.array_equal(tokens[0], tokens[2])
-    assert [step.num_rows for step in steps] == [12, 12, 12]
+    assert [len(t) for t in tokens] == [12, 12, 12]
 
 
 # Graphs, with a stand-in that computes what a graph would replay
@@ -149,7 +152,7 @@ def test_graphs_are_captured_once_for_each_size(engine):
     assert engine.captured == [(16, 64, False)]
     engine.generate(PROBLEMS[:1], PARAMS)
     assert engine.captured[1:] == [(8, 64, False)]
-    assert engine.stepper.num_graphs == 2
+    assert len(engine.stepper._graphs) == 2
 
 
 def test_filters_have_graphs_of_their_own(engine):
@@ -182,7 +185,7 @@ def test_a_sync_in_place_keeps_the_graphs_and_another_model_drops_them(engine):
     engine.sync(copy.deepcopy(engine._model), version=2)
     engine.generate(PROBLEMS, PARAMS)
     assert engine.captured == [(16, 64, False)] * 2
-    assert engine.stepper.num_graphs == 1
+    assert len(engine.stepper._graphs) == 1
 
 
 def test_a_larger_cache_drops_the_graphs(engine):
@@ -252,12 +255,13 @@ def test_graphs_compute_what_single_launches_do(quant, kv):
     for params in (PARAMS, SamplingParams(max_tokens=12, group_size=3, top_p=0.9)):
         options = {"quant": quant, "kv": kv, "max_batch": 8, "deterministic": True}
         graphs = build_engine("local", model, **options)
-        eager = build_engine("local", model, **options, cuda_graphs=False, depth=0)
+        eager = build_engine("local", model, **options)
+        eager.stepper.use_graphs, eager.stepper.depth = False, 0
         assert results(graphs.generate(problems, params)) == results(
             eager.generate(problems, params)
         )
-        assert graphs.stepper.num_graphs > 1
-        assert eager.stepper.num_graphs == 0
+        assert len(graphs.stepper._graphs) > 1
+        assert not eager.stepper._graphs
 
 
 @pytest.mark.gpu
@@ -288,11 +292,9 @@ def test_a_released_cache_gives_its_memory_back_and_keeps_the_graphs(kv):
     size = engine.memory.num_pages * engine.memory.page_bytes
     assert size >= 2**29
     free, _ = torch.cuda.mem_get_info()
-    generation = engine.stream(PARAMS)
-    generation.submit(PROBLEMS)
-    generation.run(max_steps=1)
+    generation = run_steps(engine, 1)
     assert torch.cuda.mem_get_info()[0] <= free - size
-    assert generation.run()
+    rollouts = sorted(generation, key=lambda r: r.problem.id)
     assert torch.cuda.mem_get_info()[0] > free - size / 8
-    assert results(sorted(generation, key=lambda r: r.problem.id)) == results(first)
+    assert results(rollouts) == results(first)
     assert engine.stepper._graphs == graphs != {}

@@ -15,8 +15,8 @@ PAGE = 4
 def make_group(name: str, prompt_length: int, size: int, max_tokens: int = 1000) -> list[Request]:
     problem = Problem(name, tuple(range(prompt_length)))
     group = Group(problem, [None] * size, num_unadmitted=size)
-    transcript = Transcript(size, max_tokens)
-    return [Request(i, group, key=i, transcript=transcript) for i in range(size)]
+    transcript = Transcript(max_tokens)
+    return [Request(i, group, i, i, transcript) for i in transcript.open(size, ())]
 
 
 def make_request(name: str, prompt_length: int, max_tokens: int = 1000) -> Request:
@@ -24,11 +24,11 @@ def make_request(name: str, prompt_length: int, max_tokens: int = 1000) -> Reque
 
 
 def make_scheduler(
-    *groups: list[Request], pages: int, max_batch: int = 100, lookahead: int = 0, save=None
+    *groups: list[Request], pages: int, max_batch: int = 100, lookahead: int = 0, **options
 ) -> Scheduler:
-    requests = [request for group in groups for request in group]
-    pool = PagePool(pages, PAGE)
-    return Scheduler(requests, pool, max_batch, lookahead=lookahead, save=save)
+    scheduler = Scheduler(PagePool(pages, PAGE), max_batch, lookahead=lookahead, **options)
+    scheduler.add([request for group in groups for request in group])
+    return scheduler
 
 
 def sample(request: Request, count: int = 1) -> None:
@@ -114,7 +114,7 @@ def test_every_page_comes_back():
     while scheduler.has_work:
         step(scheduler)
     assert scheduler.pool.num_free == 12
-    assert all(len(r.token_ids) == 6 for group in groups for r in group)
+    assert all(r.num_sampled == 6 for group in groups for r in group)
 
 
 def test_finished_requests_make_room_at_once():
@@ -134,7 +134,7 @@ def test_pages_run_out_and_the_newest_request_yields():
     assert step(scheduler) == [old]
     assert scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [new]
-    assert (new.token_ids, new.pages) == ([0], [])
+    assert (new.num_sampled, new.pages) == (1, [])
     scheduler.leave(old)
     admission = scheduler.admit()
     assert [tokens for tokens, _ in admission.prefills] == [[0, 1, 2, 3]]
@@ -183,7 +183,7 @@ def test_sharing_is_given_up_when_only_one_request_fits(pages):
     scheduler = make_scheduler(group, pages=pages)
     while scheduler.has_work:
         step(scheduler)
-    assert all(len(r.token_ids) == 2 for r in group)
+    assert all(r.num_sampled == 2 for r in group)
     assert scheduler.pool.num_free == pages
 
 
@@ -402,8 +402,7 @@ def test_requests_wait_for_company_while_others_run():
     """Ten rows with a patience of 2: newcomers are let in when 20 row-steps have stayed empty."""
     first = [make_request(str(i), 3) for i in range(10)]
     later = [make_request(f"late {i}", 3) for i in range(9)]
-    pool = PagePool(1000, PAGE)
-    scheduler = Scheduler([*first, *later], pool, max_batch=10, patience=2.0)
+    scheduler = make_scheduler(first, later, pages=1000, max_batch=10, patience=2.0)
     assert len(step(scheduler)) == 10
     for request in first[:4]:
         scheduler.leave(request)
@@ -419,7 +418,7 @@ def test_requests_wait_for_company_while_others_run():
 
 def test_nobody_waits_for_company_alone():
     first, later = make_request("a", 3), make_request("b", 3)
-    scheduler = Scheduler([first, later], PagePool(1000, PAGE), max_batch=1, patience=100.0)
+    scheduler = make_scheduler([first, later], pages=1000, max_batch=1, patience=100.0)
     assert step(scheduler) == [first]
     scheduler.leave(first)
     assert step(scheduler) == [later]

@@ -10,7 +10,7 @@ from torch import nn
 from qurl.errors import EngineError
 from qurl.quant import Quantized, quantize
 from qurl.rollout.local import sync as module
-from qurl.rollout.local.sync import ParameterAddresses, WeightSync
+from qurl.rollout.local.sync import WeightSync, watch_parameters
 from qurl.rollout.local.weights import Weights
 
 FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
@@ -161,7 +161,8 @@ def test_addresses_change_with_a_parameter_that_is_made_anew():
     sync = load(model)
     before = sync.weights.addresses()
     # Codes, scale and bias of qkv and o; codes and scale of gate_up and down; two norms.
-    assert len(before) == 2 * (3 + 3 + 2 + 2 + 2) + 3
+    # Then embedding, norm, lm_head, cos and sin.
+    assert len(before) == 2 * (3 + 3 + 2 + 2 + 2) + 5
     change_(model)
     sync.load_(model)
     assert sync.weights.addresses() == before
@@ -223,14 +224,14 @@ def test_another_model_has_another_plan():
 
 def test_a_bias_that_comes_or_goes_is_seen():
     linear = nn.Linear(3, 2)
-    places = ParameterAddresses.of(linear)
+    has_bias = watch_parameters(linear)
     bias, linear.bias = linear.bias, None
-    assert not places.hold_for(linear)
-    without = ParameterAddresses.of(linear)
-    assert without.hold_for(linear)
+    assert not has_bias(linear)
+    has_none = watch_parameters(linear)
+    assert has_none(linear)
     linear.bias = bias
-    assert places.hold_for(linear)
-    assert not without.hold_for(linear)
+    assert has_bias(linear)
+    assert not has_none(linear)
 
 
 def test_a_recording_that_fails_leaves_none_behind(monkeypatch):

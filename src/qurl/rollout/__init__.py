@@ -18,8 +18,7 @@ def build_engine(
 
     `tokenizer=None` works when prompts and results are token ids: texts come back empty.
     `compute_dtype`, an option of all engines, is the trainer's: weights are rounded to it before
-    they are quantized. Without it, they are rounded to the dtype in which the engine itself would
-    hold them.
+    they are quantized, or without it to the dtype in which the engine would hold them.
     """
     if kind == "local":
         from qurl.rollout.local import LocalEngine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qurl.errors import SyncError
 from qurl.quant import get_format
-from qurl.rollout.checks import context_length
+from qurl.rollout.engine import context_length
 
 _LENGTH = 32
 
@@ -53,12 +53,10 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path:
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
     if math.isfinite(gap) and gap <= bound:
         return gap
-    broken = "the trainer's" if not trainer.isfinite().all() else "the engine's"
-    cause = (
-        f"{broken} log-probs are not finite"
-        if not math.isfinite(gap)
-        else f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
-    )
+    cause = f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
+    if not math.isfinite(gap):
+        broken = "engine" if trainer.isfinite().all() else "trainer"
+        cause = f"the {broken}'s log-probs are not finite"
     raise SyncError(
         f"sync of version {version} failed on the canary prompt{path and f' {path}'}: {cause}; the "
         "engine's copy does not compute what the trainer's model does, and sampling from it would "

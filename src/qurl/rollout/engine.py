@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from qurl.errors import DataError, EngineError
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
 
@@ -62,16 +64,80 @@ class Engine(Protocol):
         ...
 
 
+class QueueStream:
+    """A stream whose `play` takes problems off a queue and yields their rollouts."""
+
+    def __init__(
+        self,
+        play: Callable[[deque[Problem]], Iterator[Rollout]],
+        check: Callable[[Sequence[Problem]], None] = lambda problems: None,
+    ) -> None:
+        self._play, self._check = play, check
+        self._waiting: deque[Problem] = deque()
+
+    def submit(self, problems: Sequence[Problem]) -> None:
+        self._check(problems)
+        self._waiting.extend(problems)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return self._play(self._waiting)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
+
+
 def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
     """The usual `Engine.generate`: all rollouts of one stream, in the order of the problems."""
-    found: dict[object, list[Rollout]] = defaultdict(list)
+    found: dict[str, list[Rollout]] = defaultdict(list)
     with engine.stream(params) as stream:
         stream.submit(problems)
         for rollout in stream:
-            found[_key(rollout.problem)].append(rollout)
-    return [replace(found[_key(p)].pop(), problem=p) for p in problems]
+            found[rollout.problem.id].append(rollout)
+    return [_take(found[p.id], p) for p in problems]
 
 
-def _key(problem: Problem) -> tuple[object, ...]:
-    """Problems that share it draw the same completions; ids alone may repeat."""
-    return (problem.id, *problem.prompt_ids)
+def _take(rollouts: list[Rollout], problem: Problem) -> Rollout:
+    """The rollout of one problem. Ids may repeat, and an episode may change the prompt."""
+    for index, rollout in enumerate(rollouts):
+        if tuple(rollout.problem.prompt_ids) == tuple(problem.prompt_ids):
+            return replace(rollouts.pop(index), problem=problem)
+    return rollouts.pop(0)
+
+
+def context_length(config: Any) -> int | None:
+    """The number of positions that a model was made for; None if its config does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: Any) -> None:
+    """Raise unless every prompt is in the vocabulary and leaves room for `max_tokens`."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    longest = context_length(model.config) or math.inf
+    for problem in problems:
+        num_prompt, name = len(problem.prompt_ids), f"problem {problem.id!r}"
+        if num_prompt == 0:
+            raise DataError(f"{name} has an empty prompt; it needs at least one token")
+        for i, token in enumerate(problem.prompt_ids):
+            if not 0 <= token < vocabulary:
+                raise DataError(
+                    f"{name}: prompt_ids[{i}] = {token} is outside the model's vocabulary "
+                    f"[0, {vocabulary}); was the prompt made by another tokenizer?"
+                )
+        if num_prompt + params.max_tokens > longest:
+            raise EngineError(
+                f"{name}: a prompt of {num_prompt} tokens and max_tokens = {params.max_tokens} "
+                f"make {num_prompt + params.max_tokens}, beyond the model's "
+                f"max_position_embeddings = {longest}; lower sampling.max_tokens"
+            )
+
+
+def check_finite(logprob: float, problem: Problem, position: int) -> None:
+    """Raise if a token was drawn from a broken distribution."""
+    if not math.isfinite(logprob):
+        raise EngineError(
+            f"problem {problem.id!r}: the log-prob of completion token {position} is {logprob}; "
+            "the engine's weights or activations are not finite"
+        )

@@ -8,15 +8,17 @@ appended. To end, it returns.
 
 from __future__ import annotations
 
-import dataclasses
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
-from qurl.rollout.engine import Engine, Stream, generate
+from qurl.rollout.engine import Engine, QueueStream, Stream, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
 Episode = Callable[[Problem, Any], Generator[Sequence[int], Completion, None]]
@@ -44,56 +46,36 @@ class EpisodeEngine:
         return generate(self, problems, params)
 
     def stream(self, params: SamplingParams) -> Stream:
-        return _EpisodeStream(self, params)
+        return QueueStream(lambda waiting: self._play(waiting, params))
 
-
-class _EpisodeStream:
-    """Plays the first turn of a problem as a group, so that its completions share the prompt. Later
-    turns are problems of their own in a second stream, which each joins when it is ready."""
-
-    def __init__(self, player: EpisodeEngine, params: SamplingParams) -> None:
-        self._player, self._params = player, params
-        self._new: list[Problem] = []
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, problems: Sequence[Problem]) -> None:
-        self._new += problems
-
-    def __iter__(self) -> Iterator[Rollout]:
-        engine, params = self._player.engine, self._params
-        while self._new:
-            groups = {problem.id: _Group(problem, self._player, params) for problem in self._new}
-            self._new = []
-            later: dict[str, tuple[_Group, int]] = {}
-            with engine.stream(params) as stream:
-                stream.submit([group.problem for group in groups.values()])
-                for rollout in stream:
-                    group = groups[rollout.problem.id]
-                    for g, turn in enumerate(rollout.completions):
-                        if group.take(g, turn, rollout.version):
-                            later[group.turns[g].id] = group, g
-                    yield from group.finished()
-            if not later:
-                continue
-            with engine.stream(dataclasses.replace(params, group_size=1)) as stream:
-                stream.submit([group.turns[g] for group, g in later.values()])
-                for rollout in stream:
-                    group, g = later.pop(rollout.problem.id)
-                    if group.take(g, rollout.completions[0], rollout.version):
-                        later[group.turns[g].id] = group, g
-                        stream.submit([group.turns[g]])
-                    yield from group.finished()
+    def _play(self, waiting: deque[Problem], params: SamplingParams) -> Iterator[Rollout]:
+        """Play the first turn of a problem as a group, whose completions share the prompt. Later
+        turns are problems of their own in a second stream, which each joins when it is ready."""
+        while waiting:
+            owners = {problem.id: (_Group(problem, self, params), 0) for problem in waiting}
+            waiting.clear()
+            turns = [group.problem for group, _ in owners.values()]
+            for is_later, size in ((False, params.group_size), (True, 1)):
+                with self.engine.stream(replace(params, group_size=size)) as stream:
+                    stream.submit(turns)
+                    turns = []
+                    for rollout in stream:
+                        group, first = owners.pop(rollout.problem.id)
+                        for g, turn in enumerate(rollout.completions, first):
+                            if group.take(g, turn):
+                                owners[group.turns[g].id] = group, g
+                                turns.append(group.turns[g])
+                        if is_later:
+                            stream.submit(turns)
+                            turns = []
+                        yield from group.finished()
 
 
 class _Group:
     """The completions of one problem in the making."""
 
     def __init__(self, problem: Problem, player: EpisodeEngine, params: SamplingParams) -> None:
-        self._temperature, self._versions = params.temperature, []
+        self._temperature = params.temperature
         self._attempts = [
             _attempt(problem, g, player, params.max_tokens) for g in range(params.group_size)
         ]
@@ -103,11 +85,10 @@ class _Group:
         prompts = {turn.prompt_ids for turn in self.turns}
         if len(prompts) > 1:
             raise EngineError(f"the episodes of problem {problem.id} begin with different prompts")
-        self.problem = dataclasses.replace(problem, prompt_ids=prompts.pop())
+        self.problem = replace(problem, prompt_ids=prompts.pop())
 
-    def take(self, number: int, turn: Completion, version: int) -> bool:
+    def take(self, number: int, turn: Completion) -> bool:
         """Add a turn to a completion; is there another one?"""
-        self._versions.append(version)
         try:
             self.turns[number] = self._attempts[number].send(turn)
         except StopIteration as done:
@@ -118,7 +99,8 @@ class _Group:
         """The rollout, if all its completions are done."""
         if len(self._completions) == len(self._attempts):
             completions = [self._completions[g] for g in range(len(self._attempts))]
-            yield Rollout(self.problem, completions, min(self._versions), self._temperature)
+            version = min(v for c in completions for v in c.versions)
+            yield Rollout(self.problem, completions, version, self._temperature)
 
 
 def _attempt(
@@ -128,21 +110,37 @@ def _attempt(
 
     Every turn has an id of its own, so that engines draw anew.
     """
+
+    def decode(token_ids: Sequence[int]) -> str:
+        decoder = player.tokenizer
+        return decoder.decode(list(token_ids), skip_special_tokens=True) if decoder else ""
+
+    def join(finish: Any) -> Completion:
+        """Stop strings cut the text of the last turn only."""
+        parts = ("token_ids", "logprobs", "trained", "versions")
+        joined = {x: tuple(chain(*(getattr(c, x) for c in played))) for x in parts}
+        earlier = joined["token_ids"][: -len(turn.token_ids)]
+        return Completion(text=decode(earlier) + turn.text, finish=finish, **joined)
+
     turns = player.episode(problem, player.tokenizer)
     tokens = _next(turns, None, problem)
     end = len(tokens) + max_tokens
     played: list[Completion] = []
     while True:
         id = f"{problem.id}/{number}/{len(played)}"
-        turn = yield dataclasses.replace(problem, id=id, prompt_ids=tuple(tokens))
-        turn = _cut(turn, end - len(tokens), player.tokenizer)
+        turn = yield replace(problem, id=id, prompt_ids=tuple(tokens))
+        if len(turn.token_ids) > (left := end - len(tokens)):
+            # Tokens up to here are distributed as if it had stopped here.
+            ids, logprobs, versions = turn.token_ids, turn.logprobs, turn.versions
+            text = decode(ids[:left])
+            turn = Completion(ids[:left], logprobs[:left], text, "length", (), versions[:left])
         tokens += turn.token_ids
         played.append(turn)
         more = _next(turns, turn, problem) if turn.finish == "stop" else []
         if not more:
-            return _join(played, turn.finish, player.tokenizer)
+            return join(turn.finish)
         if len(more) >= end:  # no room for another turn
-            return _join(played, "length", player.tokenizer)
+            return join("length")
         if more[: len(tokens)] != tokens:
             raise EngineError(
                 f"the episode of problem {problem.id} changed tokens of earlier turns; it must "
@@ -164,30 +162,3 @@ def _next(turns: Generator[Any, Any, None], turn: Completion | None, problem: Pr
         raise EngineError(f"the episode of problem {problem.id} yields no prompt") from None
     except Exception as error:
         raise EngineError(f"the episode of problem {problem.id} failed: {error!r}") from error
-
-
-def _cut(turn: Completion, num_left: int, tokenizer: Any) -> Completion:
-    """The first `num_left` tokens of a turn; they are distributed as if it had stopped there."""
-    if len(turn.token_ids) <= num_left:
-        return turn
-    ids, logprobs = turn.token_ids[:num_left], turn.logprobs[:num_left]
-    return Completion(
-        ids, logprobs, _decode(ids, tokenizer), "length", (), turn.versions[:num_left]
-    )
-
-
-def _join(played: Sequence[Completion], finish: Any, tokenizer: Any) -> Completion:
-    """One completion of all turns and tools. Stop strings cut the text of the last turn only."""
-    *earlier, last = played
-    return Completion(
-        token_ids=tuple(x for c in played for x in c.token_ids),
-        logprobs=tuple(x for c in played for x in c.logprobs),
-        text=_decode([x for c in earlier for x in c.token_ids], tokenizer) + last.text,
-        finish=finish,
-        trained=tuple(x for c in played for x in c.trained),
-        versions=tuple(x for c in played for x in c.versions),
-    )
-
-
-def _decode(token_ids: Sequence[int], tokenizer: Any) -> str:
-    return tokenizer.decode(list(token_ids), skip_special_tokens=True) if tokenizer else ""

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qurl.quant import QuantLinear, quantized_copy
+from qurl.quant import Quantized, QuantLinear, quantized_copy
 from qurl.rollout.canary import canary_bound, canary_ids, evaluating, score_with, verify
-from qurl.rollout.checks import check_finite, check_prompts
-from qurl.rollout.engine import generate
+from qurl.rollout.engine import QueueStream, Stream, check_finite, check_prompts, generate
 from qurl.rollout.sampler import RowParams, request_key, sample, uniform
 from qurl.rollout.stop import StopRule
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
@@ -32,14 +31,9 @@ class HFEngine:
         *,
         quant: str = "none",
         compute_dtype: torch.dtype | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`compute_dtype`: see `build_engine`. `on_progress(num_completions, num_tokens)` is called
-        as completions finish."""
-        self.quant = quant
-        self.compute_dtype = compute_dtype
-        self.tokenizer = tokenizer
-        self.on_progress = on_progress
+        """`compute_dtype`: see `build_engine`."""
+        self.quant, self.compute_dtype, self.tokenizer = quant, compute_dtype, tokenizer
         self.version = 0
         self.actor: Any = None
         self.sync(model, version=0)
@@ -55,56 +49,36 @@ class HFEngine:
         bound = canary_bound(self.quant, next(source.parameters()).dtype)
         gap = verify(score_with(source, ids), score_with(actor, ids), bound=bound, version=version)
         self.actor, self.version = actor, version
+        num_bytes = sum(weight.num_bytes for weight in _quantized(actor))
         seconds = time.perf_counter() - start
-        return SyncReport(version, seconds, _num_bytes(actor), flip_frac, True, gap)
+        return SyncReport(version, seconds, num_bytes, flip_frac, True, gap)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1."""
         return score_with(self.actor, token_ids)
 
-    def stream(self, params: SamplingParams) -> HFStream:
-        """Completions that are drawn like this."""
-        return HFStream(self, params)
-
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
         return generate(self, problems, params)
 
+    def stream(self, params: SamplingParams) -> Stream:
+        """Completions that are drawn like this, one problem after the other."""
+        stop = StopRule.of(self.actor, self.tokenizer, params)
 
-class HFStream:
-    """Samples one problem after the other, in the order in which they are submitted."""
+        def play(waiting: deque[Problem]) -> Iterator[Rollout]:
+            while waiting:
+                problem = waiting.popleft()
+                with evaluating(self.actor):
+                    group = self._sample_group(problem, params, stop)
+                yield Rollout(problem, group, self.version, params.temperature)
 
-    def __init__(self, engine: HFEngine, params: SamplingParams) -> None:
-        self._engine = engine
-        self._params = params
-        self._stop = StopRule.of(engine.actor, engine.tokenizer, params)
-        self._waiting: deque[Problem] = deque()
-        self._num_completions = self._num_tokens = 0
-
-    def submit(self, problems: Sequence[Problem]) -> None:
-        check_prompts(problems, self._params, self._engine.actor)
-        self._waiting.extend(problems)
-
-    def __iter__(self) -> Iterator[Rollout]:
-        while self._waiting:
-            problem = self._waiting.popleft()
-            with evaluating(self._engine.actor):
-                group = self._sample_group(problem)
-            self._num_completions += len(group)
-            self._num_tokens += sum(len(c.token_ids) for c in group)
-            if self._engine.on_progress:
-                self._engine.on_progress(self._num_completions, self._num_tokens)
-            yield Rollout(problem, group, self._engine.version, self._params.temperature)
-
-    def __enter__(self) -> HFStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.clear()
+        return QueueStream(play, lambda problems: check_prompts(problems, params, self.actor))
 
     @torch.no_grad()
-    def _sample_group(self, problem: Problem) -> list[Completion]:
-        actor, params, stop = self._engine.actor, self._params, self._stop
+    def _sample_group(
+        self, problem: Problem, params: SamplingParams, stop: StopRule
+    ) -> list[Completion]:
+        actor = self.actor
         device, size = next(actor.parameters()).device, params.group_size
         row_params = RowParams.stack([params], device)
         keys = [request_key(params.seed, problem.id, g) for g in range(size)]
@@ -121,9 +95,8 @@ class HFStream:
             drawn, drawn_logprobs = sample(
                 logits, uniform(keys, torch.full_like(keys, position)), row_params
             )
-            for g, (token, logprob) in enumerate(
-                zip(drawn.tolist(), drawn_logprobs.tolist(), strict=True)
-            ):
+            pairs = zip(drawn.tolist(), drawn_logprobs.tolist(), strict=True)
+            for g, (token, logprob) in enumerate(pairs):
                 if finish[g] is None:
                     check_finite(logprob, problem, position)
                     tokens[g].append(token)
@@ -136,7 +109,7 @@ class HFStream:
             )
             logits = output.logits[:, -1].float()
         return [
-            stop.complete(*c, [self._engine.version] * len(c[0]))
+            stop.complete(*c, [self.version] * len(c[0]))
             for c in zip(tokens, logprobs, finish, strict=True)
         ]
 
@@ -145,15 +118,11 @@ def _code_flip_frac(before: nn.Module | None, after: nn.Module) -> float:
     """Share of codes that differ between two quantized copies; 0 without an earlier one."""
     if before is None:
         return 0.0
-    pairs = list(zip(_codes(before), _codes(after), strict=True))
+    codes = ([w.codes.float() for w in _quantized(model)] for model in (before, after))
+    pairs = list(zip(*codes, strict=True))
     flips = sum(int((a != b).sum()) for a, b in pairs)
     return flips / sum(a.numel() for a, _ in pairs) if pairs else 0.0
 
 
-def _codes(model: nn.Module) -> list[Tensor]:
-    return [m.weight.codes.float() for m in model.modules() if isinstance(m, QuantLinear)]
-
-
-def _num_bytes(model: nn.Module) -> int:
-    """Size of the quantized weights; without quantization there is no copy."""
-    return sum(m.weight.num_bytes for m in model.modules() if isinstance(m, QuantLinear))
+def _quantized(model: nn.Module) -> list[Quantized]:
+    return [m.weight for m in model.modules() if isinstance(m, QuantLinear)]

@@ -53,33 +53,22 @@ class StopRule:
 
         The last `tail_length` tokens suffice if `num_tokens` gives the length.
         """
-        if token_ids[-1] in self.token_ids or self._ends_in_string(token_ids):
+        if token_ids[-1] in self.token_ids:
             return "stop"
+        if self.strings:
+            text = self._decode(token_ids[-self.tail_length :])
+            if any(s in text for s in self.strings):
+                return "stop"
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
         return "length" if num_tokens >= self.max_tokens else None
 
     def complete(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        finish: Literal["stop", "length"],
-        versions: Sequence[int],
+        self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Any, versions: Any
     ) -> Completion:
         """The finished record; its text is cut before the first stop string, its tokens are not."""
-        text = self._text(token_ids)
+        text = "" if self.tokenizer is None else self._decode(token_ids)
+        text = text[: min((i for s in self.strings if (i := text.find(s)) >= 0), default=None)]
         return Completion(tuple(token_ids), tuple(logprobs), text, finish, versions=tuple(versions))
-
-    def _ends_in_string(self, token_ids: Sequence[int]) -> bool:
-        if not self.strings:
-            return False
-        text = self._decode(token_ids[-self.tail_length :])
-        return any(s in text for s in self.strings)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        text = self._decode(token_ids)
-        return text[: min((i for s in self.strings if (i := text.find(s)) >= 0), default=None)]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -27,7 +27,7 @@ from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, Reward
 from qurl.rollout import Engine, build_engine
-from qurl.rollout.checks import context_length
+from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
 from qurl.run.checkpoint import (
     latest_checkpoint,

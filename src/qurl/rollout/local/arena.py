@@ -8,9 +8,8 @@ virtual memory management.
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,58 +23,43 @@ class Arena:
     """Bytes on one device; all zero whenever they have been mapped."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        assert num_bytes > 0
-        self.num_bytes = num_bytes
-        self.device = device
-        self.is_mapped = False
+        self.num_bytes, self.device = num_bytes, device
         self._bytes: Tensor | None = None
         self._virtual = _reserve(num_bytes, device) if device.type == "cuda" else None
 
     @property
-    def can_unmap(self) -> bool:
-        """Whether `unmap` gives the memory back; else it stays with the arena until `close`."""
-        return self._virtual is not None or self.device.type != "cuda"
+    def is_mapped(self) -> bool:
+        return self._bytes is not None
+
+    @property
+    def keeps_address(self) -> bool:
+        """Whether the address stays while the memory goes."""
+        return self._virtual is not None
 
     def map(self) -> None:
         """Get the memory, filled with zeros: keys that are masked must be finite."""
         assert not self.is_mapped
-        if self._virtual is not None:
-            with self._device_at_rest():
-                self._virtual.map()
-            self._bytes = torch.as_tensor(_Bytes(self._virtual), device=self.device).zero_()
-        elif self._bytes is None:
+        if self._virtual is None:
             self._bytes = _allocate(self.num_bytes, self.device)
-        else:
-            self._bytes.zero_()
-        self.is_mapped = True
+            return
+        with self._device_at_rest():
+            self._virtual.map()
+        self._bytes = torch.as_tensor(self._virtual, device=self.device).zero_()
 
     def unmap(self) -> None:
         """Give the memory back, once the device has done what it was asked before."""
         assert self.is_mapped
-        self.is_mapped = False
+        self._bytes = None
         if self._virtual is not None:
             with self._device_at_rest():
                 self._virtual.unmap()
-        if self.can_unmap:
-            self._bytes = None
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The start of the arena, seen as a tensor; to be used while mapped."""
-        assert self.is_mapped
         assert self._bytes is not None
         num_bytes = math.prod(shape) * dtype.itemsize
         assert num_bytes <= self.num_bytes, f"{num_bytes} bytes wanted of {self.num_bytes}"
         return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
-
-    def close(self) -> None:
-        """Give back memory and addresses; a GPU's tensors must not be used any more."""
-        if self.is_mapped:
-            self.unmap()
-        self._bytes = None
-        if self._virtual is not None:
-            with self._device_at_rest():
-                self._virtual.close()
-            self._virtual = None
 
     @contextmanager
     def _device_at_rest(self) -> Iterator[None]:
@@ -88,21 +72,14 @@ class Arena:
 class VirtualMemory:
     """A range of addresses of one GPU, with all of its memory behind it or none.
 
-    Calls need a CUDA context in their thread; `unmap` and `close` need an idle device.
+    Calls need a CUDA context in their thread; `unmap` needs an idle device.
     """
 
-    def __init__(
-        self,
-        num_bytes: int,
-        device: int,
-        driver: Any,
-        reclaim: Callable[[], None] = torch.cuda.empty_cache,
-    ) -> None:
-        """`driver` is `cuda.bindings.driver`; `reclaim` frees memory that is held but unused."""
+    def __init__(self, num_bytes: int, device: int, driver: Any) -> None:
+        """`driver` is `cuda.bindings.driver`."""
         self.is_mapped = False
         self._range: Any = None
         self._driver = driver
-        self._reclaim = reclaim
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -113,21 +90,30 @@ class VirtualMemory:
         self._range = self._call("cuMemAddressReserve", self.num_bytes, 0, 0, 0)
 
     @property
-    def address(self) -> int:
-        return int(self._range)
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Tells torch where the memory is; torch then keeps this object from being collected."""
+        data = (int(self._range), False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def map(self) -> None:
-        assert not self.is_mapped
-        handle = self._create()
+        """Free memory that torch holds unused before giving up."""
+        driver = self._driver
+        error, handle = driver.cuMemCreate(self.num_bytes, self._properties, 0)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            error, handle = driver.cuMemCreate(self.num_bytes, self._properties, 0)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise _no_memory(self.num_bytes, f", and {self._call('cuMemGetInfo')[0]} are free")
+        self._check("cuMemCreate", error)
         try:
             self._call("cuMemMap", self._range, self.num_bytes, 0, handle, 0)
         finally:
             # A mapping keeps the memory by itself, and unmapping frees it.
             self._call("cuMemRelease", handle)
         self.is_mapped = True
-        access = self._driver.CUmemAccessDesc()
+        access = driver.CUmemAccessDesc()
         access.location = self._properties.location
-        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         try:
             self._call("cuMemSetAccess", self._range, self.num_bytes, [access], 1)
         except EngineError:
@@ -135,37 +121,16 @@ class VirtualMemory:
             raise
 
     def unmap(self) -> None:
-        assert self.is_mapped
         self._call("cuMemUnmap", self._range, self.num_bytes)
         self.is_mapped = False
-
-    def close(self) -> None:
-        if self._range is None:
-            return
-        if self.is_mapped:
-            self.unmap()
-        self._call("cuMemAddressFree", self._range, self.num_bytes)
-        self._range = None
 
     def __del__(self) -> None:
         # At the end of the process the driver may be gone already, and frees everything itself.
         if self._range is not None and not sys.is_finalizing():
             if self.is_mapped:
                 self._call("cuCtxSynchronize")
-            self.close()
-
-    def _create(self) -> Any:
-        """Physical memory; it frees unused memory before it gives up."""
-        out_of_memory = self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        error, handle = self._driver.cuMemCreate(self.num_bytes, self._properties, 0)
-        if error == out_of_memory:
-            self._reclaim()
-            error, handle = self._driver.cuMemCreate(self.num_bytes, self._properties, 0)
-        if error == out_of_memory:
-            num_free, _ = self._call("cuMemGetInfo")
-            raise _no_memory(self.num_bytes, num_free)
-        self._check("cuMemCreate", error)
-        return handle
+                self.unmap()
+            self._call("cuMemAddressFree", self._range, self.num_bytes)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call the driver; returns its result without the error code."""
@@ -176,21 +141,6 @@ class VirtualMemory:
     def _check(self, name: str, error: Any) -> None:
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineError(f"the KV cache cannot be placed on the GPU: {name} gave {error.name}")
-
-
-class _Bytes:
-    """Tells torch where the memory is; torch then keeps it from being collected."""
-
-    def __init__(self, memory: VirtualMemory) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (memory.num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "strides": None,
-            "version": 3,
-            "stream": None,
-        }
 
 
 def _reserve(num_bytes: int, device: torch.device) -> VirtualMemory | None:
@@ -209,16 +159,11 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     try:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except out_of_memory as error:
-        if device.type == "cuda":
-            num_free, _ = torch.cuda.mem_get_info(device)
-        else:
-            num_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        raise _no_memory(num_bytes, num_free) from error
+        raise _no_memory(num_bytes) from error
 
 
-def _no_memory(num_bytes: int, num_free: int) -> EngineError:
-    wanted, free = (f"{n} bytes ({n / 2**30:.1f} GiB)" for n in (num_bytes, num_free))
+def _no_memory(num_bytes: int, free: str = "") -> EngineError:
     return EngineError(
-        f"no memory for the KV cache: it needs {wanted}, and {free} are free; lower "
-        "rollout.kv_tokens, rollout.max_batch or rollout.kv_memory_frac"
+        f"no memory for the KV cache: it needs {num_bytes} bytes{free}; lower rollout.kv_tokens, "
+        "rollout.max_batch or rollout.kv_memory_frac"
     )

@@ -1,15 +1,13 @@
 """The paged KV cache: one tensor for all layers, and a count of holders for each page.
 
-A sequence owns a list of pages; its token at position p lives in `pages[p // page_size]`. Full
-pages can be shared, because nobody writes to them again. Page 0 belongs to no sequence: padding
-rows of a batch write there.
-
-An FP8 cache holds codes, with one scale per layer, key or value, and head. It subtracts a center
-from the keys (`qurl.rollout.local.kv_range`).
+A sequence's token at position p lives in `pages[p // page_size]`. Full pages can be shared, because
+nobody writes to them again. Padding rows of a batch write to page 0. An FP8 cache holds codes, with
+one scale per layer, key or value, and head, and a center of the keys (`kv_range`).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +35,7 @@ class PagePool:
     """Which pages are free, and how many sequences hold each of the others."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages, SCRATCH_PAGE, -1))
         self._holders = [0] * (num_pages + 1)
 
@@ -86,11 +83,15 @@ class KVCache:
     def page_size(self) -> int:
         return self.data.shape[3]
 
-    def layer(self, index: int) -> LayerCache:
-        if self.scale is None:
-            return LayerCache(self.data[index], None)
-        assert self.center is not None
-        return LayerCache(self.data[index], self.scale[index], self.center[index])
+    def layer(self, index: int, slots: Tensor | None = None) -> LayerCache:
+        """One layer; `slots` are where its new keys and values go."""
+        scale, center = (x if x is None else x[index] for x in (self.scale, self.center))
+        return LayerCache(self.data[index], scale, center, slots)
+
+    def addresses(self) -> tuple[object, ...]:
+        """A CUDA graph is valid while they stay equal."""
+        tensors = [x for x in (self.data, self.scale, self.center) if x is not None]
+        return (self.data.shape, *(x.data_ptr() for x in tensors))
 
     def copy_(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each, in all layers."""
@@ -142,15 +143,11 @@ class CacheMemory:
     def __init__(
         self, arch: Architecture, dtype: torch.dtype, device: torch.device, options: CacheOptions
     ) -> None:
-        self.options = options
-        self.device = device
+        self.options, self.device, self._arch = options, device, arch
         self.dtype = torch.float8_e4m3fn if options.is_fp8 else dtype
-        self.num_pages = 0
-        self._wanted = 0
-        """Pages that would have been best when the present number was chosen."""
-        self._arch = arch
+        self.num_pages = self._wanted = 0
+        """The number of pages, and how many would have been best when it was chosen."""
         self._arena: Arena | None = None
-        self._has_warned = False
         self.scale: Tensor | None = None
         self.center: Tensor | None = None
         if options.is_fp8:
@@ -159,10 +156,13 @@ class CacheMemory:
             self.center = torch.zeros(layers, heads, arch.head_dim, device=device)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether the present cache has its memory."""
+        return self._arena is not None and self._arena.is_mapped
+
+    @property
     def page_bytes(self) -> int:
-        arch = self._arch
-        numbers = 2 * arch.num_layers * self.options.page_size * arch.num_kv_heads * arch.head_dim
-        return numbers * self.dtype.itemsize
+        return math.prod(self._shape(0)) * self.dtype.itemsize
 
     def set_range_(self, sample: KVRange) -> None:
         """FP8 scales and centers from what a sample of keys and values shows."""
@@ -188,44 +188,39 @@ class CacheMemory:
         self._wanted = wanted
         frac = 1.0 if self.device.type == "cpu" else self.options.memory_frac
         best = min(wanted, max(self._num_pages_in(frac * self.available_bytes()), 0))
-        is_kept = self._is_mapped and pages_each <= self.num_pages and best <= large
+        is_kept = self.is_mapped and pages_each <= self.num_pages and best <= large
         return self.num_pages if is_kept else best
 
     def acquire(self, num_pages: int) -> KVCache:
         """A cache of so many pages; the old one if it has as many."""
-        if num_pages != self.num_pages:
-            self._close()
-        arena = self._arena or Arena((1 + num_pages) * self.page_bytes, self.device)
-        if not arena.is_mapped:
-            arena.map()
-        self._arena, self.num_pages = arena, num_pages
-        data = arena.tensor(self._shape(num_pages), self.dtype)
+        if self._arena is None or num_pages != self.num_pages:
+            if self._arena is not None and self._arena.is_mapped:
+                self._arena.unmap()
+            self._arena = Arena((1 + num_pages) * self.page_bytes, self.device)
+            self.num_pages = num_pages
+        if not self._arena.is_mapped:
+            self._arena.map()
+        data = self._arena.tensor(self._shape(num_pages), self.dtype)
         return KVCache(data, self.scale, self.center)
 
     def make_small(self, num_tokens: int) -> KVCache:
         """A cache of the same kind for one short sequence, apart from the large one."""
-        num_pages = -(-num_tokens // self.options.page_size)
-        num_bytes = (1 + num_pages) * self.page_bytes
-        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        data = data.view(self.dtype).view(self._shape(num_pages))
+        shape = self._shape(-(-num_tokens // self.options.page_size))
+        data = torch.zeros(shape, device=self.device).to(self.dtype)
         return KVCache(data, self.scale, self.center)
 
     def release(self) -> None:
         """The generation is over: give the memory back, on a GPU if that is wanted."""
         is_cuda = self.device.type == "cuda"
-        if self._arena is None or (is_cuda and not self.options.is_released):
+        if not self._arena or not self.is_mapped or (is_cuda and not self.options.is_released):
             return
-        if is_cuda and self._arena.can_unmap:
-            self._arena.unmap()
-            return
-        if is_cuda and not self._has_warned:
-            self._has_warned = True
+        self._arena.unmap()
+        if is_cuda and not self._arena.keeps_address:
             warnings.warn(
                 "rollout.release_kv frees the KV cache without keeping its address, so that CUDA "
                 "graphs are captured again at each rollout; install cuda-bindings",
                 stacklevel=2,
             )
-        self._close()
 
     def available_bytes(self) -> int:
         """Memory that a cache could take, including that of the present one."""
@@ -234,11 +229,7 @@ class CacheMemory:
         # Torch's own count of unused blocks would include those of CUDA graphs.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + ((1 + self.num_pages) * self.page_bytes if self._is_mapped else 0)
-
-    @property
-    def _is_mapped(self) -> bool:
-        return self._arena is not None and self._arena.is_mapped
+        return free + ((1 + self.num_pages) * self.page_bytes if self.is_mapped else 0)
 
     def _is_at_hand(self) -> bool:
         """Whether the present cache has its memory, or can have it again.
@@ -246,8 +237,8 @@ class CacheMemory:
         The bound is looser than for a new cache, or any change in the trainer's memory would move
         the cache.
         """
-        if self._is_mapped or self.device.type == "cpu":
-            return self._is_mapped
+        if self.is_mapped or self.device.type == "cpu":
+            return self.is_mapped
         share = (1 + self.options.memory_frac) / 2
         return self.num_pages <= self._num_pages_in(share * self.available_bytes())
 
@@ -257,8 +248,3 @@ class CacheMemory:
 
     def _num_pages_in(self, num_bytes: float) -> int:
         return int(num_bytes // self.page_bytes) - 1  # the scratch page
-
-    def _close(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena, self.num_pages = None, 0

@@ -9,9 +9,8 @@ Shapes: N packed tokens, B sequences, P pages of a sequence.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor
 from qurl.errors import EngineError
 from qurl.rollout.local.cache import KVCache
 from qurl.rollout.local.kv_range import KVRange
-from qurl.rollout.local.ops import Ops, Places, Rotations
+from qurl.rollout.local.ops import Ops
 from qurl.rollout.local.reference import KEYS, ReferenceOps
 from qurl.rollout.local.weights import Weights
 
@@ -28,67 +27,20 @@ PREFILL_TOKENS = 8192
 """Most prompt tokens in one forward; a longer prompt goes alone."""
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """The actor and its cache, ready to run."""
-
-    weights: Weights
-    ops: Ops
-    rotations: Rotations
-    cache: KVCache
-
-    def prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
-        """Compute keys and values of (tokens, pages) each, several jobs per forward."""
-        start, num_tokens = 0, 0
-        for end, (tokens, _) in enumerate(jobs):
-            if end > start and num_tokens + len(tokens) > PREFILL_TOKENS:
-                self._prefill(jobs[start:end])
-                start, num_tokens = end, 0
-            num_tokens += len(tokens)
-        if jobs:
-            self._prefill(jobs[start:])
-
-    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """Logits [B, V] after one token [B] per sequence; see `decode`."""
-        return decode(self.weights, self.ops, self.rotations, self.cache, tokens, positions, table)
-
-    def addresses(self) -> tuple[object, ...]:
-        """Everything a graph of a step holds on to: it is valid while this stays the same."""
-        cache = self.cache
-        coding = [x.data_ptr() for x in (cache.scale, cache.center) if x is not None]
-        return (
-            *self.weights.addresses(),
-            *(cache.data.data_ptr(), cache.data.shape, *coding),
-            *(self.rotations.cos.data_ptr(), self.rotations.sin.data_ptr()),
-        )
-
-    def _prefill(self, jobs: Sequence[tuple[list[int], list[int]]]) -> None:
-        prompts, tables = zip(*jobs, strict=True)
-        prefill(self.weights, self.ops, self.rotations, prompts, self.cache, tables)
-
-
 def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
-    """Triton's on a GPU, torch's elsewhere, and loudly torch's on a GPU without Triton."""
+    """Triton's on a GPU, torch's on a CPU."""
     if weights.device.type == "cuda":
         try:
             from qurl.rollout.local.fused import FusedOps
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
-            if deterministic:
-                raise EngineError(
-                    "rollout.deterministic = true needs Triton on a GPU, and it is not installed: "
-                    "torch's own products depend on the number of rows; install triton, or set "
-                    "rollout.deterministic = false"
-                ) from error
-            warnings.warn(
-                f"{error}: the engine runs on torch operations, which are many times slower; "
-                "install triton",
-                stacklevel=2,
-            )
-        else:
-            return FusedOps(weights, deterministic=deterministic)
-    elif deterministic and torch.get_num_threads() > 1:
+            raise EngineError(
+                "the local engine needs Triton on a GPU, and it is not installed; install triton, "
+                'or set rollout.engine = "hf"'
+            ) from error
+        return FusedOps(weights, deterministic=deterministic)
+    if deterministic and torch.get_num_threads() > 1:
         raise EngineError(
             "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "
             f"{torch.get_num_threads()}: with more, attention depends on the batch in its last bits"
@@ -97,9 +49,7 @@ def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
 
 
 def prefill(
-    weights: Weights,
     ops: Ops,
-    rotations: Rotations,
     prompts: Sequence[Sequence[int]],
     cache: KVCache | None = None,
     tables: Sequence[Sequence[int]] = (),
@@ -109,20 +59,20 @@ def prefill(
 
     `kv_range` learns from the keys and values.
     """
-    lengths = [len(p) for p in prompts]
-    tokens = torch.tensor([t for p in prompts for t in p])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    slots = None
-    if cache is not None:
-        slots = _pad(_slots(lengths, tables, cache.page_size), ops.row_multiple).to(weights.device)
-    tokens, positions = (_pad(x, ops.row_multiple).to(weights.device) for x in (tokens, positions))
-    places = Places(positions, slots)
+    weights, lengths = ops.weights, [len(p) for p in prompts]
+
+    def packed(x: Tensor) -> Tensor:
+        return _pad(x, ops.row_multiple).to(weights.device)
+
+    tokens = packed(torch.tensor([t for p in prompts for t in p]))
+    positions = packed(torch.cat([torch.arange(n) for n in lengths]))
+    slots = None if cache is None else packed(_slots(lengths, tables, cache.page_size))
     x, delta = weights.embedding[tokens].float(), None
     for index, layer in enumerate(weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        layer_cache = None if cache is None else cache.layer(index)
-        q, k, v = ops.rotate_prompts(qkv, layer, rotations, places, layer_cache)
+        pages = cache and cache.layer(index, slots)
+        q, k, v = ops.rotate(qkv, layer, positions, pages, keep_kv=True)
         if kv_range is not None:
             kv_range.observe_(index, k[: sum(lengths)], v[: sum(lengths)])
         h = ops.attend_prompts(q, k, v, lengths, layer.window)
@@ -130,38 +80,38 @@ def prefill(
     return ops.final_norm(x, delta)[: sum(lengths)]
 
 
-def decode(
-    weights: Weights,
-    ops: Ops,
-    rotations: Rotations,
-    cache: KVCache,
-    tokens: Tensor,
-    positions: Tensor,
-    table: Tensor,
-) -> Tensor:
+def prefill_jobs(ops: Ops, cache: KVCache, jobs: Iterable[tuple[list[int], list[int]]]) -> None:
+    """Compute keys and values of (tokens, pages) each, several jobs per forward."""
+    waiting = deque(jobs)
+    while waiting:
+        batch = [waiting.popleft()]
+        room = PREFILL_TOKENS - len(batch[0][0])
+        while waiting and len(waiting[0][0]) <= room:
+            room -= len(waiting[0][0])
+            batch.append(waiting.popleft())
+        prompts, tables = zip(*batch, strict=True)
+        prefill(ops, prompts, cache, tables)
+
+
+def decode(ops: Ops, cache: KVCache, tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Logits [B, V] after one token [B] per sequence at positions [B], with pages table [B, P].
 
     Writes the tokens' keys and values. B must be a multiple of the operations' `row_multiple`; a
     padding row is position 0 of the scratch page.
     """
-    x, places = ops.begin(tokens, positions, table, cache.page_size)
+    x, slots = ops.begin(tokens, positions, table, cache.page_size)
     delta = None
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(ops.weights.layers):
         h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
         qkv = ops.project(layer.qkv, h)
-        q = ops.rotate_and_store(qkv, layer, rotations, places, cache.layer(index))
-        h = ops.attend_pages(q, cache.layer(index), table, positions, layer.window)
+        pages = cache.layer(index, slots)
+        (q,) = ops.rotate(qkv, layer, positions, pages, keep_kv=False)
+        h = ops.attend_pages(q, pages, table, positions, layer.window)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
-    return ops.head(ops.final_norm(x, delta), weights.lm_head)
+    return ops.head(ops.final_norm(x, delta))
 
 
-def decode_sequence(
-    weights: Weights,
-    ops: Ops,
-    rotations: Rotations,
-    cache: KVCache,
-    token_ids: Sequence[int],
-) -> Tensor:
+def decode_sequence(ops: Ops, cache: KVCache, token_ids: Sequence[int]) -> Tensor:
     """Logits [T, V] after each token of one sequence, whose pages are 1, 2, ... of the cache.
 
     All tokens are rows of one decode step. That is sound because in each layer the keys of all rows
@@ -173,8 +123,8 @@ def decode_sequence(
     positions = _pad(torch.arange(length), ops.row_multiple)
     table = torch.zeros(len(tokens), table_width(num_pages, page_size), dtype=torch.int32)
     table[:length, :num_pages] = torch.arange(1, 1 + num_pages)
-    tokens, positions, table = (x.to(weights.device) for x in (tokens, positions, table))
-    return decode(weights, ops, rotations, cache, tokens, positions, table)[:length]
+    tokens, positions, table = (x.to(cache.data.device) for x in (tokens, positions, table))
+    return decode(ops, cache, tokens, positions, table)[:length]
 
 
 def table_width(num_pages: int, page_size: int) -> int:

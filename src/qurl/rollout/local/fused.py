@@ -23,7 +23,7 @@ from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
 from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import attend_prompts
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
@@ -44,10 +44,8 @@ class FusedOps:
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
-        embedding = self.weights.embedding
-        x, slots = begin_step(embedding, tokens, positions, table, page_size)
-        return x, Places(positions, slots)
+    ) -> tuple[Tensor, Tensor]:
+        return begin_step(self.weights.embedding, tokens, positions, table, page_size)
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         return add_norm(x, delta, norm, self.arch.norm_eps, self.format, self.dtype)
@@ -61,29 +59,25 @@ class FusedOps:
         products = [self._project(p.weight, p.bias, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
 
-    def rotate_prompts(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self._rotate(qkv, layer, rotations, places, cache, keep_kv=True)
-        assert isinstance(heads, tuple)
-        return heads
-
-    def rotate_and_store(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache,
-    ) -> Tensor:
-        q = self._rotate(qkv, layer, rotations, places, cache, keep_kv=False)
-        assert isinstance(q, Tensor)
-        return q
+    def rotate(
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
+        norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
+        paged = None
+        if cache is not None and cache.slots is not None:
+            paged = PagedCache(cache.data, cache.slots, cache.scale, cache.center)
+        heads = rotate_and_store(
+            qkv,
+            positions,
+            (self.weights.cos, self.weights.sin),
+            norms,
+            paged,
+            num_kv_heads=self.arch.num_kv_heads,
+            eps=self.arch.norm_eps,
+            dtype=self.dtype,
+            keep_kv=keep_kv,
+        )
+        return heads if isinstance(heads, tuple) else (heads,)
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -100,9 +94,9 @@ class FusedOps:
         self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
     ) -> Operand:
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
-        kv, scale = cache.data, cache.scale
         return attend_pages(
-            q, kv, table, positions, window, scale, self.format, num_chunks=num_chunks
+            *(q, cache.data, table, positions, window, cache.scale, self.format),
+            num_chunks=num_chunks,
         )
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
@@ -112,7 +106,8 @@ class FusedOps:
         h = add_norm(x, delta, norm, eps, self.format, self.dtype, clear=amax)
         return self.project((layer.down,), self._gate_and_up(layer, h, amax))
 
-    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+    def head(self, h: Tensor) -> Tensor:
+        lm_head = self.weights.lm_head
         if self.deterministic:
             plan = self._plan(lm_head, h)
             assert plan is not None, "deterministic plans never name the library"
@@ -128,32 +123,6 @@ class FusedOps:
         if params.has_filter:
             return sample(logits.float(), uniform(keys, counters), params)
         return sample_rows(logits, params.temperature, keys, counters)
-
-    def _rotate(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
-        *,
-        keep_kv: bool,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
-        paged = None
-        if cache is not None and places.slots is not None:
-            paged = PagedCache(cache.data, places.slots, cache.scale, cache.center)
-        return rotate_and_store(
-            qkv,
-            places.positions,
-            (rotations.cos, rotations.sin),
-            norms,
-            paged,
-            num_kv_heads=self.arch.num_kv_heads,
-            eps=self.arch.norm_eps,
-            dtype=self.dtype,
-            keep_kv=keep_kv,
-        )
 
     def _gate_and_up(self, layer: Layer, h: Operand, amax: Tensor) -> Operand:
         """silu(gate) * up, in the epilogue of the product if possible."""

@@ -8,8 +8,8 @@ Shapes: B rows of the buffers, P pages of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from qurl.errors import EngineError
-from qurl.rollout.local.cache import upload
-from qurl.rollout.local.decoder import Decoder, table_width
+from qurl.rollout.local.cache import KVCache, upload
+from qurl.rollout.local.decoder import decode, table_width
+from qurl.rollout.local.ops import Ops
 from qurl.rollout.sampler import RowParams
 from qurl.types import SamplingParams
 
@@ -55,18 +56,12 @@ class Rows:
         """Tokens, and the bits of their FP32 log-probs: one copy brings both to the host."""
         self._num_used = 0
 
-    def clear_(self) -> None:
-        """Empty all rows."""
-        self.numbers.zero_()
-        self.table.zero_()
-        self._num_used = 0
-
     def start_(self, rows: Sequence[int], numbers: Sequence[tuple[int, int, int, int]]) -> None:
         """Let rows begin with token, position, counter and key each."""
         columns = torch.tensor([(row, *n, 1) for row, n in zip(rows, numbers, strict=True)])
         columns = upload(columns.T.contiguous(), self.numbers.device)
-        self.numbers.index_copy_(1, columns[0], columns[1:])
         self._num_used = max(self._num_used, 1 + max(rows))
+        self.numbers.index_copy_(1, columns[0], columns[1:])
 
     def move_(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move rows, (source, target) each. Only the device knows their newest token."""
@@ -87,120 +82,103 @@ class Rows:
         self.table[:rows, :columns] = upload(torch.from_numpy(table), self.table.device)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step that has been launched, and where its results will be."""
-
-    num_rows: int
-    results: Tensor  # [2, B] int32, in host memory
-    is_done: torch.cuda.Event | None
+Step = Callable[[], tuple[np.ndarray, np.ndarray]]
+"""Waits for a launched step, and for no later one; gives tokens and log-probs of its rows."""
 
 
 class Stepper:
     """Launches decode steps and hands out their results."""
 
-    def __init__(
-        self,
-        max_batch: int,
-        device: torch.device,
-        *,
-        use_graphs: bool,
-        is_bucketed: bool,
-        depth: int,
-    ) -> None:
-        """`depth` steps may be launched before the results of the first of them are read.
-
-        `is_bucketed` rounds rows and keys up to few sizes, so that there are few graphs.
-        """
-        self.max_batch = max_batch
-        self.device = device
-        self.use_graphs = use_graphs
-        self.is_bucketed = is_bucketed
-        self.depth = depth
-        self.rows = Rows(0, 0, device)
-        self._decoder: Decoder | None = None
-        self._params = RowParams.stack([SamplingParams()], device)
+    def __init__(self, ops: Ops, max_batch: int) -> None:
+        self.ops, self.max_batch = ops, max_batch
+        self.device = ops.weights.device
+        self.use_graphs = self.is_bucketed = self.device.type == "cuda"
+        """Rows and keys are rounded up to few sizes, so that there are few graphs."""
+        self.depth = int(self.device.type == "cuda")
+        """Steps that are launched before the results of the first of them are read."""
+        self.rows = Rows(0, 0, self.device)
+        self.num_launched = 0
+        self._cache: KVCache | None = None
+        self._params = RowParams.stack([SamplingParams()], self.device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[object, ...] = ()
         self._pool: Any = None
-        self._stream = torch.cuda.Stream(device) if use_graphs else None
-        self.num_launched = 0
+        self._stream = torch.cuda.Stream(self.device) if self.use_graphs else None
         self._results: list[Tensor] = []
 
     @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
-    @property
-    def decoder(self) -> Decoder:
-        assert self._decoder is not None, "the stepper has not been prepared"
-        return self._decoder
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "the stepper has not been prepared"
+        return self._cache
 
     def forget(self) -> None:
-        """Let go of the decoder and its cache. Graphs stay: they hold addresses only."""
-        self._decoder = None
+        """Let go of the cache. Graphs stay: they hold addresses only."""
+        self._cache = None
 
-    def prepare(self, decoder: Decoder, num_tokens: int, params: SamplingParams) -> None:
+    def prepare(self, cache: KVCache, num_tokens: int, params: SamplingParams) -> None:
         """Empty rows for sequences of up to `num_tokens`, sampled like this."""
-        self._decoder = decoder
-        num_rows = _round_up(self.max_batch, decoder.ops.row_multiple)
-        page_size = decoder.cache.page_size
-        num_pages = -(-_round_up(num_tokens, FEWEST_KEYS) // page_size)
-        num_columns = table_width(num_pages, page_size)
+        self._cache = cache
+        num_rows = _round_up(self.max_batch, self.ops.row_multiple)
+        num_pages = -(-_round_up(num_tokens, FEWEST_KEYS) // cache.page_size)
+        num_columns = table_width(num_pages, cache.page_size)
         if self.rows.table.shape[0] != num_rows or self.rows.table.shape[1] < num_columns:
             self.rows = Rows(num_rows, num_columns, self.device)
             # A ring: while the host reads one, the steps in flight write the others.
-            ring, is_pinned = range(self.depth + 1), self.device.type == "cuda"
-            shape = (2, num_rows)
-            self._results = [
-                torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in ring
-            ]
-        self.rows.clear_()
+            shape, is_pinned = (self.depth + 1, 2, num_rows), self.device.type == "cuda"
+            self._results = list(torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned))
+        self.rows.keep_(0)
         self._set_params(params)
         if self.use_graphs:
-            addresses = (*decoder.addresses(), self.rows.numbers.data_ptr(), num_rows)
-            addresses = (*addresses, self.rows.table.data_ptr(), self.rows.table.shape)
+            rows = self.rows
+            addresses = (*self.ops.weights.addresses(), *cache.addresses())
+            addresses += (rows.numbers.data_ptr(), rows.table.data_ptr(), rows.table.shape)
             if addresses != self._addresses:
                 self._graphs.clear()
                 self._pool = torch.cuda.graph_pool_handle()
             self._addresses = addresses
 
     def launch(self, num_rows: int, num_keys: int) -> Step:
-        """One more token for the first rows, none of which sees more than `num_keys` keys."""
-        rows, columns = self._padded(num_rows), self._num_columns(num_keys)
-        columns = min(columns, self.rows.table.shape[1])
+        """One more token for the first rows, none of which sees more than `num_keys` keys.
+
+        What the step gives is valid until `depth` more have been launched.
+        """
+        rows, columns = self._padded(num_rows, num_keys)
         if self.use_graphs:
             self._graph(rows, columns).replay()
         else:
             self._compute(rows, columns)
-        return self._copy_results(num_rows)
+        results = self._results[self.num_launched % len(self._results)]
+        self.num_launched += 1
+        results.copy_(self.rows.output, non_blocking=True)
+        is_done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if is_done is not None:
+            is_done.record()
 
-    def read(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs of a step's rows; waits for the step, and for no later one.
+        def read() -> tuple[np.ndarray, np.ndarray]:
+            if is_done is not None:
+                is_done.synchronize()
+            tokens, logprobs = results.numpy()[:, :num_rows]
+            return tokens, logprobs.view(np.float32)
 
-        The arrays are valid until the next launch.
-        """
-        if step.is_done is not None:
-            step.is_done.synchronize()
-        tokens, logprobs = step.results.numpy()[:, : step.num_rows]
-        return tokens, logprobs.view(np.float32)
+        return read
 
-    def _padded(self, num_rows: int) -> int:
-        rows = min(row_bucket(num_rows), self.max_batch) if self.is_bucketed else num_rows
-        return _round_up(rows, self.decoder.ops.row_multiple)
-
-    def _num_columns(self, num_keys: int) -> int:
-        page_size = self.decoder.cache.page_size
+    def _padded(self, num_rows: int, num_keys: int) -> tuple[int, int]:
+        """Rows and pages of the step."""
+        page_size = self.cache.page_size
+        columns = table_width(-(-num_keys // page_size), page_size)
         if self.is_bucketed:
-            return -(-key_bucket(num_keys) // page_size)
-        return table_width(-(-num_keys // page_size), page_size)
+            num_rows = min(row_bucket(num_rows), self.max_batch)
+            columns = -(-key_bucket(num_keys) // page_size)
+        columns = min(columns, self.rows.table.shape[1])
+        return _round_up(num_rows, self.ops.row_multiple), columns
 
     def _compute(self, rows: int, columns: int) -> None:
         """Decode, sample, and move the state on to the next token."""
         numbers, output = self.rows.numbers[:, :rows], self.rows.output
         token, position, counter, key, active = numbers
-        logits = self.decoder.decode(token, position, self.rows.table[:rows, :columns])
-        drawn, logprobs = self.decoder.ops.sample(logits, key, counter, self._params)
+        table = self.rows.table[:rows, :columns]
+        logits = decode(self.ops, self.cache, token, position, table)
+        drawn, logprobs = self.ops.sample(logits, key, counter, self._params)
         output[0, :rows] = drawn
         output[1, :rows] = logprobs.float().view(torch.int32)
         torch.mul(drawn, active, out=token)
@@ -246,16 +224,6 @@ class Stepper:
         for name in ("temperature", "top_p", "top_k"):
             getattr(self._params, name).copy_(getattr(fresh, name))
         self._params = replace(self._params, has_filter=fresh.has_filter)
-
-    def _copy_results(self, num_rows: int) -> Step:
-        results = self._results[self.num_launched % len(self._results)]
-        self.num_launched += 1
-        results.copy_(self.rows.output, non_blocking=True)
-        is_done = None
-        if self.device.type == "cuda":
-            is_done = torch.cuda.Event()
-            is_done.record()
-        return Step(num_rows, results, is_done)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -2,13 +2,12 @@
 
     center = mean of the keys of a head;   amax = largest |key - center|, and largest |value|
 
-The cache stores k - center. Attention needs no correction: q . (k - c) = q . k - q . c differs from
-q . k by the same number for every key, which softmax ignores. If the bias of k_proj is large
-(Qwen2.5), k - center is a tenth as large as k, and so is the error of its codes.
+The cache stores k - center. Attention needs no correction: q . (k - c) differs from q . k by the
+same number for every key, which softmax ignores. If the bias of k_proj is large (Qwen2.5), k -
+center is a tenth as large as k, and so is the error of its codes.
 
 A key turns with its position. So each key of the sample is turned to positions over the whole
-context. Channels that turn fast then have a mean near 0, slow ones have a mean that holds
-everywhere, and the range covers all positions.
+context: fast channels then have a mean near 0, slow ones a mean that holds everywhere.
 
 Shapes: N tokens of the sample, H_kv key heads, D head_dim.
 """

@@ -14,29 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from qurl.quant.linear import Operand, Product
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams
-
-
-@dataclass(frozen=True)
-class Rotations:
-    """cos and sin of every position: looked up, so that they cannot depend on the batch."""
-
-    cos: Tensor  # [positions, D / 2]
-    sin: Tensor  # [positions, D / 2]
-
-    @staticmethod
-    def up_to(length: int, weights: Weights) -> Rotations:
-        length = -(-length // 1024) * 1024
-        angles = torch.arange(length, device=weights.device).float()[:, None] * weights.inv_freq
-        return Rotations(angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale)
-
-    def __len__(self) -> int:
-        return self.cos.shape[0]
 
 
 @dataclass(frozen=True)
@@ -46,14 +28,7 @@ class LayerCache:
     data: Tensor  # [2, pages, page_size, H_kv, D]
     scale: Tensor | None  # [2, H_kv]: value = code * scale, if the cache holds codes
     center: Tensor | None = None  # [H_kv, D]: subtracted from coded keys (`kv_range`)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where packed tokens are, in their sequences and in the cache."""
-
-    positions: Tensor  # [N] int64
-    slots: Tensor | None  # [N] int64, page * page_size + offset; None stores nothing
+    slots: Tensor | None = None  # [N] int64, page * page_size + offset: where new ones go
 
 
 class Ops(Protocol):
@@ -61,45 +36,26 @@ class Ops(Protocol):
 
     row_multiple: int
     """Packed tokens come in multiples of this."""
+    weights: Weights
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
-        """Embeddings [B, hidden] of one token per sequence in FP32, and their places."""
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, hidden] of one token per sequence in FP32, and their slots [B]."""
         ...
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         """x [N, hidden] += delta, in place; then RMSNorm, as the next projection wants it."""
         ...
 
-    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
-        """The same with the last norm, for the head: never quantized."""
-        ...
-
     def project(self, projections: Sequence[Projection], h: Operand) -> Product:
         """h W^T + b; several projections give their outputs side by side."""
         ...
 
-    def rotate_prompts(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, H, D], k and v [N, H_kv, D], rotated; k and v also go to their slots, if any."""
-        ...
-
-    def rotate_and_store(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache,
-    ) -> Tensor:
-        """q [B, H, D], rotated; k and v go to their slots and nowhere else."""
+    def rotate(
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
+        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache."""
         ...
 
     def attend_prompts(
@@ -118,7 +74,11 @@ class Ops(Protocol):
         """x += delta, in place; norm, gate and up, silu(gate) * up, down."""
         ...
 
-    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
+        """x += delta, in place; then the last norm, never quantized."""
+        ...
+
+    def head(self, h: Tensor) -> Tensor:
         """FP32 logits [N, V]."""
         ...
 

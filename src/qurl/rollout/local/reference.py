@@ -1,9 +1,8 @@
 """The decoder's operations on torch primitives: the CPU's path, and the reference for the kernels.
 
-With one thread a row's result does not depend on the other rows. This takes two precautions, both
-measured: the number of rows is a multiple of `ROWS` (others may take other GEMM paths), and the
-number of keys a multiple of `KEYS` (so that the vectorised softmax has no remainder). With more
-threads the last bits of torch's attention depend on the thread that computes a row.
+With one thread a row's result does not depend on the other rows: their number is a multiple of ROWS
+(others may take other GEMM paths), and that of keys one of KEYS (so that the vectorised softmax has
+no remainder). With more threads the last bits depend on the thread that computes a row.
 
 Shapes: N packed tokens, B sequences, H heads, D head_dim, P pages of a sequence.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.linear import Operand, Product, finish, multiply
-from qurl.rollout.local.ops import LayerCache, Places, Rotations
+from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
 
@@ -39,10 +38,10 @@ class ReferenceOps:
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
-    ) -> tuple[Tensor, Places]:
+    ) -> tuple[Tensor, Tensor]:
         last_page = table.gather(1, (positions // page_size)[:, None]).squeeze(1)
         slots = last_page * page_size + positions % page_size
-        return self.weights.embedding[tokens].float(), Places(positions, slots)
+        return self.weights.embedding[tokens].float(), slots
 
     def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
         return self._operand(self._add_norm(x, delta, norm))
@@ -54,36 +53,20 @@ class ReferenceOps:
         products = [self._project(p, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
-    def rotate_prompts(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(
+        self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
+    ) -> tuple[Tensor, ...]:
         arch, norms = self.arch, layer.norms
         heads = finish(qkv).unflatten(-1, (-1, arch.head_dim))
         q, k, v = heads.split((arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), 1)
         if "q_norm" in norms:
             q = rms_norm(q, norms["q_norm"], arch.norm_eps)
             k = rms_norm(k, norms["k_norm"], arch.norm_eps)
-        cos, sin = rotations.cos[places.positions], rotations.sin[places.positions]
+        cos, sin = self.weights.cos[positions], self.weights.sin[positions]
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
-        if cache is not None and places.slots is not None:
-            write_pages_(cache, k, v, places.slots)
-        return q, k, v
-
-    def rotate_and_store(
-        self,
-        qkv: Product,
-        layer: Layer,
-        rotations: Rotations,
-        places: Places,
-        cache: LayerCache,
-    ) -> Tensor:
-        q, _, _ = self.rotate_prompts(qkv, layer, rotations, places, cache)
-        return q
+        if cache is not None and cache.slots is not None:
+            write_pages_(cache, k, v, cache.slots)
+        return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
@@ -97,12 +80,15 @@ class ReferenceOps:
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
         h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])
-        gate, up = split_gate_up(layer, finish(self.project(layer.gate_up, h)).float())
+        y = finish(self.project(layer.gate_up, h)).float()
+        gate, up = (
+            y.unflatten(-1, (-1, 2)).unbind(-1) if layer.has_alternating_gate else y.chunk(2, -1)
+        )
         h = self._operand((F.silu(gate) * up).to(self.dtype))
         return self.project((layer.down,), h)
 
-    def head(self, h: Tensor, lm_head: Tensor) -> Tensor:
-        return F.linear(h, lm_head).float()
+    def head(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.weights.lm_head).float()
 
     def sample(
         self, logits: Tensor, keys: Tensor, counters: Tensor, params: RowParams
@@ -124,15 +110,6 @@ class ReferenceOps:
 
     def _operand(self, x: Tensor) -> Operand:
         return x.to(self.dtype) if self.format is None else quantize_activation(x, self.format)
-
-
-def split_gate_up(layer: Layer, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up [N, intermediate] of the product y [N, 2 intermediate]."""
-    if layer.has_alternating_gate:
-        gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        gate, up = y.chunk(2, -1)
-    return gate, up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,63 +15,63 @@ from qurl.types import Completion, Problem
 
 
 class Transcript:
-    """What has been sampled so far: one row per completion."""
+    """What has been sampled so far: one row per unfinished completion."""
 
-    def __init__(self, num_rows: int, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.num_tokens = 0
-        """Sampled so far, in rows that have been cleared too."""
+        self.num_rows = 0
         self.counts = np.zeros(0, np.int64)
-        self.is_complete = np.zeros(0, bool)
-        self._token_ids = np.empty((0, max_tokens), np.int32)
-        self._logprobs = np.empty((0, max_tokens), np.float32)
-        self._starts: list[tuple[int, np.ndarray]] = []
-        """(version, counts of all rows when it began) of each version that has sampled."""
-        self.reserve(num_rows)
+        self.is_closed = np.zeros(0, bool)
+        self._token_ids = np.zeros((0, max_tokens), np.int32)
+        self._logprobs = np.zeros((0, max_tokens), np.float32)
+        self._versions = np.zeros((0, max_tokens), np.int32)
+        self._closed: deque[int] = deque()
 
-    def reserve(self, num_rows: int) -> None:
-        """Make room for so many rows."""
-        if num_rows > len(self.counts):
-            num_rows = max(num_rows, 2 * len(self.counts))
-            for name in ("counts", "is_complete", "_token_ids", "_logprobs"):
-                setattr(self, name, _lengthen(getattr(self, name), num_rows))
+    def open(self, count: int, busy: Container[int]) -> list[int]:
+        """Empty rows: closed ones, the oldest first, up to one in `busy`; then new ones."""
+        rows: list[int] = []
+        while len(rows) < count and self._closed and self._closed[0] not in busy:
+            rows.append(self._closed.popleft())
+        self.counts[rows], self.is_closed[rows] = 0, False
+        first, self.num_rows = self.num_rows, self.num_rows + count - len(rows)
+        if self.num_rows > len(self.counts):
+            length = max(self.num_rows, 2 * len(self.counts))
+            for name in ("counts", "is_closed", "_token_ids", "_logprobs", "_versions"):
+                old = getattr(self, name)
+                # Memory is mapped when it is first used, so the zeros cost nothing.
+                longer = np.zeros((length, *old.shape[1:]), old.dtype)
+                longer[:first] = old[:first]
+                setattr(self, name, longer)
+        return [*rows, *range(first, self.num_rows)]
 
-    def clear(self, rows: slice) -> None:
-        """Empty rows, to be used again."""
-        self.counts[rows], self.is_complete[rows] = 0, False
-        for _, counts in self._starts:
-            counts[rows] = 0
+    def close(self, row: int) -> None:
+        """The completion is over; another one may use the row."""
+        self.is_closed[row] = True
+        self._closed.append(row)
 
     def append(
-        self, indices: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
+        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
     ) -> None:
-        """One more token for each of the given rows."""
-        if not self._starts or self._starts[-1][0] != version:
-            self._starts.append((version, self.counts.copy()))
-            while len(self._starts) > 1 and not self._starts[1][1].any():
-                del self._starts[0]  # nothing of it is left
-        at = self.counts[indices]
-        self._token_ids[indices, at] = tokens
-        self._logprobs[indices, at] = logprobs
-        self.counts[indices] = at + 1  # last: an interrupted append has not happened
-        self.num_tokens += len(indices)
+        """One more token for each of the given rows, sampled by the weights of `version`."""
+        at = self.counts[rows]
+        self._token_ids[rows, at] = tokens
+        self._logprobs[rows, at] = logprobs
+        self._versions[rows, at] = version
+        self.counts[rows] = at + 1
 
-    def token_ids(self, index: int) -> list[int]:
-        return self._token_ids[index, : self.counts[index]].tolist()
+    def token_ids(self, row: int) -> list[int]:
+        return self._token_ids[row, : self.counts[row]].tolist()
 
-    def tail(self, index: int, length: int) -> list[int]:
+    def tail(self, row: int, length: int) -> list[int]:
         """The last `length` tokens, or all if there are fewer."""
-        count = self.counts[index]
-        return self._token_ids[index, max(count - length, 0) : count].tolist()
+        count = self.counts[row]
+        return self._token_ids[row, max(count - length, 0) : count].tolist()
 
-    def logprobs(self, index: int) -> list[float]:
-        return self._logprobs[index, : self.counts[index]].tolist()
+    def logprobs(self, row: int) -> list[float]:
+        return self._logprobs[row, : self.counts[row]].tolist()
 
-    def versions(self, index: int) -> list[int]:
-        """Version of the weights that sampled each token."""
-        starts = [int(c[index]) if index < len(c) else 0 for _, c in self._starts]
-        spans = zip(self._starts, starts, [*starts[1:], self.counts[index]], strict=True)
-        return [version for (version, _), start, end in spans for _ in range(start, end)]
+    def versions(self, row: int) -> list[int]:
+        return self._versions[row, : self.counts[row]].tolist()
 
 
 @dataclass(eq=False)
@@ -79,16 +80,10 @@ class Group:
 
     problem: Problem
     completions: list[Completion | None]
-    first: int = -1
-    """Its first row of the transcript, once it has any."""
-    num_unadmitted: int = 0
+    num_unadmitted: int
     """Members that were never admitted and have no token of their own."""
     prefix: list[int] = field(default_factory=list)
     """Pages of the prompt, held for these members."""
-
-    @property
-    def is_complete(self) -> bool:
-        return all(c is not None for c in self.completions)
 
 
 @dataclass(eq=False)
@@ -98,6 +93,7 @@ class Request:
     index: int
     """Its row of the transcript."""
     group: Group
+    member: int
     key: int
     transcript: Transcript
     is_new: bool = True
@@ -110,9 +106,11 @@ class Request:
     saved: Tensor | None = None
     """Keys and values at its preemption, if they are kept."""
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.transcript.token_ids(self.index)
+    def reset(self) -> None:
+        """Only what was sampled is left. Its group has been reset before."""
+        self.pages, self.row, self.saved = [], None, None
+        self.is_new = self.num_sampled == 0
+        self.group.num_unadmitted += self.is_new
 
     @property
     def num_sampled(self) -> int:
@@ -130,7 +128,7 @@ class Request:
     @property
     def cached_tokens(self) -> list[int]:
         """What prefill computes: everything but the last token."""
-        return [*self.group.problem.prompt_ids, *self.token_ids][:-1]
+        return [*self.group.problem.prompt_ids, *self.transcript.token_ids(self.index)][:-1]
 
     @property
     def most_cached(self) -> int:
@@ -156,10 +154,3 @@ class LengthHistory:
 def _name(problem: Problem) -> str:
     """The id without the epoch that `qurl.sampling.ProblemStream` appends."""
     return re.sub(r"@\d+$", "", problem.id)
-
-
-def _lengthen(array: np.ndarray, num_rows: int) -> np.ndarray:
-    """More rows. Where zeros matter, they cost nothing: memory is mapped when it is first used."""
-    longer = np.zeros((num_rows, *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    return longer

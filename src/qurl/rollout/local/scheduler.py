@@ -1,12 +1,9 @@
 """Continuous batching: who decodes now, who waits, and who is preempted when pages run out.
 
-Prefill covers all tokens but the last, and every sampled token, the first included, comes out of a
-decode step. So a prompt is computed once for its whole group, each member copies only the partly
-filled page that it will write to, and a preempted request resumes like a new one with a longer
-prompt.
-
-Decode steps are launched before the tokens of earlier ones are read. The scheduler therefore counts
-launched steps, and the `Transcript` holds what has been read.
+Prefill covers all tokens but the last, and every sampled token comes out of a decode step. So a
+prompt is computed once for its group, each member copies only the partly filled page that it will
+write to, and a preempted request resumes like a new one with a longer prompt. The scheduler counts
+steps when they are launched; the `Transcript` holds what has been read.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ class Scheduler:
 
     def __init__(
         self,
-        requests: Sequence[Request],
         pool: PagePool,
         max_batch: int,
         *,
@@ -64,25 +60,18 @@ class Scheduler:
         whole batch, about the cost of a prefill. Completions that end one by one then do not cause
         prefills one by one.
         """
-        self.pool = pool
-        self.max_batch = max_batch
+        self.pool, self.max_batch = pool, max_batch
         self.waiting: deque[Request] = deque()
-        self.num_running = 0
-        self.num_preemptions = 0
+        self.num_running = self.num_preemptions = 0
         self.is_table_changed = False
         self.table = np.full((max_batch, 0), SCRATCH_PAGE, np.int32)
-        self.indices = np.zeros(max_batch, np.int64)
-        self.lengths = np.zeros(max_batch, np.int64)
-        self._capacities = np.zeros(max_batch, np.int64)
-        self._limits = np.zeros(max_batch, np.int64)
+        numbers = np.zeros((4, max_batch), np.int64)
+        self.indices, self.lengths, self._capacities, self._limits = numbers
         self._rows: list[Request | None] = []
         self._serials = itertools.count()
-        self._lookahead = lookahead
-        self._patience = patience
+        self._lookahead, self._patience, self._save = lookahead, patience, save
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
-        self._save = save
-        self.add(requests)
 
     @property
     def has_work(self) -> bool:
@@ -135,8 +124,7 @@ class Scheduler:
         short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
         if len(short) == 0:
             return True
-        needy = [request for row in short if (request := self._rows[row]) is not None]
-        for request in sorted(needy, key=lambda r: r.serial):
+        for request in sorted(map(self._at, short), key=lambda r: r.serial):
             while request.row is not None and self._num_missing(request) > 0:
                 if self.pool.num_free:
                     self._extend(request, 1)
@@ -156,7 +144,11 @@ class Scheduler:
         beyond = [row for row in range(self.num_running, self.num_rows) if self._rows[row]]
         moves = list(zip(beyond, gaps, strict=True))
         for source, target in moves:
-            self._move(source, target)
+            request = self._at(source)
+            self._rows[target], request.row = request, target
+            for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
+                array[target] = array[source]
+            self._empty(source)
         del self._rows[self.num_running :]
         return moves
 
@@ -167,9 +159,7 @@ class Scheduler:
         lengths = self.lengths[: self.num_rows]
         lengths += 1
         for row in np.flatnonzero(lengths > self._limits[: self.num_rows]):
-            request = self._rows[row]
-            assert request is not None, "steps are launched without gaps"
-            self.leave(request)
+            self.leave(self._at(row))
 
     def leave(self, request: Request) -> None:
         """Take a running request out of the batch and free its pages.
@@ -177,15 +167,11 @@ class Scheduler:
         A step in flight may still write to them. Their next holder writes later in the same stream
         and reads only what it wrote.
         """
-        row = request.row
-        assert row is not None
-        self._rows[row], request.row = None, None
+        assert request.row is not None
+        self._empty(request.row)
         self.num_running -= 1
         self.pool.release(request.pages)
-        request.pages = []
-        self.lengths[row] = self._capacities[row] = self._limits[row] = 0
-        self.table[row] = SCRATCH_PAGE
-        self.is_table_changed = True
+        request.row, request.pages = None, []
 
     def _admit_next(self, admission: Admission) -> bool:
         request = self.waiting[0]
@@ -193,10 +179,9 @@ class Scheduler:
         is_shared = request.is_new and (bool(group.prefix) or group.num_unadmitted > 1)
         num_prompt = request.num_tokens - 1
         if not is_shared or num_prompt == 0:
-            if not self._has_room(pool.pages_for(request.num_tokens)):
-                return False
-            self._admit_alone(request, admission)
-            return True
+            if has_room := self._has_room(pool.pages_for(request.num_tokens)):
+                self._admit_alone(request, admission)
+            return has_room
         num_prefix = pool.pages_for(num_prompt)
         num_full = num_prompt // pool.page_size
         num_own = pool.pages_for(request.num_tokens) - num_full
@@ -265,9 +250,7 @@ class Scheduler:
         short = np.flatnonzero(missing > 0)
         if self._has_room(int(missing[short].sum())):
             for row in short:
-                request = self._rows[row]
-                assert request is not None, "gaps need nothing"
-                self._extend(request, int(missing[row]))
+                self._extend(self._at(row), int(missing[row]))
 
     def _reclaim(self) -> bool:
         """Free the pages that were reserved ahead; whether there were any."""
@@ -296,14 +279,15 @@ class Scheduler:
         self._capacities[row] = len(pages) * self.pool.page_size
         self.is_table_changed = True
 
-    def _move(self, source: int, target: int) -> None:
-        request = self._rows[source]
-        assert request is not None
-        self._rows[source], self._rows[target], request.row = None, request, target
-        for array in (self.indices, self.lengths, self._capacities, self._limits, self.table):
-            array[target] = array[source]
-        self.lengths[source] = self._capacities[source] = self._limits[source] = 0
-        self.table[source] = SCRATCH_PAGE
+    def _at(self, row: int) -> Request:
+        request = self._rows[row]
+        assert request is not None, "a gap"
+        return request
+
+    def _empty(self, row: int) -> None:
+        self._rows[row] = None
+        self.lengths[row] = self._capacities[row] = self._limits[row] = 0
+        self.table[row] = SCRATCH_PAGE
         self.is_table_changed = True
 
     def _drop_prefixes(self) -> bool:

@@ -1,14 +1,10 @@
 """How a sync writes the trainer's weights into the actor's buffers, and how it checks them.
 
-Codes are those of the weights that the trainer computes with: its FP32 masters rounded to its
-compute dtype. The actor must not see what that rounding hides from the trainer: masters begin on
-the grid of a checkpoint in BF16, and the first updates are smaller than its steps.
-
-Norms, embedding and lm_head share the trainer's storage where dtype and device agree. This relies
-on optimizers that update parameters in place: between syncs the actor sees them change.
-
-On a GPU a sync is one CUDA graph of all quantizations and copies. It is replayed as long as the
-trainer's parameters stay where they are.
+Codes are those of the weights that the trainer computes with: its masters rounded to its compute
+dtype. The actor must not see what that rounding hides from the trainer, and the first updates are
+smaller than the steps of BF16. Norms, embedding and lm_head share the trainer's storage where dtype
+and device agree, which relies on optimizers that update in place. On a GPU a sync is one CUDA
+graph, replayed as long as the trainer's parameters stay where they are.
 """
 
 from __future__ import annotations
@@ -17,8 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,8 +29,6 @@ _NUM_STREAMS = 4
 """Weights that a sync codes at the same time."""
 _PROBE_STEP = 7919
 """A prime, so that the spot check visits every row in the course of the versions."""
-Address = tuple[int, torch.dtype] | None
-"""Address and dtype of a parameter; None for an absent one, such as a bias."""
 Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
 """Codes a source into a target, counting what changes; the source is rounded to the dtype."""
 
@@ -48,7 +40,7 @@ class WeightSync:
         self.weights = weights
         self._pairs: list[tuple[int, Projection, nn.Linear]] = []
         """Layer, rows of the actor's buffer, and the trainer's module that they hold."""
-        self._addresses: ParameterAddresses | None = None
+        self._is_planned_for: Callable[[nn.Module], bool] = lambda model: False
         self._transfer: Transfer | None = None
         self._copies: dict[str, Tensor] = {}
         self._has_loaded = False
@@ -59,14 +51,13 @@ class WeightSync:
 
         0 the first time and without quantization.
         """
-        if self._transfer is None or not (self._addresses and self._addresses.hold_for(model)):
-            self._addresses = None
+        if self._transfer is None or not self._is_planned_for(model):
+            self._transfer = None  # also if the plan fails
             self._transfer = self._plan(model)
-            self._addresses = ParameterAddresses.of(model)
+            self._is_planned_for = watch_parameters(model)
         num_flips = self._transfer.run()
-        num_codes = sum(p.num_codes for p in self.weights.projections())
         had_loaded, self._has_loaded = self._has_loaded, True
-        return num_flips / num_codes if num_codes and had_loaded else 0.0
+        return num_flips / self._transfer.num_codes if had_loaded else 0.0
 
     @torch.no_grad()
     def check(self, version: int) -> None:
@@ -75,14 +66,17 @@ class WeightSync:
         Quantization noise hides small errors from the canary prompt. This finds a stale, misplaced
         or damaged row exactly.
         """
-        classes: dict[tuple[torch.Size, torch.dtype], list[Probe]] = defaultdict(list)
+        probes: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
+        layers: dict[Any, list[int]] = defaultdict(list)
         for layer, view, module in self._pairs:
-            probe = Probe.of(layer, view.weight, module.weight.detach(), _PROBE_STEP * version)
-            classes[probe.source.shape, probe.source.dtype].append(probe)
-        layers = [probe.layer for probes in classes.values() for probe in probes]
+            source = module.weight.detach()
+            probe = _probe(view.weight, source, _PROBE_STEP * version)
+            layers[probe[0].shape, source.dtype].append(layer)
+            probes[probe[0].shape, source.dtype].append(probe)
         format, dtype = self.weights.format, self.weights.compute_dtype
-        differs = torch.cat([_differ(probes, format, dtype) for probes in classes.values()])
-        if failed := [n for n, is_bad in zip(layers, differs.tolist(), strict=True) if is_bad]:
+        differs = [_differ(alike, format, dtype) for alike in probes.values()]
+        pairs = zip(itertools.chain(*layers.values()), torch.cat(differs).tolist(), strict=True)
+        if failed := [layer for layer, is_bad in pairs if is_bad]:
             raise SyncError(
                 f"sync of version {version} failed: a projection of layer {min(failed)} in the "
                 "engine is not the quantized copy of the trainer's"
@@ -103,29 +97,26 @@ class WeightSync:
             copies.append((self._copies[name], source))
             return self._copies[name]
 
-        self._pairs = []
+        self._pairs, codings = [], []
         for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
             for name, module in source.named_modules():
                 kind = name.rpartition(".")[2]
                 if kind in layer.views:
-                    self._pairs.append((index, layer.views[kind], module))
+                    view, weight = layer.views[kind], module.weight.detach()
+                    self._pairs.append((index, view, module))
+                    if isinstance(view.weight, Quantized):
+                        codings.append((weight, view.weight))
+                    else:
+                        copies.append((view.weight, weight))
+                    if view.bias is not None and module.bias is not None:
+                        copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
-                    tensor = share(f"layers.{index}.{kind}", module.weight, torch.float32)
-                    layer.norms[kind] = tensor
+                    name = f"layers.{index}.{kind}"
+                    layer.norms[kind] = share(name, module.weight, torch.float32)
         weights.embedding = share("embedding", body.embed_tokens.weight, weights.dtype)
         weights.norm = share("norm", body.norm.weight, torch.float32)
-        is_tied = model.lm_head.weight is body.embed_tokens.weight
-        head = model.lm_head.weight
+        head, is_tied = model.lm_head.weight, model.lm_head.weight is body.embed_tokens.weight
         weights.lm_head = weights.embedding if is_tied else share("lm_head", head, weights.dtype)
-        codings: list[tuple[Tensor, Quantized]] = []
-        for _, view, module in self._pairs:
-            source = module.weight.detach()
-            if isinstance(view.weight, Quantized):
-                codings.append((source, view.weight))
-            else:
-                copies.append((view.weight, source))
-            if view.bias is not None and module.bias is not None:
-                copies.append((view.bias, module.bias.detach()))
         return Transfer(codings, copies, weights.compute_dtype, weights.device)
 
 
@@ -143,9 +134,8 @@ class Transfer:
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._codings = codings
-        self._copies = copies
-        self._compute_dtype = compute_dtype
+        self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
+        self.num_codes = max(1, sum(target.codes.numel() for _, target in codings))
         self._kernel = _find_kernel(codings, device)
         sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -177,7 +167,11 @@ class Transfer:
         else:
             self._num_flips.zero_()
             for source, target in self._codings:
-                self._num_flips += _requantize_(source, target, self._compute_dtype)
+                fresh = quantize(source.to(self._compute_dtype), target.format)
+                # Compared as numbers: a zero that changes its sign is no flip.
+                self._num_flips += (target.codes.float() != fresh.codes.float()).sum()
+                target.codes.copy_(fresh.codes)
+                target.scale.copy_(fresh.scale)
         if self._copies:
             targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -195,72 +189,31 @@ class Transfer:
         torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
 
 
-@dataclass(frozen=True)
-class ParameterAddresses:
-    """Where all parameters of a model lie.
+def watch_parameters(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """A test whether a model is this one, with every parameter where it is now.
 
     It reads the dicts of their owners: `model.parameters()` takes five times as long, a good part
     of a small model's sync.
     """
 
-    model: nn.Module
-    children: Sequence[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]]
-    """(current, recorded) children of each module."""
-    parameters: Sequence[tuple[dict[str, nn.Parameter | None], str, Address]]
-    """The owner's dict, the name there and the recorded address of each parameter."""
+    def address(parameter: nn.Parameter | None) -> tuple[int, torch.dtype] | None:
+        return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
 
-    @staticmethod
-    def of(model: nn.Module) -> ParameterAddresses:
-        modules = list(model.modules())
-        return ParameterAddresses(
-            model,
-            [(m._modules, dict(m._modules)) for m in modules if m._modules],
-            [(m._parameters, n, _address(p)) for m in modules for n, p in m._parameters.items()],
-        )
-
-    def hold_for(self, model: nn.Module) -> bool:
-        """Whether it is the same model, with every parameter where it was."""
-        return (
-            model is self.model
-            and all(current == recorded for current, recorded in self.children)
-            and all(_address(owner.get(name)) == at for owner, name, at in self.parameters)
-        )
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A row or tile that shares one scale: the trainer's weight, and what is stored of it."""
-
-    layer: int
-    source: Tensor
-    stored: Tensor
-    scale: Tensor | None
-
-    @staticmethod
-    def of(layer: int, weight: Quantized | Tensor, source: Tensor, number: int) -> Probe:
-        """The `number`-th row or tile, modulo their count."""
-        if not isinstance(weight, Quantized):
-            row = number % len(source)
-            return Probe(layer, source[row], weight[row], None)
-        block = weight.format.block
-        down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
-        scale = weight.scale[down, across]
-        if block is None:
-            return Probe(layer, source[down], weight.codes[down], scale)
-        at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
-        tile, codes = _pad_tile(source[at], block), _pad_tile(weight.codes[at], block)
-        return Probe(layer, tile, codes, scale)
-
-
-def _address(parameter: nn.Parameter | None) -> Address:
-    return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
+    modules = list(model.modules())
+    children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
+    places = [(m._parameters, n, address(p)) for m in modules for n, p in m._parameters.items()]
+    return lambda other: (
+        other is model
+        and all(current == recorded for current, recorded in children)
+        and all(address(owner.get(name)) == recorded for owner, name, recorded in places)
+    )
 
 
 def _find_kernel(
     codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
 ) -> Requantizer | None:
     """The fused quantizer, where device, format and sources permit."""
-    if not codings or device.type != "cuda" or find_spec("triton") is None:
+    if not codings or device.type != "cuda":
         return None
     from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
 
@@ -271,28 +224,29 @@ def _find_kernel(
     return requantize_ if has_sources and has_format else None
 
 
-def _requantize_(source: Tensor, target: Quantized, dtype: torch.dtype) -> Tensor:
-    """Rewrite codes and scale in place; returns how many codes changed."""
-    fresh = quantize(source.to(dtype), target.format)
-    # Compared as numbers: a zero that changes its sign is no flip.
-    num_flips = (target.codes.float() != fresh.codes.float()).sum()
-    target.codes.copy_(fresh.codes)
-    target.scale.copy_(fresh.scale)
-    return num_flips
+def _probe(weight: Quantized | Tensor, source: Tensor, number: int) -> tuple[Tensor, ...]:
+    """The `number`-th row or tile, modulo their count: its source, what is stored, its scale."""
+    if not isinstance(weight, Quantized):
+        row = number % len(source)
+        return source[row], weight[row]
+    block = weight.format.block
+    down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
+    scale = weight.scale[down, across]
+    if block is None:
+        return source[down], weight.codes[down], scale
+    at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
+    rows, columns = source[at].shape
+    padding = (0, block - columns, 0, block - rows)
+    return F.pad(source[at], padding), F.pad(weight.codes[at], padding), scale
 
 
-def _differ(probes: Sequence[Probe], format: Format | None, dtype: torch.dtype) -> Tensor:
+def _differ(
+    probes: Sequence[tuple[Tensor, ...]], format: Format | None, dtype: torch.dtype
+) -> Tensor:
     """Which probes [n], all of one shape, are not what quantizing their source in `dtype` gives."""
-    source = torch.stack([p.source for p in probes])
-    stored = torch.stack([p.stored for p in probes])
+    source, stored, *scale = (torch.stack(parts) for parts in zip(*probes, strict=True))
     if format is None:
         return (source.to(stored.dtype) != stored).any(-1)
     fresh = quantize(source.flatten(0, -2).to(dtype), format)
-    scale = torch.stack([p.scale for p in probes if p.scale is not None])
     differs = fresh.codes.float() != stored.flatten(0, -2).float()
-    return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale)
-
-
-def _pad_tile(x: Tensor, block: int) -> Tensor:
-    rows, columns = x.shape
-    return F.pad(x, (0, block - columns, 0, block - rows))
+    return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale[0])

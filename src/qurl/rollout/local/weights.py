@@ -1,25 +1,22 @@
 """What the actor holds: quantized projections, and the rest in full precision.
 
-Projections live in buffers that are allocated once and rewritten in place, so that their addresses
-never change. q, k and v are row ranges of one buffer. The rows of gate and up alternate in theirs,
-and one tile of a product then holds both. Formats with 128x128 tiles stack gate and up instead, and
-keep projections apart where a tile would span two of them.
-
-Norms, embedding and lm_head stay in full precision, in the trainer's own storage where dtype and
-device agree (`qurl.rollout.local.sync`).
+Projections live in buffers that are allocated once and rewritten in place. q, k and v are rows of
+one buffer. The rows of gate and up alternate in theirs, so that one tile of a product holds both.
+Formats with 128x128 tiles stack gate and up instead, and keep projections apart where a tile would
+span two of them. Norms, embedding and lm_head may be the trainer's own storage (`sync`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qurl.quant import Quantized, get_format
-from qurl.rollout.checks import context_length
+from qurl.quant import Quantized, get_format, quantize
+from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
 
@@ -31,22 +28,15 @@ class Projection:
     bias: Tensor | None
 
     @property
-    def num_codes(self) -> int:
-        return self.weight.codes.numel() if isinstance(self.weight, Quantized) else 0
-
-    @property
     def num_bytes(self) -> int:
         weight = self.weight
         return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""
-        if isinstance(self.weight, Quantized):
-            yield from (self.weight.codes, self.weight.scale)
-        else:
-            yield self.weight
-        if self.bias is not None:
-            yield self.bias
+        weight = self.weight
+        stored = (weight.codes, weight.scale) if isinstance(weight, Quantized) else (weight,)
+        return [t for t in (*stored, self.bias) if t is not None]
 
     def view(self, rows: slice) -> Projection:
         """Some of its rows."""
@@ -114,6 +104,16 @@ class Weights:
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
         self.max_positions = context_length(body.config) or 32768
+        self.cos = self.sin = torch.empty(0, self.arch.head_dim // 2, device=device)
+        """[positions, D / 2], looked up, so that they cannot depend on the batch."""
+        self.extend_rotations_(1)
+
+    def extend_rotations_(self, length: int) -> None:
+        """Rotations of so many positions at least."""
+        if length > len(self.cos):
+            positions = torch.arange(-(-length // 1024) * 1024, device=self.device)
+            angles = positions.float()[:, None] * self.inv_freq
+            self.cos, self.sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
@@ -123,7 +123,7 @@ class Weights:
         """Of all tensors that the decoder reads; a CUDA graph is valid while they stay equal."""
         tensors = [t for p in self.projections() for t in p.tensors()]
         tensors += [t for layer in self.layers for t in layer.norms.values()]
-        tensors += [self.embedding, self.norm, self.lm_head]
+        tensors += [self.embedding, self.norm, self.lm_head, self.cos, self.sin]
         return tuple(t.data_ptr() for t in tensors)
 
     def _allocate_layer(self, source: Any, window: int | None) -> Layer:
@@ -158,12 +158,10 @@ class Weights:
         if self.format is None:
             weight = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
             return Projection(weight, bias)
-        codes = torch.zeros(rows, columns, device=self.device)
-        codes = codes.to(self.format.dtype) if self._native_codes else codes
-        block = self.format.block
-        shape = (-(-rows // block), -(-columns // block)) if block else (rows, 1)
-        scale = torch.ones(shape, device=self.device)
-        return Projection(Quantized(codes, scale, self.format), bias)
+        weight = quantize(torch.zeros(rows, columns, device=self.device), self.format)
+        if not self._native_codes:
+            weight = replace(weight, codes=weight.codes.float())
+        return Projection(weight, bias)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

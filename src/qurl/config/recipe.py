@@ -106,7 +106,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not is_run:
         return tree
     if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
-        raise ConfigError(f"{path} is not a run's config")
+        raise ConfigError(f"{path} is not a run's config; choose another folder")
     for name in [name for name, section in tree.items() if isinstance(section, dict)]:
         for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
             section, _, rest = key.partition(".")

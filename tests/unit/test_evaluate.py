@@ -46,23 +46,12 @@ def test_pass_at_k_keeps_its_digits_for_large_n():
     assert pass_at_k(1024, 1, 512) == 0.5
 
 
-@pytest.mark.parametrize("arguments", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
-def test_pass_at_k_refuses_impossible_counts(arguments):
-    with pytest.raises(ValueError, match="must lie in"):
-        pass_at_k(*arguments)
-
-
 def test_wilson_known_values():
     assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=5e-5)
     assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=5e-5)
     # p = 0: low = 0, high = z^2 / (n + z^2) = 3.8416 / 13.8416
     assert wilson_interval(0, 10) == pytest.approx((0.0, 3.8416 / 13.8416))
     assert wilson_interval(10, 10) == pytest.approx((10 / 13.8416, 1.0))
-
-
-def test_wilson_refuses_no_trials():
-    with pytest.raises(ValueError, match="0 trials"):
-        wilson_interval(0, 0)
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100():

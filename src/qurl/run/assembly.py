@@ -143,9 +143,9 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         objective=choices.objective,
         has_critic=advantage.needs_critic,
     )
-    prompts = (config, policy.tokenizer, policy.model.config, choices.task)
-    task = training_task(*prompts)
-    held_out = held_out_problems(*prompts) if config.eval.every else []
+    prompts = (policy.tokenizer, policy.model.config, choices.task)
+    task = load_split(config, "train", *prompts)
+    held_out = held_out_problems(config, *prompts) if config.eval.every else []
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed, choices.select)
@@ -234,55 +234,51 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     return folder
 
 
-def training_task(
-    config: Config, tokenizer: Any = None, model_config: Any = None, task: Task | Draw | str = ""
+def load_split(
+    config: Config,
+    split: str,
+    tokenizer: Any = None,
+    model_config: Any = None,
+    task: Task | Draw | str = "",
 ) -> Task:
-    """The recipe's task, or a given one; a `Task` is taken as it is."""
+    """A split of the recipe's task, or of a given one, whose prompts leave room for completions.
+
+    A `Task` object is its own training split, and needs a file for the other.
+    """
+    options, is_eval = config.task, split == "eval"
     if not isinstance(task, str) and not callable(task):
-        return task
-    limit = _prompt_limit(config, "sampling", model_config)
-    return _load_task(config, task, "train", tokenizer, path=config.task.path, **limit)
+        if not is_eval:
+            return task
+        task = "file"
+    task = task or options.name
+    path = options.eval_path if is_eval else options.path
+    if is_eval and isinstance(task, str) and needs_file(task) and not path:
+        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
+    section = "eval" if is_eval and config.eval.max_tokens else "sampling"
+    return load_task(
+        task,
+        path=path,
+        path_key="task.eval_path" if is_eval else "task.path",
+        split=split,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        difficulty=options.difficulty,
+        instruction=options.instruction,
+        skip_long_prompts=options.skip_long_prompts,
+        reward=options.reward,
+        **_prompt_limit(config, section, model_config),
+    )
 
 
 def held_out_problems(
     config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
 ) -> list[Problem]:
-    return first_problems(config, held_out_task(config, tokenizer, model_config, task))
+    return first_problems(config, load_split(config, "eval", tokenizer, model_config, task))
 
 
 def first_problems(config: Config, task: Task) -> list[Problem]:
     """The problems that are evaluated."""
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
-
-
-def held_out_task(
-    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
-) -> Task:
-    """The held-out split or file. A `Task` has no other split, so it needs a file."""
-    name = (task or config.task.name) if isinstance(task, str) or callable(task) else "file"
-    path = config.task.eval_path
-    if isinstance(name, str) and needs_file(name) and not path:
-        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
-    limit = _prompt_limit(config, "eval" if config.eval.max_tokens else "sampling", model_config)
-    return _load_task(
-        config, name, "eval", tokenizer, path=path, path_key="task.eval_path", **limit
-    )
-
-
-def _load_task(
-    config: Config, task: Draw | str, split: str, tokenizer: Any, **options: Any
-) -> Task:
-    return load_task(
-        task or config.task.name,
-        split=split,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        difficulty=config.task.difficulty,
-        instruction=config.task.instruction,
-        skip_long_prompts=config.task.skip_long_prompts,
-        reward=config.task.reward,
-        **options,
-    )
 
 
 def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:

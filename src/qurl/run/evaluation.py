@@ -21,7 +21,7 @@ from qurl.errors import ConfigError, DataError
 from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
-from qurl.run.assembly import build_actor, build_pool, first_problems, held_out_task, prepare_torch
+from qurl.run.assembly import build_actor, build_pool, first_problems, load_split, prepare_torch
 from qurl.run.checkpoint import find_policy
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
@@ -77,7 +77,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     config = load_config(source, flags)
     device = prepare_torch(config)
     policy = load_policy(_weights_to_evaluate(source, config), config.model, device)
-    task = held_out_task(config, policy.tokenizer, policy.model.config)
+    task = load_split(config, "eval", policy.tokenizer, policy.model.config)
     problems = first_problems(config, task)
     results: list[EvalResult] = []
     try:
@@ -155,10 +155,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     In exact integers, so that no size of n loses digits. With k = 1 this is c / n.
     """
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct = {num_correct} must lie in 0..num_samples = {num_samples}")
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k = {k} must lie in 1..num_samples = {num_samples}")
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_correct, k)) / draws
 
@@ -168,8 +164,6 @@ def wilson_interval(successes: float, trials: int) -> Interval:
 
     (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
-    if trials < 1 or not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes in {trials} trials: need 0 <= successes <= trials")
     n, p, z = trials, successes / trials, Z
     centre = p + z * z / (2 * n)
     spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -184,8 +178,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
     Equal numbers have no spread to estimate from. They get Wilson's interval, the widest that
     numbers in [0, 1] with this mean can need.
     """
-    if not values:
-        raise ValueError("the mean of no values has no interval")
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
         return 0.0, 1.0
@@ -212,7 +204,7 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
     for result in results:
         table.add_column(result.precision, justify="right")
     rows = [
-        {name: str(score) for name, score in result.scores.items()}
+        {name.replace("accuracy", "greedy accuracy"): str(x) for name, x in result.scores.items()}
         | {
             "mean length": f"{result.mean_length:.1f}",
             "truncated": f"{result.frac_truncated:.1%}",
@@ -221,5 +213,5 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
         for result in results
     ]
     for name in rows[0]:
-        table.add_row(name.replace("accuracy", "greedy accuracy"), *(row[name] for row in rows))
+        table.add_row(name, *(row[name] for row in rows))
     (console or Console()).print(table)

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as LiveDisplay
-from rich.table import Column
+from rich.status import Status
 from rich.text import Text
 
 from qurl.config import Config, to_dict
-from qurl.errors import MissingExtra
+from qurl.plugins import import_extra
 
 
 class Tracker(Protocol):
@@ -43,11 +41,9 @@ class TensorBoardTracker:
     """Writes TensorBoard event files."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra("tensorboard", "tensorboard", "track.tensorboard = true") from error
-        self._open = SummaryWriter
+        purpose = "track.tensorboard = true"
+        extra = import_extra("torch.utils.tensorboard", "tensorboard", "tensorboard", purpose)
+        self._open = extra.SummaryWriter
         self._directory = directory
         self._writer: Any = None
 
@@ -68,14 +64,14 @@ class WandbTracker:
     """Logs to Weights & Biases, or offline if the service cannot be reached."""
 
     def __init__(self, config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtra("wandb", "wandb", f"track.wandb = {config.track.wandb!r}") from error
+        wandb = import_extra("wandb", "wandb", "wandb", f"track.wandb = {config.track.wandb!r}")
+        id_file = run_dir / "wandb_id"  # the same id each time this run is opened
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
         options = {
             "project": config.track.wandb,
             "name": run_dir.resolve().name,
-            "id": _wandb_id(run_dir),
+            "id": id_file.read_text(),
             "dir": str(run_dir),
             "config": to_dict(config),
             "resume": "allow",
@@ -98,14 +94,6 @@ class WandbTracker:
         self._run.finish()
 
 
-def _wandb_id(run_dir: Path) -> str:
-    """The same id each time this run directory is opened."""
-    path = run_dir / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
-
-
 class Progress:
     """One live line in a terminal; elsewhere plain lines, at most one per `interval` seconds.
 
@@ -125,7 +113,7 @@ class Progress:
         self._interval = interval
         self._clock = clock
         self._is_live = self._console.file.isatty() and not self._console.is_dumb_terminal
-        self._display: LiveDisplay | None = None
+        self._display: Status | None = None
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         self._last_line = -math.inf
@@ -140,7 +128,7 @@ class Progress:
         line = progress_line(done, self._num_steps, self._latest, eta)
         is_due = now - self._last_line >= self._interval
         if self._is_live:
-            self._survive_closed_output(lambda: self._show(done, line))
+            self._survive_closed_output(lambda: self._show(line))
         elif is_due or done >= self._num_steps or find_accuracies(metrics):
             self._last_line = now
             self.print(line)
@@ -165,20 +153,12 @@ class Progress:
             self._console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
             self._is_live, self._display = False, None
 
-    def _show(self, done: int, line: str) -> None:
+    def _show(self, line: str) -> None:
+        text = Text(line, no_wrap=True, overflow="ellipsis")
         if self._display is None:
-            column = Column(no_wrap=True, overflow="ellipsis")
-            self._display = LiveDisplay(
-                SpinnerColumn(),
-                BarColumn(bar_width=16),
-                TextColumn("{task.description}", markup=False, table_column=column),
-                TimeElapsedColumn(),
-                console=self._console,
-                refresh_per_second=2,
-            )
-            self._display.add_task(line, total=self._num_steps)
+            self._display = self._console.status(text)
             self._display.start()
-        self._display.update(self._display.task_ids[0], description=line, completed=done)
+        self._display.update(text)
 
 
 def progress_line(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qurl.config import read_recipe
-from qurl.errors import DataError, MissingExtra
+from qurl.errors import DataError
+from qurl.plugins import import_extra
 from qurl.run.directory import (
     CONFIG,
     EVENTS,
@@ -41,15 +42,12 @@ class Headline(NamedTuple):
 
 def write_report(run_dir: str | Path) -> Path:
     """Write report.html into a run directory; the run may still be going on."""
-    try:
-        from qurl.run.report.figures import draw_svg
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "report", "the report") from error
+    draw_svg = import_extra(
+        "qurl.run.report.figures", "matplotlib", "report", "the report"
+    ).draw_svg
     run_dir = Path(run_dir)
     if not (run_dir / CONFIG).is_file():
-        raise DataError(
-            f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a recipe"
-        )
+        raise DataError(f"{run_dir} is not a run directory: it has no {CONFIG}")
     config = flatten(read_recipe(run_dir))
     metrics, events = (
         read_jsonl(path) if path.exists() else [] for path in (run_dir / METRICS, run_dir / EVENTS)

@@ -52,7 +52,7 @@ def test_a_saved_model_is_measured_without_its_weights(tmp_path):
 def test_memory_on_a_cpu_by_hand():
     """The engine shares all but the projections, whose codes it keeps as FP32 numbers."""
     config = recipe()
-    assert memory_rows(config, measure_model(config), longest=32) == {
+    assert memory_rows(config, measure_model(config)) == {
         "policy, FP32": 4 * 39_328,
         "gradients": 4 * 39_328,
         "AdamW": 8 * 39_328,
@@ -66,14 +66,14 @@ def test_memory_on_a_cpu_by_hand():
 def test_memory_on_a_gpu_by_hand(monkeypatch, format, narrow):
     monkeypatch.setattr(qurl.run.budget, "pick_device", lambda _: torch.device("cuda"))
     config = recipe(quant={"format": format})
-    rows = memory_rows(config, measure_model(config), longest=32)
+    rows = memory_rows(config, measure_model(config))
     assert rows["engine weights"] == narrow * 32_768 + 2 * (6_400 + 160)
     assert rows["KV cache, full"] == 2 * 128 * 32 * 15
 
 
 def test_reference_and_critic_cost_memory():
     config = recipe(algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1})
-    rows = memory_rows(config, measure_model(config), longest=32)
+    rows = memory_rows(config, measure_model(config))
     assert rows["reference"] == 4 * 39_328
     assert rows["critic and its AdamW"] == 16 * 39_328
 

@@ -12,8 +12,7 @@ from qurl.errors import DataError
 from qurl.rewards.pool import Grade
 from qurl.run.evaluation import (
     evaluate,
-    ks_up_to,
-    mean_interval,
+    mean_score,
     pass_at_k,
     print_results,
     wilson_interval,
@@ -64,22 +63,16 @@ def test_wilson_covers_the_truth_about_95_times_in_100():
     assert 0.93 < covered / repeats < 0.975
 
 
-def test_mean_interval():
+def test_mean_score():
     # mean 0.5, sample std of (0.25, 0.75) is 0.35355, / sqrt(2) = 0.25, times 1.96 = 0.49
-    assert mean_interval([0.25, 0.75]) == pytest.approx((0.01, 0.99))
-    assert mean_interval([0.0, 1.0]) == (0.0, 1.0)  # 0.5 -+ 0.98, clipped
-    assert mean_interval([0.4]) == (0.0, 1.0)
+    assert mean_score([0.25, 0.75]) == pytest.approx((0.5, 0.01, 0.99))
+    assert mean_score([0.0, 1.0]) == (0.5, 0.0, 1.0)  # 0.5 -+ 0.98, clipped
+    assert mean_score([0.4]) == (0.4, 0.0, 1.0)
 
 
-def test_mean_interval_of_equal_values_is_not_a_point():
-    assert mean_interval([1.0] * 10) == wilson_interval(10, 10)
-    assert mean_interval([0.0] * 10) == wilson_interval(0, 10)
-
-
-def test_ks_up_to():
-    assert ks_up_to(1) == [1]
-    assert ks_up_to(8) == [1, 2, 4, 8]
-    assert ks_up_to(12) == [1, 2, 4, 8, 12]
+def test_mean_score_of_equal_values_is_not_a_point():
+    assert mean_score([1.0] * 10)[1:] == wilson_interval(10, 10)
+    assert mean_score([0.0] * 10)[1:] == wilson_interval(0, 10)
 
 
 class FakePool:
@@ -145,7 +138,7 @@ def test_sampled_evaluation():
     engine = FakeEngine(["7", "42"], sampled)
     result = answer(engine, "int8", samples=3, temperature=0.6, top_p=0.95, max_tokens=7)
     assert list(result.scores) == ["accuracy", "avg@3", "pass@1", "pass@2", "pass@3"]
-    assert result.scores["avg@3"] == pytest.approx((0.5, *mean_interval([2 / 3, 1 / 3])))
+    assert result.scores["avg@3"] == pytest.approx((0.5, *mean_score([2 / 3, 1 / 3])[1:]))
     # pass@2: 1 - C(1,2)/C(3,2) = 1 and 1 - C(2,2)/C(3,2) = 2/3
     passes = [result.scores[f"pass@{k}"].value for k in (1, 2, 3)]
     assert passes == pytest.approx([0.5, 5 / 6, 1.0])

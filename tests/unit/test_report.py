@@ -4,7 +4,6 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
 from qurl.config import Config
 from qurl.errors import DataError, MissingExtra
@@ -16,7 +15,7 @@ from qurl.run.report.figures import _moving_average
 
 def open_run(tmp_path, steps=4):
     config = Config(steps=steps, run_dir=str(tmp_path / "my-run"))
-    return Run.open(config, console=Console(file=io.StringIO()))
+    return Run.open(config, output=io.StringIO())
 
 
 def accuracy(precision, value):

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qurl.config import Config, OptimConfig, build_config
 from qurl.config.schema import SaveConfig, TrackConfig
@@ -19,11 +18,11 @@ def config(tmp_path):
 
 
 def open_run(config, trackers=()):
-    return Run.open(config, trackers=trackers, console=Console(file=io.StringIO()))
+    return Run.open(config, trackers=trackers, output=io.StringIO())
 
 
 def printed(run):
-    return run.progress._console.file.getvalue()
+    return run.progress._output.getvalue()
 
 
 def strict_lines(path: Path) -> list[dict]:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config, check_combinations
 from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, needs_file
-from qurl.errors import CheckpointError, ConfigError
+from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage, Objective
 from qurl.ops.device import default_dtype, pick_device
@@ -37,14 +36,14 @@ from qurl.run.checkpoint import (
     staged_folder,
 )
 from qurl.run.directory import INITIAL, Run
-from qurl.run.scratch import make_scratch_model
 from qurl.sampling import ProblemStream, Selector
-from qurl.tasks import load_task
-from qurl.tasks.generated import Draw
-from qurl.tasks.task import Task
+from qurl.seeds import derive_seed
+from qurl.tasks import Draw, GeneratedTask, Task, load_task
+from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
+from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
 EngineFactory = Callable[..., Engine]
@@ -145,11 +144,13 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     )
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
-    held_out = held_out_problems(config, *prompts) if config.eval.every else []
+    held_out = []
+    if config.eval.every:
+        held_out = held_out_problems(config, load_split(config, "eval", *prompts))
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed, choices.select)
-    tracker = _build_tracker(config, policy, run)
+    tracker = _build_tracker(config, policy)
     first_step = 0
     if checkpoint:
         first_step = _resume(checkpoint, learner, stream, tracker, run)
@@ -223,15 +224,36 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         return config.model.path
     folder = run_path / INITIAL
     if not folder.exists():
-        try:
-            with staged_folder(folder) as staging:
-                make_scratch_model(config, staging, device)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the model made from scratch could not be written to {folder}: {error}. Make room "
-                "on the disk, then run the same command again"
-            ) from error
+        with staged_folder(folder) as staging:
+            make_scratch_model(config, staging, device)
     return folder
+
+
+def make_scratch_model(config: Config, folder: Path, device: torch.device) -> None:
+    """Build the tiny model, teach it the task a little, and save it with its tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
+    tokenizer = build_tokenizer()
+    task = load_split(config, "train", tokenizer)
+    if not isinstance(task, GeneratedTask):
+        raise ConfigError(
+            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
+            "model.path to a pretrained model, or task.name to arithmetic or countdown"
+        )
+
+    def example(row: int) -> Example:
+        problem = task[row]
+        answer: Any = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
+        end: Any = tokenizer.eos_token_id
+        return list(problem.prompt_ids), [*answer, end]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(derive_seed(config.seed, "scratch"))
+        model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
+    warm_start_(model, example, len(task), config.model.scratch, config.seed)
+    disable_progress_bar()  # it would garble the run's own lines
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load_split(
@@ -270,14 +292,8 @@ def load_split(
     )
 
 
-def held_out_problems(
-    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
-) -> list[Problem]:
-    return first_problems(config, load_split(config, "eval", tokenizer, model_config, task))
-
-
-def first_problems(config: Config, task: Task) -> list[Problem]:
-    """The problems that are evaluated."""
+def held_out_problems(config: Config, task: Task) -> list[Problem]:
+    """The first problems of the held-out split, as many as are evaluated."""
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
@@ -331,12 +347,8 @@ def build_actor(
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
-    if config.quant.track_rows == 0:
-        return None
-    if not any(projections(policy.model)):
-        kind = type(policy.model).__name__
-        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
+def _build_tracker(config: Config, policy: Policy) -> UpdateTracker | None:
+    if config.quant.track_rows == 0 or not any(projections(policy.model)):
         return None
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves

@@ -25,11 +25,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Self
-
-from rich.console import Console
+from typing import IO, Any, Self, TextIO
 
 from qurl.config import Config, read_recipe, to_json
 from qurl.errors import ConfigError, DataError, TrainingError
@@ -49,23 +48,20 @@ CHANGEABLE = (
 )
 """Keys and sections that may differ when a run is resumed: results change by rounding at most."""
 
-PRINTED = {"warning": "yellow", "alarm": "bold red"}
-"""Kinds of events that are also printed, and how."""
 
-
+@dataclass
 class Run:
     """One open run directory, with its trackers and its progress line."""
 
-    def __init__(self, path: Path, progress: Progress, lock: IO[str]) -> None:
-        self.path = path
-        self.progress = progress
-        self.timer = Stopwatch()
-        self._lock = lock
-        self._trackers: list[Tracker] = []
+    path: Path
+    progress: Progress
+    _lock: IO[str]
+    _trackers: list[Tracker]
+    timer: Stopwatch = field(default_factory=lambda: Stopwatch())
 
     @classmethod
     def open(
-        cls, config: Config, *, trackers: Sequence[Tracker] = (), console: Console | None = None
+        cls, config: Config, *, trackers: Sequence[Tracker] = (), output: TextIO | None = None
     ) -> Run:
         """Create `config.run_dir`, or open the run that is there, to be resumed.
 
@@ -73,19 +69,20 @@ class Run:
         """
         path = Path(config.run_dir).expanduser()
         lock = lock_run(path)
-        changes = _claim(path, config)
-        run = cls(path, Progress(config.steps, console=console), lock)
-        run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
+        if (changes := find_changes(path, config)) is None:
+            shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that never began
+        _drop(path / EVENTS)  # only a torn line; `rewind` mends the other files
+        with replacing(path / CONFIG) as file:
+            file.write(to_json(config).encode())
+        run = cls(path, Progress(config.steps, output=output), lock, list(trackers))
+        run._trackers += build_trackers(config, path, warn=run._warn)
         if changes is not None:
             listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
             message = f"run resumed; changed: {listed}" if listed else "run resumed"
             run.event("resume", message, changes=changes)
             if "steps" in changes and config.optim.schedule != "constant":
-                run._warn(
-                    f"optim.schedule = {config.optim.schedule!r} was laid out for "
-                    f"{changes['steps'][0]} steps: the learning rate jumps to where it would be "
-                    f"with {config.steps}"
-                )
+                planned = f"optim.schedule = {config.optim.schedule!r} was laid out for"
+                run._warn(f"{planned} {changes['steps'][0]} steps: the learning rate jumps")
         return run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -117,8 +114,8 @@ class Run:
         """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
-        if kind in PRINTED:
-            self.progress.print(f"{kind.upper()}: {message}", style=PRINTED[kind])
+        if kind in ("warning", "alarm"):
+            self.progress.print(f"{kind.upper()}: {message}")
 
     def rewind(self, step: int) -> None:
         """Forget what was logged from `step` on, so that a run resumed there writes it again.
@@ -136,7 +133,6 @@ class Run:
             )
 
     def close(self) -> None:
-        self.progress.close()
         for tracker in self._trackers:
             tracker.close()
         self._lock.close()
@@ -260,10 +256,7 @@ def lock_run(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise ConfigError(
-            f"run_dir = {str(path)!r} is in use by another process; wait for it, stop it, or "
-            "choose another run_dir"
-        ) from error
+        raise ConfigError(f"run_dir = {str(path)!r} is in use by another process") from error
     return file
 
 
@@ -314,16 +307,6 @@ def _check_progress(path: Path, steps: int, keep: int) -> None:
             f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "
             "covers: it cannot go on, and starting again would lose them; choose another run_dir"
         )
-
-
-def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
-    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
-    if (changes := find_changes(path, config)) is None:
-        shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that failed before it began
-    _drop(path / EVENTS)  # a torn line, before the next event; `rewind` mends the other files
-    with replacing(path / CONFIG) as file:
-        file.write(to_json(config).encode())
-    return changes
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from qurl.errors import ConfigError, DataError
 from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
-from qurl.run.assembly import build_actor, build_pool, first_problems, load_split, prepare_torch
+from qurl.run.assembly import build_actor, build_pool, held_out_problems, load_split, prepare_torch
 from qurl.run.checkpoint import find_policy
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
@@ -78,7 +78,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     device = prepare_torch(config)
     policy = load_policy(_weights_to_evaluate(source, config), config.model, device)
     task = load_split(config, "eval", policy.tokenizer, policy.model.config)
-    problems = first_problems(config, task)
+    problems = held_out_problems(config, task)
     results: list[EvalResult] = []
     try:
         with build_pool(config, task.reward) as pool:
@@ -129,9 +129,9 @@ def evaluate(
         sampled = dataclasses.replace(greedy, group_size=num, **options)
         correct, more = _count_correct(engine.generate(problems, sampled), pool)
         timeouts += more
-        scores[f"avg@{num}"] = _mean_score([count / num for count in correct])
-        for k in ks_up_to(num):
-            scores[f"pass@{k}"] = _mean_score([pass_at_k(num, count, k) for count in correct])
+        scores[f"avg@{num}"] = mean_score([count / num for count in correct])
+        for k in sorted({*(2**i for i in range(num.bit_length())), num}):
+            scores[f"pass@{k}"] = mean_score([pass_at_k(num, count, k) for count in correct])
     completions = [rollout.completions[0] for rollout in rollouts]
     return EvalResult(
         precision=precision,
@@ -172,29 +172,19 @@ def wilson_interval(successes: float, trials: int) -> Interval:
     return (0.0 if p == 0 else max(low, 0.0)), (1.0 if p == 1 else min(high, 1.0))
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """mean -+ z * std / sqrt(n) of numbers in [0, 1], clipped to [0, 1].
+def mean_score(values: Sequence[float]) -> Score:
+    """The mean of numbers in [0, 1], and mean -+ z * std / sqrt(n) clipped to [0, 1].
 
     Equal numbers have no spread to estimate from. They get Wilson's interval, the widest that
     numbers in [0, 1] with this mean can need.
     """
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
-        return 0.0, 1.0
+        return Score(mean, 0.0, 1.0)
     if min(values) == max(values):
-        return wilson_interval(n * mean, n)
+        return Score(mean, *wilson_interval(n * mean, n))
     spread = Z * statistics.stdev(values) / math.sqrt(n)
-    return max(mean - spread, 0.0), min(mean + spread, 1.0)
-
-
-def _mean_score(values: Sequence[float]) -> Score:
-    return Score(statistics.fmean(values), *mean_interval(values))
-
-
-def ks_up_to(samples: int) -> list[int]:
-    """The powers of two up to `samples`, and `samples` itself."""
-    powers = [2**i for i in range(samples.bit_length())]
-    return sorted({*powers, samples})
+    return Score(mean, max(mean - spread, 0.0), min(mean + spread, 1.0))
 
 
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
+from typing import Any, Protocol, TextIO
 
 from qurl.config import Config, to_dict
 from qurl.plugins import import_extra
@@ -95,7 +92,7 @@ class WandbTracker:
 
 
 class Progress:
-    """One live line in a terminal; elsewhere plain lines, at most one per `interval` seconds.
+    """Prints lines of metrics, at most one every `interval` seconds.
 
     An evaluation and the last step always get their line.
     """
@@ -104,16 +101,14 @@ class Progress:
         self,
         num_steps: int,
         *,
-        console: Console | None = None,
+        output: TextIO | None = None,
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._output = output or sys.stdout
         self._interval = interval
         self._clock = clock
-        self._is_live = self._console.file.isatty() and not self._console.is_dumb_terminal
-        self._display: Status | None = None
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         self._last_line = -math.inf
@@ -125,40 +120,17 @@ class Progress:
         seconds_per_step = (now - start) / (done - first) if done > first else None
         eta = seconds_per_step and seconds_per_step * (self._num_steps - done)
         self._latest |= metrics
-        line = progress_line(done, self._num_steps, self._latest, eta)
         is_due = now - self._last_line >= self._interval
-        if self._is_live:
-            self._survive_closed_output(lambda: self._show(line))
-        elif is_due or done >= self._num_steps or find_accuracies(metrics):
+        if is_due or done >= self._num_steps or find_accuracies(metrics):
             self._last_line = now
-            self.print(line)
+            self.print(progress_line(done, self._num_steps, self._latest, eta))
 
-    def print(self, message: str, style: str = "") -> None:
-        """Print a message above the live line, or as a plain line."""
-        if self._is_live:
-            self._survive_closed_output(lambda: self._console.print(Text(message, style=style)))
-        else:  # the console would wrap at 80 columns, and add colour if FORCE_COLOR is set
-            self._survive_closed_output(lambda: print(message, file=self._console.file, flush=True))
-
-    def close(self) -> None:
-        if self._display is not None:
-            self._display.stop()
-            self._display = None
-
-    def _survive_closed_output(self, show: Callable[[], None]) -> None:
-        """A closed terminal or pipe must not end the run; the files have everything."""
+    def print(self, message: str) -> None:
+        """A closed terminal or pipe does not end the run; the files have everything."""
         try:
-            show()
-        except (OSError, SystemExit):  # rich exits on a broken pipe
-            self._console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-            self._is_live, self._display = False, None
-
-    def _show(self, line: str) -> None:
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        if self._display is None:
-            self._display = self._console.status(text)
-            self._display.start()
-        self._display.update(text)
+            print(message, file=self._output, flush=True)
+        except OSError:
+            self._output = open(os.devnull, "w")  # noqa: SIM115
 
 
 def progress_line(

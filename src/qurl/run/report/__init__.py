@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from qurl.run.directory import (
 )
 from qurl.run.report.charts import Records, build_charts, find_precisions, read_curve
 
-FIRST_SAMPLES, LAST_SAMPLES, LAST_EVENTS = 4, 12, 200
+FIRST_SAMPLES, LAST_SAMPLES = 4, 12
 
 
 class Headline(NamedTuple):
@@ -61,11 +61,9 @@ def write_report(run_dir: str | Path) -> Path:
     )
     page = environment.get_template("plain.html.j2").render(
         name=run_dir.resolve().name,
-        summary=_summary(config),
         headlines=build_headlines(config["steps"], metrics, events),
         figures=[(chart, draw_svg(chart)) for chart in build_charts(metrics)],
-        events=events[-LAST_EVENTS:],
-        num_events=len(events),
+        events=events,
         samples=_pick_samples(run_dir / SAMPLES),
         config=config,
     )
@@ -103,15 +101,6 @@ def _ends(values: Sequence[float], form: str) -> str:
     """First and last value."""
     ends = values if len(values) == 1 else (values[0], values[-1])
     return " → ".join(form.format(value) for value in ends)
-
-
-def _summary(config: Mapping[str, Any]) -> str:
-    """One line about the run."""
-    rollouts = "full-precision" if config["quant.format"] == "none" else config["quant.format"]
-    return (
-        f"{config['model.path']} on {config['task.name']}, {config['algo.name']} with the "
-        f"objective {config['algo.objective']}, {rollouts} rollouts"
-    )
 
 
 def _pick_samples(path: Path) -> list[dict[str, Any]]:

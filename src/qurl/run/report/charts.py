@@ -38,12 +38,7 @@ class Chart:
 
 _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ("Reward", "Mean over the completions of a step.", "smooth", {"reward/mean": "reward"}),
-    (
-        "Held-out accuracy",
-        "Greedy accuracy by the precision of the weights, with 95% intervals.",
-        "line",
-        {"eval/": ""},
-    ),
+    ("Held-out accuracy", "Greedy accuracy, with 95% intervals.", "line", {"eval/": ""}),
     (
         "Mismatch: KL",
         "KL(behav || prox) per token: how far the quantized actor is from the full-precision one.",
@@ -63,12 +58,7 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
         {"actor/pg_clipfrac": "clipped", "acr/rescued_frac": "rescued by ACR"},
     ),
     ("Entropy", "Entropy of the policy per token.", "smooth", {"actor/entropy": "entropy"}),
-    (
-        "Response length",
-        "Tokens per completion.",
-        "smooth",
-        {"response_length/mean": "mean", "response_length/max": "max"},
-    ),
+    ("Response length", "Tokens.", "smooth", {f"response_length/{x}": x for x in ("mean", "max")}),
     (
         "Update against quantization error",
         "Relative size of an update (Eq. 13) and of the actor's rounding (Eq. 14), squared.",

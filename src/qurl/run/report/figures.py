@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from cycler import cycler
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,14 +18,9 @@ from qurl.run.report.charts import Chart, Curve
 
 _INK = "#010203"
 """Placeholder that the SVG replaces by the page's text colour."""
-_COLORS = (
-    *("#3b82f6", "#f97316", "#10b981", "#a855f7"),
-    *("#ef4444", "#eab308", "#06b6d4", "#94a3b8"),
-)
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
-    "axes.prop_cycle": cycler(color=_COLORS),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 9,

@@ -80,9 +80,9 @@ def test_reference_and_critic_cost_memory():
 
 def test_the_cache_is_as_large_as_asked_for_or_needed():
     small = recipe(rollout={"max_batch": 4})
-    assert memory_rows(small, measure_model(small), 32)["KV cache, full"] == 4 * 128 * 32 * 4
+    assert memory_rows(small, measure_model(small))["KV cache, full"] == 4 * 128 * 32 * 4
     fixed = recipe(rollout={"kv_tokens": 1000})
-    assert memory_rows(fixed, measure_model(fixed), 32)["KV cache, full"] == 4 * 128 * 1000
+    assert memory_rows(fixed, measure_model(fixed))["KV cache, full"] == 4 * 128 * 1000
 
 
 def test_the_text_holds_the_token_budget():
@@ -93,7 +93,7 @@ def test_the_text_holds_the_token_budget():
     assert "updates per step 8" in lines
     assert "updates in the run 56" in lines
     config = recipe(batch={"problems": 3000, "minibatches": 4})
-    total = sum(memory_rows(config, measure_model(config), 32).values()) / 2**30
+    total = sum(memory_rows(config, measure_model(config)).values()) / 2**30
     assert f"total {total:.3f}" in " ".join(describe_budget(config).split())
 
 

@@ -56,13 +56,12 @@ class Choices:
 
     objective: Surrogate
     advantage: Estimator
-    engine: EngineFactory | None
-    """None: the one that the recipe names."""
     task: Task | Draw | str
-    reward: Reward | None
-    """None: the recipe names it, or the task has its own."""
     select: Selector | str
+    engine: EngineFactory | None
+    reward: Reward | None
     episode: Episode | None
+    """None for the last three: as the recipe says."""
 
     @classmethod
     def of(cls, config: Config, **given: Any) -> Choices:
@@ -96,9 +95,8 @@ class Parts:
     cap: float | None
     """C as the objective applies it."""
     engine: Engine
-    """The quantized actor."""
     full_engine: Engine
-    """The engine of full-precision evaluations; the actor if those need no other."""
+    """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
     held_out: list[Problem]
     pool: GradingPool

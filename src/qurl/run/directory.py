@@ -63,10 +63,7 @@ class Run:
     def open(
         cls, config: Config, *, trackers: Sequence[Tracker] = (), output: TextIO | None = None
     ) -> Run:
-        """Create `config.run_dir`, or open the run that is there, to be resumed.
-
-        `trackers` are called besides those that the recipe asks for.
-        """
+        """Create `config.run_dir`, or open the run in it; `trackers` join those of the recipe."""
         path = Path(config.run_dir).expanduser()
         lock = lock_run(path)
         if (changes := find_changes(path, config)) is None:
@@ -148,11 +145,7 @@ class Run:
 
 
 class Stopwatch:
-    """Seconds spent under each name since the last `lap`.
-
-    with timer("rollout"): ...
-    timer.lap()  # {"timing_s/rollout": 1.25}, and back to zero
-    """
+    """Seconds spent under each name since the last `lap`, which returns and clears them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

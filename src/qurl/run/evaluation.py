@@ -28,8 +28,7 @@ from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams
 
 Interval = tuple[float, float]
-Z = 1.96
-"""Half the width of a 95 % interval, in standard deviations."""
+Z = 1.96  # half the width of a 95 % interval, in standard deviations
 
 
 class Score(NamedTuple):

@@ -90,10 +90,7 @@ class Recipe:
         return f"{len(held_out_problems(self.config, task))}"
 
     def check_grader(self) -> str:
-        """Grade right answers and a wrong one for real.
-
-        A reward of the user's own may want another format, so it only has to run.
-        """
+        """Grade right answers and a wrong one; your own reward may want others, and must run."""
         task = self.task or load_split(self.config, "train")
         problem = task[0]
         worked = getattr(task, "worked_answer", None)

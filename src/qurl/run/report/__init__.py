@@ -32,9 +32,7 @@ from qurl.run.report.charts import Records, build_charts, find_precisions, read_
 FIRST_SAMPLES, LAST_SAMPLES = 4, 12
 
 
-class Headline(NamedTuple):
-    """One number at the top of the report."""
-
+class Headline(NamedTuple):  # one number at the top of the report
     label: str
     value: str
     detail: str = ""

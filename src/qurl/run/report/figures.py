@@ -30,8 +30,6 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "grid.color", "text.color"), _INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
 }
-_MARKERS_UP_TO = 30
-_SMOOTH_FROM = 40
 
 
 def draw_svg(chart: Chart) -> Markup:
@@ -66,8 +64,8 @@ def _draw(chart: Chart) -> Figure:
 
 
 def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
-    marker = "o" if len(curve.steps) <= _MARKERS_UP_TO else ""
-    has_average = is_smooth and len(curve.steps) >= _SMOOTH_FROM
+    marker = "o" if len(curve.steps) <= 30 else ""
+    has_average = is_smooth and len(curve.steps) >= 40
     (line,) = axes.plot(
         curve.steps,
         curve.values,

@@ -125,10 +125,10 @@ def render_type(hint: Any) -> str:
 
 
 def render_bounds(info: Any) -> str:
-    """The bounds of a pydantic Field."""
+    """The bounds of a pydantic Field; other annotations have none."""
     found = [
         f"{sign} {getattr(bound, name):g}"
-        for bound in info.metadata
+        for bound in getattr(info, "metadata", ())
         for name, sign in BOUNDS.items()
         if hasattr(bound, name)
     ]

@@ -24,7 +24,7 @@ from qurl.config import load_config
 from qurl.ops.device import default_dtype, pick_device
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.stop import eos_ids
-from qurl.run.assembly import held_out_problems
+from qurl.run.assembly import held_out_problems, load_split
 from qurl.types import Problem
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model = model.to(device).eval()
-    problems = held_out_problems(config, tokenizer, model.config)
+    problems = held_out_problems(config, load_split(config, "eval", tokenizer, model.config))
     start = time.perf_counter()
     texts = answer_greedily(
         model, tokenizer, problems, max_tokens=config.eval_max_tokens, batch=args.batch

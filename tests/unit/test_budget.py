@@ -52,7 +52,7 @@ def test_a_saved_model_is_measured_without_its_weights(tmp_path):
 def test_memory_on_a_cpu_by_hand():
     """The engine shares all but the projections, whose codes it keeps as FP32 numbers."""
     config = recipe()
-    assert memory_rows(config, measure_model(config), longest=32) == {
+    assert memory_rows(config, measure_model(config)) == {
         "policy, FP32": 4 * 39_328,
         "gradients": 4 * 39_328,
         "AdamW": 8 * 39_328,
@@ -66,23 +66,23 @@ def test_memory_on_a_cpu_by_hand():
 def test_memory_on_a_gpu_by_hand(monkeypatch, format, narrow):
     monkeypatch.setattr(qurl.run.budget, "pick_device", lambda _: torch.device("cuda"))
     config = recipe(quant={"format": format})
-    rows = memory_rows(config, measure_model(config), longest=32)
+    rows = memory_rows(config, measure_model(config))
     assert rows["engine weights"] == narrow * 32_768 + 2 * (6_400 + 160)
     assert rows["KV cache, full"] == 2 * 128 * 32 * 15
 
 
 def test_reference_and_critic_cost_memory():
     config = recipe(algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1})
-    rows = memory_rows(config, measure_model(config), longest=32)
+    rows = memory_rows(config, measure_model(config))
     assert rows["reference"] == 4 * 39_328
     assert rows["critic and its AdamW"] == 16 * 39_328
 
 
 def test_the_cache_is_as_large_as_asked_for_or_needed():
     small = recipe(rollout={"max_batch": 4})
-    assert memory_rows(small, measure_model(small), 32)["KV cache, full"] == 4 * 128 * 32 * 4
+    assert memory_rows(small, measure_model(small))["KV cache, full"] == 4 * 128 * 32 * 4
     fixed = recipe(rollout={"kv_tokens": 1000})
-    assert memory_rows(fixed, measure_model(fixed), 32)["KV cache, full"] == 4 * 128 * 1000
+    assert memory_rows(fixed, measure_model(fixed))["KV cache, full"] == 4 * 128 * 1000
 
 
 def test_the_text_holds_the_token_budget():
@@ -93,7 +93,7 @@ def test_the_text_holds_the_token_budget():
     assert "updates per step 8" in lines
     assert "updates in the run 56" in lines
     config = recipe(batch={"problems": 3000, "minibatches": 4})
-    total = sum(memory_rows(config, measure_model(config), 32).values()) / 2**30
+    total = sum(memory_rows(config, measure_model(config)).values()) / 2**30
     assert f"total {total:.3f}" in " ".join(describe_budget(config).split())
 
 

@@ -168,9 +168,9 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
 
 
 def test_dry_run_checks_the_recipe(recipe, tmp_path, capsys):
-    code, message = fails(["train", str(recipe), "--dry-run", "--sampling.top-p", "0.9"], capsys)
+    code, message = fails(["train", str(recipe), "--dry-run", "--optim.lr", "-1"], capsys)
     assert code == 2
-    assert "sampling.top_p = '0.9' is gone" in message
+    assert "optim.lr = -1.0: must be greater than 0" in message
 
 
 def test_validate(recipe, tmp_path, capsys):

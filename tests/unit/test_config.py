@@ -10,7 +10,7 @@ import pytest
 
 from qurl.config import PRESETS, Config, build_config, load_config, schema, to_json
 from qurl.config.recipe import MOVED
-from qurl.config.rules import find_mistakes, find_warnings, parse_rejection
+from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
 from qurl.run.directory import flatten
@@ -37,7 +37,7 @@ def refusal(tree):
 def test_the_defaults_are_a_recipe():
     assert build_config({}) == Config()
     assert find_mistakes(Config()) == []
-    assert find_warnings(Config()) == []
+    assert not list(find_warnings(Config()))
     assert build_config(dataclasses.asdict(Config())) == Config()
 
 
@@ -181,8 +181,8 @@ def test_all_mistakes_of_the_values_at_once():
         ({"sampling": {"temperature": 1e-9}}, "sampling.temperature = 1e-09: must be greater than"),
         ({"optim": {"betas": [0.9, 2]}}, "optim.betas.1 = 2: must be less than 1"),
         ({"eval": {"top_p": 0}}, "eval.top_p = 0: must be greater than 0"),
-        ({"sampling": {"stop": "x"}}, "sampling.stop = 'x' must be a list, like ['x']"),
-        ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9] has too few values"),
+        ({"sampling": {"stop": "x"}}, "sampling.stop = 'x': must be a valid list"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas.1 = [0.9]: Field required"),
         ({"optim": {"lr": True}}, "optim.lr = True: must be a valid number"),
         ({"optim": {"grad_clip": "2"}}, "optim.grad_clip = '2': must be a valid number"),
         ({"steps": True}, "steps = True: must be a valid integer"),
@@ -240,10 +240,6 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "correction.kind = 'icepop' needs algo.objective = 'tis' or 'acr', not 'decoupled'",
         ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
-        (
-            {"experimental": {"dither": True}, "model": {"compute_dtype": "float32"}},
-            'experimental.dither = true needs model.compute_dtype = "bfloat16"',
-        ),
         (
             {"save": {"every": 5, "keep": 0}},
             "save.every = 5 asks for checkpoints, save.keep = 0 for none",
@@ -312,14 +308,14 @@ def test_parts_of_your_own(tmp_path, monkeypatch):
     }
     config = build_config(tree)
     assert find_mistakes(config) == []
-    assert find_warnings(config) == []
+    assert not list(find_warnings(config))
     mistakes = find_mistakes(config, Objective(), Advantage(needs_group=True))
     assert [mistake.split(" = ")[0] for mistake in mistakes] == [
         "sampling.group_size",
         "correction.kind",
     ]
     warnings = find_warnings(config, Objective(), Advantage())
-    assert [w.split()[0] for w in warnings] == ["algo.objective", "algo.cap", "algo.lam"]
+    assert [w.split()[0] for w in warnings] == ["algo.objective"]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -338,15 +334,10 @@ def test_keys_that_moved_are_named_with_their_new_place(recipe):
         load_config(path)
     assert str(error.value).splitlines() == [
         f"3 mistakes in {path}:",
-        "  - sampling.top_p = 1.0 is gone: training always samples with top_p = 1; eval.top_p is "
-        "for evaluations; remove the key",
-        "  - optim.dither = True has moved; write experimental.dither instead",
-        "  - quant.scale_o_proj = False has moved; write experimental.scale_o_proj instead",
+        "  - sampling.top_p = 1.0 is gone; remove it",
+        "  - optim.dither = True has moved to experimental.dither",
+        "  - quant.scale_o_proj = False has moved to experimental.scale_o_proj",
     ]
-    with pytest.raises(ConfigError, match=r"optim\.dither = True has moved; write experimental"):
-        load_config(None, ["--optim.dither", "--steps", "3"])
-    with pytest.raises(ConfigError, match=r"rollout\.page_size = '16' is gone: .* \(flags\)"):
-        load_config(None, ["--steps", "3", "--rollout.page-size=16"])
 
 
 def test_keys_that_moved_are_carried_over_in_a_run(tmp_path):
@@ -367,15 +358,7 @@ def test_new_places_of_moved_keys_exist():
     keys = flatten(dataclasses.asdict(Config()))
     for old, new in MOVED.items():
         assert old not in keys
-        assert new in keys or new.startswith("gone: ")
-
-
-def test_rejection_rules_are_parsed():
-    assert parse_rejection("seq_mean_k1:0.999_1.001") == ("seq_mean_k1", 0.999, 1.001)
-    assert parse_rejection("token_k3:1e-2") == ("token_k3", None, 0.01)
-
-
-IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
+        assert new in keys or not new
 
 
 @pytest.mark.parametrize(
@@ -388,26 +371,10 @@ IN_REWARD = {"advantage": "gae", "kl_coef": 0.1, "kl_in_reward": True}
         ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' does not correct the mismatch"),
         ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' does not correct the mismatch"),
         ({"correction": {"kind": "icepop"}}, "ACR cannot act: correction.kind = 'icepop'"),
-        ({"experimental": {"scale_o_proj": True}}, "scale_o_proj does nothing while quant.upd"),
-        (
-            {"experimental": {"acr_max_bound": 9.0}, "algo": {"objective": "tis"}},
-            "experimental.acr_max_bound does nothing with algo.objective = 'tis'",
-        ),
-        ({"critic": {"lr": 1e-4}}, "critic.lr does nothing with algo.advantage = 'grpo'"),
-        ({"algo": {"lam": 0.9}}, "algo.lam does nothing with algo.advantage = 'grpo'"),
-        ({"rollout": {"engine": "hf", "kv_tokens": 9}}, "rollout.kv_tokens does nothing with"),
         (
             {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
             "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
         ),
-        ({"algo": {**IN_REWARD, "kl_estimator": "k2"}}, "algo.kl_estimator does nothing with"),
-        (
-            {"algo": IN_REWARD, "experimental": {"weighted_kl": True}},
-            "experimental.weighted_kl does nothing with algo.kl_in_reward",
-        ),
-        ({"algo": {"objective": "decoupled", "cap": 5.0}}, "algo.cap does nothing with"),
-        ({"algo": {"gen_multiple": 2}}, "algo.gen_multiple does nothing without"),
-        ({"algo": {"kl_coef": 0, "kl_estimator": "k1"}}, "algo.kl_estimator does nothing while"),
         ({"steps": 9, "optim": {"warmup_steps": 10}}, "the learning rate never reaches optim.lr"),
     ],
 )
@@ -423,7 +390,7 @@ def test_choices_that_need_no_warning():
         {"quant": {"update_scale": 1.5}, "optim": {"lr": 9e-6}},
         {"algo": {"objective": "ppo_prox"}, "quant": {"format": "none"}},
     ):
-        assert find_warnings(build_config(tree)) == []
+        assert not list(find_warnings(build_config(tree)))
 
 
 def test_files_that_are_no_recipe(recipe, tmp_path):
@@ -458,7 +425,7 @@ def test_a_run_directory_is_a_recipe(tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_that_ship(path):
     config = load_config(path)
-    assert find_warnings(config) == []
+    assert not list(find_warnings(config))
     assert config.run_dir == f"runs/{path.stem}"
 
 

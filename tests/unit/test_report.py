@@ -4,7 +4,6 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
 from qurl.config import Config
 from qurl.errors import DataError, MissingExtra
@@ -16,7 +15,7 @@ from qurl.run.report.figures import _moving_average
 
 def open_run(tmp_path, steps=4):
     config = Config(steps=steps, run_dir=str(tmp_path / "my-run"))
-    return Run.open(config, console=Console(file=io.StringIO()))
+    return Run.open(config, output=io.StringIO())
 
 
 def accuracy(precision, value):
@@ -160,7 +159,7 @@ def test_read_curve_leaves_out_what_is_not_finite():
     assert curve is not None
     assert (curve.steps, curve.values) == ([1, 4], [1.0, -2.0])
     assert read_curve(metrics, "y", "label") is None
-    positive = read_curve(metrics, "x", "label", is_positive=True)
+    positive = read_curve(metrics, "x", "label", "log")
     assert positive is not None
     assert positive.steps == [1]
 
@@ -176,17 +175,16 @@ def test_evaluations_are_drawn_at_the_number_of_updates():
     assert trained.steps == [1]
 
 
-def test_time_chart_stacks_parts_that_run_at_every_step_first():
+def test_time_chart_has_a_curve_for_each_part():
     metrics = [
-        {"step": -1, "timing_s/eval": 5.0},
         {"step": 1, "timing_s/eval": 5.0, "timing_s/rollout": 2.0},
         {"step": 2, "timing_s/rollout": 3.0},
         {"step": 3, "other": 1.0},
     ]
     (chart,) = build_charts(metrics)
     assert [(c.label, c.steps, c.values) for c in chart.curves] == [
+        ("eval", [1], [5.0]),
         ("rollout", [1, 2], [2.0, 3.0]),
-        ("eval", [1, 2], [5.0, 0.0]),
     ]
 
 

@@ -12,22 +12,18 @@ from qurl.config.recipe import (
 from qurl.config.schema import (
     AlgoConfig,
     Config,
-    CorrectionConfig,
     ModelConfig,
     OptimConfig,
     ScratchConfig,
-    TaskConfig,
 )
 
 __all__ = [
     "PRESETS",
     "AlgoConfig",
     "Config",
-    "CorrectionConfig",
     "ModelConfig",
     "OptimConfig",
     "ScratchConfig",
-    "TaskConfig",
     "build_config",
     "check_combinations",
     "load_config",

@@ -7,8 +7,6 @@ mistakes are reported at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from qurl.config.rules import find_mistakes
-from qurl.config.schema import AlgoConfig, Config, Section
+from qurl.config.schema import AlgoConfig, Config
 from qurl.errors import ConfigError
 from qurl.objectives import Advantage, Objective
 
@@ -52,33 +50,30 @@ MOVED: Mapping[str, str] = {
     "optim.dither": "experimental.dither",
     "quant.scale_o_proj": "experimental.scale_o_proj",
     "quant.scale_down_proj": "experimental.scale_down_proj",
-    "sampling.top_p": "gone: training always samples with top_p = 1; eval.top_p is for evaluations",
-    "sampling.top_k": "gone: training always samples from all tokens",
-    "rollout.page_size": "gone: the engine chooses it, and results do not depend on it",
+    "sampling.top_p": "",
+    "sampling.top_k": "",
+    "rollout.page_size": "",
 }
-"""Keys of earlier versions: where each is now, or why it is gone.
-
-No key that is gone ever had a value that changed a run's results.
-"""
+"""Today's places of earlier keys; empty if the key is gone, which never changed a run's results."""
 
 
 def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
-    """Read a recipe or a run, lay the flags over it, and check the whole."""
-    recipe, words = read_recipe(path) if path else {}, _split_flags(flags)
+    """Read a recipe or a run, apply the flags, and check the whole."""
+    recipe = read_recipe(path) if path else {}
     sources = ([str(path)] if path else []) + (["flags"] if flags or not path else [])
     source = " and ".join(sources)
-    own = _section(recipe, "algo").get("name")
-    name = _last_value(words, "algo.name") or own
-    if path and _is_run(path):
-        if name != own:
+    is_run = path is not None and _is_run(path)
+    if is_run:
+        recipe["run_dir"] = str(path)  # it may have been moved
+    base = build_config(_with_preset(recipe), source)
+    config = _apply_flags(base, flags, source)
+    if (name := config.algo.name) != base.algo.name:
+        if is_run:
             raise ConfigError(
                 f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with "
-                f"{own!r}, whose keys would all stay; start from a recipe of recipes/ instead"
+                f"{base.algo.name!r}; start from a recipe instead"
             )
-        recipe["run_dir"] = str(path)  # it may have been moved
-    config = build_config(_with_preset(recipe, str(name or AlgoConfig.name)), source)
-    if words:
-        config = build_config(to_dict(_apply_flags(config, words)), source)
+        config = _apply_flags(build_config(_with_preset(recipe, name), source), flags, source)
     check_combinations(config, source)
     return config
 
@@ -101,8 +96,6 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """
     path, is_run = Path(path), _is_run(path)
     path = path / "config.json" if is_run else path
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder without a config.json; give a recipe or a run")
     if not path.is_file():
         raise ConfigError(f"there is no recipe and no run at {path}; see recipes/ for examples")
     try:
@@ -113,7 +106,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not is_run:
         return tree
     if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
-        raise ConfigError(f"{path} is not a run's config")
+        raise ConfigError(f"{path} is not a run's config; choose another folder")
     for name in [name for name, section in tree.items() if isinstance(section, dict)]:
         for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
             section, _, rest = key.partition(".")
@@ -127,17 +120,7 @@ def _is_run(path: str | Path) -> bool:
 
 def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
     """{"section.key": value} of an earlier version under today's keys."""
-    return {MOVED.get(key, key): value for key, value in values.items() if not _is_gone(key)}
-
-
-def _is_gone(key: str) -> bool:
-    return MOVED.get(key, "").startswith("gone: ")
-
-
-def _explain_moved(key: str, value: Any) -> str:
-    if _is_gone(key):
-        return f"{key} = {value!r} is {MOVED[key]}; remove the key"
-    return f"{key} = {value!r} has moved; write {MOVED[key]} instead"
+    return {MOVED.get(key, key): value for key, value in values.items() if MOVED.get(key, key)}
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
@@ -146,7 +129,7 @@ def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
     Unlike `load_config`, it applies no preset and does not check combinations.
     """
     try:
-        return TypeAdapter(Config).validate_python(_without_none_strings(tree))
+        return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         mistakes = [_explain(e) for e in error.errors()]
         raise ConfigError(_listed(list(dict.fromkeys(mistakes)), source)) from None
@@ -160,114 +143,71 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2)
 
 
-def _with_preset(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
-    own = {section: recipe.get(section, {}) for section in PRESETS.get(name, {})}
-    preset = {s: {**PRESETS[name][s], **keys} for s, keys in own.items() if isinstance(keys, dict)}
-    return {**recipe, **preset}
+def _with_preset(recipe: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
+    """The recipe over the preset of `name`, or of its own algo.name."""
+    own = recipe.get("algo", {})
+    own = own.get("name", AlgoConfig.name) if isinstance(own, dict) else ""
+    tree = dict(recipe)
+    for section, preset in PRESETS.get(name or str(own), {}).items():
+        if isinstance(keys := recipe.get(section, {}), dict):
+            tree[section] = {**preset, **keys}
+    return tree
 
 
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = tree.get(name, {})
-    return section if isinstance(section, Mapping) else {}
-
-
-def _split_flags(flags: Sequence[str]) -> list[str]:
-    """Flags in tyro's form: `--a=b` in two words, a value after every switch, None, True, False."""
-    words: list[str] = []
-    for flag in flags:
-        name, equals, value = flag.partition("=")
-        is_pair = flag.startswith("--") and equals and not value.startswith("-")
-        for word in (name, value) if is_pair else (flag,):
-            before = words[-1] if words else ""
-            if _is_switch(before) and word.startswith("--"):
-                words.append("True")
-            is_none = word == "none" and _key(before).split(".")[-1] in _optional_keys()
-            is_bool = word in ("true", "false") and _is_switch(before)
-            words.append(word.capitalize() if is_none or is_bool else word)
-    return [*words, "True"] if words and _is_switch(words[-1]) else words
-
-
-def _apply_flags(config: Config, words: Sequence[str]) -> Config:
-    if old := [key for word in words if (key := _key(word)) in MOVED]:
-        mistakes = [_explain_moved(key, _last_value(words, key) or True) for key in old]
-        raise ConfigError(_listed(mistakes, "flags"))
+def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
+    if not flags:
+        return config
     import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-    return tyro.cli(
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        """Flags take true, false and none as recipes do; a switch alone is true."""
+        if info.type not in (bool, type(None)):
+            return None
+        words = {"true": True, "false": False} if info.type is bool else {"none": None}
+        return PrimitiveConstructorSpec(
+            nargs=(0, 1) if info.type is bool else 1,
+            metavar="|".join(words),
+            instance_from_str=lambda given: words[given[0].lower()] if given else True,
+            is_instance=lambda value: isinstance(value, info.type),
+            str_from_instance=lambda value: [str(value).lower()],
+            choices=(*words, *(word.capitalize() for word in words)),
+        )
+
+    changed = tyro.cli(
         Config,
         prog="qurl COMMAND [RECIPE|RUN]",
         default=config,
-        args=words,
+        args=flags,
         config=(tyro.conf.FlagConversionOff,),
+        registry=registry,
     )
-
-
-def _last_value(words: Sequence[str], key: str) -> str | None:
-    """The value of a flag; as for tyro, the last one counts."""
-    values = [value for name, value in itertools.pairwise(words) if _key(name) == key]
-    return values[-1] if values and not _key(values[-1]) else None
-
-
-def _key(word: str) -> str:
-    """`--run-dir` -> `run_dir`; "" for a word that is no flag."""
-    return word[2:].replace("-", "_") if word.startswith("--") else ""
-
-
-def _is_switch(word: str) -> bool:
-    """Is it the flag of a key that is true or false?"""
-    default: Any = Config()
-    for name in _key(word).split("."):
-        default = getattr(default, name, None)
-    return isinstance(default, bool)
-
-
-@functools.cache
-def _optional_keys() -> frozenset[str]:
-    """Keys whose type admits None."""
-    fields = [f for section in Section.__subclasses__() for f in dataclasses.fields(section)]  # type: ignore[arg-type]
-    return frozenset(f.name for f in fields if str(f.type).endswith("None"))
-
-
-def _without_none_strings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML has no null: "none" stands for it in the optional keys."""
-    return {
-        key: _without_none_strings(value)
-        if isinstance(value, Mapping)
-        else None
-        if key in _optional_keys() and value == "none"
-        else value
-        for key, value in tree.items()
-    }
+    return build_config(to_dict(changed), source)
 
 
 def _explain(error: Mapping[str, Any]) -> str:
     """One validation error as `path = value is wrong because ...`."""
     parts = [str(p) for p in error["loc"] if not (isinstance(p, str) and "[" in p)]
     path, value = ".".join(parts), error["input"]
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
     if path in MOVED:
-        return _explain_moved(path, value)
+        remedy = f"has moved to {MOVED[path]}" if MOVED[path] else "is gone; remove it"
+        return f"{path} = {value!r} {remedy}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{path} = {value!r} is not a key; {_known_keys(parts[:-1])}"
+        section: Any = Config()
+        for name in parts[:-1]:
+            section = getattr(section, name)
+        where = f"[{'.'.join(parts[:-1])}]" if parts[1:] else "the top level"
+        return f"{path} = {value!r} is not a key; {where} has {', '.join(vars(section))}"
     if kind == "literal_error":
-        return f"{path} = {value!r} is not one of {context['expected']}"
+        return f"{path} = {value!r} is not one of {error['ctx']['expected']}"
     if kind == "dataclass_type":
         return f"{path} = {value!r} must be a table, like [{path}]"
-    if kind == "missing":  # the input is the list that is too short
-        return f"{'.'.join(parts[:-1])} = {value!r} has too few values"
-    if kind == "tuple_type":
-        return f"{path} = {value!r} must be a list, like [{value!r}]"
     message = error["msg"].replace("Input should be", "must be").replace("Input must", "must")
-    return f"{path} = {value!r}: {message}"
-
-
-def _known_keys(section: Sequence[str]) -> str:
-    node: Any = Config()
-    for name in section:
-        node = getattr(node, name)
-    keys = ", ".join(f.name for f in dataclasses.fields(node))
-    where = f"[{'.'.join(section)}]" if section else "the top level"
-    return f"{where} has {keys}"
+    return f"{path} = {value!r}: {message.replace('tuple', 'list')}"
 
 
 def _listed(mistakes: Sequence[str], source: str) -> str:

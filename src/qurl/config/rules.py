@@ -6,13 +6,11 @@ your own parts are known once those are loaded; without them, the rules that nee
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from qurl.config.schema import Config, Section
+from qurl.config.schema import Config
 from qurl.errors import ConfigError
-from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
+from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective, parse_rejection
 from qurl.plugins import check_plugin, is_users_own
 
 GENERATED = ("arithmetic", "countdown")
@@ -29,12 +27,6 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
 
 NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
 
-_DIVERGENCES = ("k1", "k2", "k3")
-_REJECTIONS = (
-    *(f"token_{k}" for k in _DIVERGENCES),
-    *(f"seq_{how}_{k}" for how in ("sum", "mean", "max") for k in _DIVERGENCES),
-)
-
 
 def find_mistakes(
     config: Config, objective: Objective | None = None, advantage: Advantage | None = None
@@ -48,16 +40,6 @@ def find_mistakes(
         *_correction_mistakes(config, objective),
         *_other_mistakes(config),
     ]
-
-
-def find_warnings(
-    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
-) -> list[str]:
-    """Choices that work but are probably not what was meant."""
-    objective = objective or OBJECTIVES.get(config.algo.objective)
-    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
-    facts = (objective, advantage)
-    return [*_doubts(config, *facts), *_idle_settings(config, *facts)]
 
 
 def needs_file(task: str) -> bool:
@@ -96,11 +78,8 @@ def _algorithm_mistakes(
         )
     if size < 2 and algo.dynamic_sampling:
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
-    if config.batch.minibatches > config.batch.problems * size:
-        yield (
-            f"batch.minibatches = {config.batch.minibatches} is more than the "
-            f"{config.batch.problems * size} sequences of a step"
-        )
+    if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
+        yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
     if advantage and not advantage.needs_critic:
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
         if algo.name == "ppo":
@@ -109,15 +88,11 @@ def _algorithm_mistakes(
             yield f"algo.kl_in_reward = true needs algo.advantage = {critics}; use the loss term"
     if config.experimental.weighted_kl and objective and not objective.is_weighted:
         yield f"experimental.weighted_kl = true: {algo.objective!r} has no importance weight"
-    if config.experimental.dither and config.model.compute_dtype == "float32":
-        yield (
-            'experimental.dither = true needs model.compute_dtype = "bfloat16": a trainer in FP32 '
-            "sees every update"
-        )
 
 
 def _correction_mistakes(config: Config, objective: Objective | None) -> Iterator[str]:
     correction, name = config.correction, config.algo.objective
+    low, high = correction.icepop_low, correction.icepop_high
     if correction.mode == "bypass":
         if objective and objective.against != "behav":
             yield (
@@ -126,17 +101,14 @@ def _correction_mistakes(config: Config, objective: Objective | None) -> Iterato
             )
         if correction.reject or correction.veto is not None:
             yield (
-                "correction.mode = 'bypass' computes no mismatch, so correction.reject and "
-                "correction.veto have nothing to look at"
+                "correction.mode = 'bypass' computes no mismatch; remove correction.reject and "
+                "correction.veto"
             )
     if correction.kind == "icepop" and objective and not objective.is_truncated:
         truncated = " or ".join(repr(n) for n, o in OBJECTIVES.items() if o.is_truncated)
         yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
-    if correction.icepop_low >= correction.icepop_high:
-        yield (
-            f"correction.icepop_low = {correction.icepop_low} must lie below "
-            f"correction.icepop_high = {correction.icepop_high}"
-        )
+    if low >= high:
+        yield f"correction.icepop_low = {low} must lie below correction.icepop_high = {high}"
     for rule in correction.reject:
         try:
             parse_rejection(rule)
@@ -162,20 +134,17 @@ def _other_mistakes(config: Config) -> Iterator[str]:
             f"2 x model.scratch.heads = {2 * scratch.heads}"
         )
     if config.quant.kv != "none" and config.rollout.engine == "hf":
-        yield (
-            f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local': transformers keeps "
-            "its cache in the compute precision"
-        )
+        yield f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local'"
     if save.every > 0 and save.keep == 0:
-        yield (
-            f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none; set "
-            "save.every = 0 or save.keep >= 1"
-        )
+        yield f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none"
 
 
-def _doubts(
-    config: Config, objective: Objective | None, advantage: Advantage | None
+def find_warnings(
+    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
 ) -> Iterator[str]:
+    """Choices that work but are probably not what was meant."""
+    objective = objective or OBJECTIVES.get(config.algo.objective)
+    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
     algo, quant, optim = config.algo, config.quant, config.optim
     if objective and objective.is_widened:
         if config.updates_per_step == 1:
@@ -202,72 +171,9 @@ def _doubts(
     if quant.update_scale > 1 and optim.lr >= 1e-5:
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
-        yield (
-            f"evaluations named full answer with quant.kv = {quant.kv!r}: with quant.format = "
-            "'none' they use the actor itself"
-        )
+        yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
     if optim.warmup_steps > config.steps:
         yield (
             f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}: the "
             "learning rate never reaches optim.lr"
         )
-
-
-def _idle_settings(
-    config: Config, objective: Objective | None, advantage: Advantage | None
-) -> Iterator[str]:
-    """Keys that are set but have no effect beside the others."""
-    o, a, algo, rollout = objective, advantage, config.algo, config.rollout
-    chosen = f"with algo.objective = {algo.objective!r}"
-    kl = ("algo.kl_estimator", "experimental.weighted_kl")
-    paging = ("rollout.max_", "rollout.kv_", "rollout.release_", "rollout.determ")
-    cases: list[tuple[Any, tuple[str, ...], str]] = [  # (when, keys or their beginnings, why)
-        (o and not o.is_truncated, ("algo.cap",), chosen),
-        (o and not o.is_widened, ("experimental.acr_",), chosen),
-        (o and not o.is_weighted, ("correction.level", "correction.batch_"), chosen),
-        (
-            a and not a.needs_critic,
-            ("critic.", "algo.gamma", "algo.lam"),
-            f"with algo.advantage = {algo.advantage!r}",
-        ),
-        (algo.kl_coef == 0, (*kl, "algo.kl_in_reward"), "while algo.kl_coef = 0"),
-        (algo.kl_coef and algo.kl_in_reward, kl, "with algo.kl_in_reward"),
-        (not algo.dynamic_sampling, ("algo.gen_", "algo.max_gen_"), "without dynamic sampling"),
-        (config.quant.update_scale == 1, ("experimental.scale_",), "while quant.update_scale = 1"),
-        (rollout.engine == "hf", paging, "with rollout.engine = 'hf'"),
-    ]
-    changed = _changed(config)
-    for is_idle, keys, why in cases:
-        if is_idle:
-            yield from (f"{key} does nothing {why}" for key in changed if key.startswith(keys))
-
-
-def _changed(config: Config) -> list[str]:
-    """Keys that are not at their defaults."""
-    return [
-        f"{name}.{key}"
-        for name, section in vars(config).items()
-        if isinstance(section, Section)
-        for key, default in vars(type(section)()).items()
-        if getattr(section, key) != default
-    ]
-
-
-def parse_rejection(rule: str) -> tuple[str, float | None, float]:
-    """ "seq_mean_k1:0.999_1.001" -> (name, low, high); "token_k3:0.01" -> (name, None, high)."""
-    name, _, bounds = rule.partition(":")
-    if name not in _REJECTIONS:
-        raise ValueError(f"{rule!r} does not start with one of {', '.join(_REJECTIONS)}")
-    try:
-        numbers = [float(x) for x in bounds.split("_")]
-    except ValueError:
-        numbers = []
-    has_band = name.endswith("k1")
-    if len(numbers) != (2 if has_band else 1):
-        wanted = "a band, like 0.999_1.001" if has_band else "one upper bound, like 0.01"
-        raise ValueError(f"{rule!r} needs {wanted} after the colon")
-    if has_band and not 0 < numbers[0] < numbers[1] < math.inf:
-        raise ValueError(f"{rule!r} needs 0 < low < high")
-    if not has_band and not 0 < numbers[0] < math.inf:
-        raise ValueError(f"{rule!r} needs a bound above 0: as it is, no token would be kept or all")
-    return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 # Strict, or pydantic would take true for 1 and "no" for false.
 Flag = Annotated[bool, Field(strict=True)]
@@ -21,6 +21,9 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+T = TypeVar("T")
+# TOML has no null, so "none" stands for it.
+OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
 
 
 class Section:
@@ -59,8 +62,7 @@ class ModelConfig(Section):
     compile: Flag = False
     """Compile the decoder layers with torch.compile instead of using our fused ones."""
     deterministic: Flag = False
-    """Sum gradients in a fixed order on a GPU too; slower. Together with rollout.deterministic, GPU
-    runs should repeat to the bit (verified for single updates only)."""
+    """Sum gradients in a fixed order on a GPU too; slower. See also rollout.deterministic."""
     logits_chunk: Count = 1024
     """Positions whose logits are in memory at once."""
 
@@ -78,8 +80,7 @@ class TaskConfig(Section):
     reward: str = "auto"
     """auto (the task's own), math, exact, countdown, gym:<name>, or module:name."""
     instruction: str = "auto"
-    """Text added after each question of a file. auto asks for a \\boxed answer, but adds nothing to
-    questions from a column `prompt`, which are complete."""
+    """Text after each question of a file. auto: ask for \\boxed, unless the column is `prompt`."""
     max_prompt_tokens: Count = 1024
     """Longest prompt; a longer one is an error unless skip_long_prompts is set."""
     skip_long_prompts: Flag = False
@@ -131,15 +132,14 @@ class AlgoConfig(Section):
     name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"] = "grpo"
     """Preset; see the table of presets."""
     objective: str = "acr"
-    """ppo_prox (Eq. 1), ppo_behav (Eq. 3), decoupled (Eq. 4), tis (Eq. 5), acr (Eq. 9), or
-    module:name."""
-    cap: Annotated[float, Field(ge=1, strict=True)] | None = 2.0
+    """ppo_prox (Eq. 1), ppo_behav (3), decoupled (4), tis (5), acr (9), or module:name."""
+    cap: OrNone[Annotated[float, Field(ge=1, strict=True)]] = 2.0
     """C, where importance weights are truncated; none = no truncation."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegative = 0.2
     """The ratio is clipped above 1 + clip_high; acr widens this where it truncates the weight."""
-    dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
+    dual_clip: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
     """Bound on the loss of tokens with negative advantages (verl's clip_ratio_c)."""
     advantage: str = "grpo"
     """gae (trains a critic), grpo, dr_grpo, rloo, reinforce_pp, or module:name."""
@@ -177,7 +177,7 @@ class CriticConfig(Section):
 
     lr: Positive = 1e-5
     """Learning rate of the critic."""
-    clip: Positive | None = 0.5
+    clip: OrNone[Positive] = 0.5
     """Clip values to this range around the old value; none = no clipping."""
     pretrain_steps: CountOrZero = 0
     """Steps at the start that train the critic only."""
@@ -201,7 +201,7 @@ class CorrectionConfig(Section):
     """Divide the weights by their mean over the batch."""
     reject: tuple[str, ...] = ()
     """Rejection masks, such as "seq_mean_k1:0.999_1.001" or "token_k3:0.01"."""
-    veto: Annotated[float, Field(gt=0, lt=1, strict=True)] | None = None
+    veto: OrNone[Annotated[float, Field(gt=0, lt=1, strict=True)]] = None
     """Drop a sequence if the mismatch of any token is below this, such as 1e-4."""
 
 
@@ -305,16 +305,14 @@ class TrackConfig(Section):
 class ExperimentalConfig(Section):
     """Options for comparisons. They may change or disappear in any release."""
 
-    acr_max_bound: Annotated[float, Field(gt=1, strict=True)] | None = None
+    acr_max_bound: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
     """Largest upper clip bound that acr may widen to; none = no limit."""
     weighted_kl: Flag = False
     """Multiply the KL term by the importance weight, as the quantized actor draws the samples."""
     norm_fed_lr_scale: Positive = 1.0
-    """Multiply the learning rate of q, k, v, gate and up, and divide that of their norms: UAQ's
-    effect on AdamW without UAQ."""
+    """Multiply the learning rate of q, k, v, gate, up; divide that of their norms, as UAQ does."""
     dither: Flag = False
-    """Start each master weight at a random value that rounds to its BF16 value, so that a BF16
-    forward sees small updates on average. Needs model.compute_dtype = "bfloat16"."""
+    """Start masters at random values that round to their BF16 values; needs a bfloat16 trainer."""
     scale_o_proj: Flag = False
     """Apply UAQ to o_proj, against v_proj."""
     scale_down_proj: Flag = False

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config, check_combinations
 from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, needs_file
-from qurl.errors import CheckpointError, ConfigError
+from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
-from qurl.objectives import Advantage
+from qurl.objectives import Advantage, Objective
 from qurl.ops.device import default_dtype, pick_device
 from qurl.plugins import is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
@@ -37,14 +36,14 @@ from qurl.run.checkpoint import (
     staged_folder,
 )
 from qurl.run.directory import INITIAL, Run
-from qurl.run.scratch import make_scratch_model
 from qurl.sampling import ProblemStream, Selector
-from qurl.tasks import load_task
-from qurl.tasks.generated import Draw
-from qurl.tasks.task import Task
+from qurl.seeds import derive_seed
+from qurl.tasks import Draw, GeneratedTask, Task, load_task
+from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
+from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
 EngineFactory = Callable[..., Engine]
@@ -57,36 +56,34 @@ class Choices:
 
     objective: Surrogate
     advantage: Estimator
-    engine: EngineFactory | None
-    """None: the recipe names a built-in one."""
     task: Task | Draw | str
-    reward: Reward | None
-    """None: the recipe names it, or the task has its own."""
     select: Selector | str
-    episode: Episode | str
-    """ "" for completions of one turn."""
+    engine: EngineFactory | None
+    reward: Reward | None
+    episode: Episode | None
+    """None for the last three: as the recipe says."""
 
     @classmethod
     def of(cls, config: Config, **given: Any) -> Choices:
         """What the caller gives, or the recipe names; refuses what does not go together."""
-        algo, rollout = config.algo, config.rollout
-        objective = given["objective"] or _find(algo.objective, "algo.objective", SURROGATES)
-        advantage = given["advantage"] or _find(algo.advantage, "algo.advantage", ESTIMATORS)
-        engine = given["engine"]
-        if engine is None and is_users_own(rollout.engine):
-            engine = load_plugin(rollout.engine, "rollout.engine")
-        check_combinations(
-            config, objective=facts_of(objective), advantage=_facts_of_advantage(advantage)
-        )
-        return cls(
-            objective=objective,
-            advantage=advantage,
-            engine=engine,
-            task=given["task"] or config.task.name,
-            reward=given["reward"],
-            select=given["select"] or config.sampling.select,
-            episode=given["episode"] or rollout.episode,
-        )
+        algo = config.algo
+        given["objective"] = given["objective"] or _find(algo.objective, "objective", SURROGATES)
+        given["advantage"] = given["advantage"] or _find(algo.advantage, "advantage", ESTIMATORS)
+        given["task"] = given["task"] or config.task.name
+        given["select"] = given["select"] or config.sampling.select
+        choices = cls(**given)
+        check_combinations(config, "config", *choices.facts)
+        return choices
+
+    @property
+    def facts(self) -> tuple[Objective, Advantage]:
+        """Facts of the objective and of the advantage, which may carry none."""
+        return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
+
+
+def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:
+    """A built-in part, or your own behind `module:name`."""
+    return load_plugin(name, f"algo.{key}") if is_users_own(name) else built_in[name]
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,9 @@ class Parts:
     advantage: Estimator
     cap: float | None
     """C as the objective applies it."""
-    engines: Mapping[str, Engine]
-    """By precision: the actor's format, and "full" if evaluations need the weights unquantized."""
     engine: Engine
-    """The quantized actor."""
+    full_engine: Engine
+    """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
     held_out: list[Problem]
     pool: GradingPool
@@ -108,7 +104,7 @@ class Parts:
     first_step: int
 
     def engine_of(self, precision: str) -> Engine:
-        return self.engines.get(precision, self.engine)
+        return self.full_engine if precision == "full" else self.engine
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
@@ -126,8 +122,8 @@ class Parts:
 @contextmanager
 def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint if there is one."""
-    facts = facts_of(choices.objective), _facts_of_advantage(choices.advantage)
-    for warning in find_warnings(config, *facts):
+    objective, advantage = choices.facts
+    for warning in find_warnings(config, objective, advantage):
         run.event("warning", warning)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
@@ -136,54 +132,48 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         policy = load_saved_policy(checkpoint, config.model, device)
     else:
         policy = load_policy(initial, config.model, device)
-    learner = _build_learner(config, policy, initial, choices)
-    prompts = (config, policy.tokenizer, policy.model.config, choices.task)
-    task = training_task(*prompts)
-    held_out = held_out_problems(*prompts) if config.eval.every else []
+    has_reference = config.algo.kl_coef > 0
+    learner = Learner(
+        policy,
+        config,
+        reference=load_policy(initial, config.model, device).freeze_() if has_reference else None,
+        objective=choices.objective,
+        has_critic=advantage.needs_critic,
+    )
+    prompts = (policy.tokenizer, policy.model.config, choices.task)
+    task = load_split(config, "train", *prompts)
+    held_out = []
+    if config.eval.every:
+        held_out = held_out_problems(config, load_split(config, "eval", *prompts))
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed, choices.select)
-    tracker = _build_tracker(config, policy, run)
+    tracker = _build_tracker(config, policy)
     first_step = 0
     if checkpoint:
         first_step = _resume(checkpoint, learner, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
-        engines = _build_engines(config, policy, choices)
+        own = {"engine": choices.engine, "episode": choices.episode}
+        engine = full_engine = build_actor(config, policy, config.quant.format, **own)
+        if config.has_full_engine:
+            # The trainer gets its cache between evaluations: two would leave too little memory.
+            full_engine = build_actor(config, policy, "none", release_kv=True, **own)
         parts = Parts(
             learner=learner,
             advantage=_configured(choices.advantage, config.algo),
-            cap=facts_of(choices.objective).cap(config.algo.cap),
-            engine=engines[config.quant.format],
-            engines=engines,
+            cap=objective.cap(config.algo.cap),
+            engine=engine,
+            full_engine=full_engine,
             stream=stream,
             held_out=held_out,
             pool=pool,
             tracker=tracker,
             first_step=first_step,
         )
-        _rewind(run, first_step)  # last: if anything above fails, nothing logged is touched
+        run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts
-
-
-def _build_learner(
-    config: Config, policy: Policy, initial: str | Path, choices: Choices
-) -> Learner:
-    reference = None
-    if config.algo.kl_coef > 0:
-        reference = load_policy(initial, config.model, policy.device).freeze_()
-    return Learner(
-        policy,
-        config,
-        reference=reference,
-        objective=choices.objective,
-        has_critic=_facts_of_advantage(choices.advantage).needs_critic,
-    )
-
-
-def _facts_of_advantage(advantage: Estimator) -> Advantage:
-    return getattr(advantage, "facts", Advantage())
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
@@ -192,11 +182,6 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
     return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
-
-
-def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:
-    """A built-in part, or one's own behind `module:name`."""
-    return load_plugin(name, key) if is_users_own(name) else built_in[name]
 
 
 def _resume(
@@ -220,17 +205,6 @@ def _resume(
     return state["step"]
 
 
-def _rewind(run: Run, step: int) -> None:
-    """Go back to `step`, and say what that costs."""
-    rows = run.rewind(step)
-    if num_lost := sum(row["step"] >= 0 for row in rows):
-        run.event(
-            "warning",
-            f"{num_lost} logged steps have no checkpoint after them and are repeated, from step "
-            f"{step} on; save.every says how often one is saved",
-        )
-
-
 def prepare_torch(config: Config) -> torch.device:
     """Set threads and seed, and choose the device."""
     if config.threads:
@@ -248,100 +222,93 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         return config.model.path
     folder = run_path / INITIAL
     if not folder.exists():
-        try:
-            with staged_folder(folder) as staging:
-                make_scratch_model(config, staging, device)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the model made from scratch could not be written to {folder}: {error}. Make room "
-                "on the disk, then run the same command again"
-            ) from error
+        with staged_folder(folder) as staging:
+            make_scratch_model(config, staging, device)
     return folder
 
 
-def training_task(
+def make_scratch_model(config: Config, folder: Path, device: torch.device) -> None:
+    """Build the tiny model, teach it the task a little, and save it with its tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
+    tokenizer = build_tokenizer()
+    task = load_split(config, "train", tokenizer)
+    if not isinstance(task, GeneratedTask):
+        raise ConfigError(
+            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
+            "model.path to a pretrained model, or task.name to arithmetic or countdown"
+        )
+
+    def example(row: int) -> Example:
+        problem = task[row]
+        answer: Any = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
+        end: Any = tokenizer.eos_token_id
+        return list(problem.prompt_ids), [*answer, end]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(derive_seed(config.seed, "scratch"))
+        model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
+    warm_start_(model, example, len(task), config.model.scratch, config.seed)
+    disable_progress_bar()  # it would garble the run's own lines
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_split(
     config: Config,
+    split: str,
     tokenizer: Any = None,
     model_config: Any = None,
     task: Task | Draw | str = "",
 ) -> Task:
-    """The recipe's task, or a given one; prompts leave room for completions in the model's context.
+    """A split of the recipe's task, or of a given one, whose prompts leave room for completions.
 
-    A `Task` is taken as it is.
+    A `Task` object is its own training split, and needs a file for the other.
     """
+    options, is_eval = config.task, split == "eval"
     if not isinstance(task, str) and not callable(task):
-        return task
+        if not is_eval:
+            return task
+        task = "file"
+    task = task or options.name
+    path = options.eval_path if is_eval else options.path
+    if is_eval and isinstance(task, str) and needs_file(task) and not path:
+        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
+    section = "eval" if is_eval and config.eval.max_tokens else "sampling"
     return load_task(
-        task or config.task.name,
-        path=config.task.path,
-        split="train",
+        task,
+        path=path,
+        path_key="task.eval_path" if is_eval else "task.path",
+        split=split,
         tokenizer=tokenizer,
-        **_prompt_limit(config, "sampling.max_tokens", config.sampling.max_tokens, model_config),
-        **_task_options(config),
+        seed=config.seed,
+        difficulty=options.difficulty,
+        instruction=options.instruction,
+        skip_long_prompts=options.skip_long_prompts,
+        reward=options.reward,
+        **_prompt_limit(config, section, model_config),
     )
 
 
-def held_out_problems(
-    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
-) -> list[Problem]:
-    return first_problems(config, held_out_task(config, tokenizer, model_config, task))
-
-
-def first_problems(config: Config, task: Task) -> list[Problem]:
-    """As many as are evaluated."""
+def held_out_problems(config: Config, task: Task) -> list[Problem]:
+    """The first problems of the held-out split, as many as are evaluated."""
     return [task[i] for i in range(min(config.eval.problems, len(task)))]
 
 
-def held_out_task(
-    config: Config, tokenizer: Any, model_config: Any, task: Task | Draw | str = ""
-) -> Task:
-    """The held-out split or file."""
-    if not isinstance(task, str) and not callable(task):
-        task = "file"  # a task as an object has no other split
-    task = task or config.task.name
-    if isinstance(task, str) and needs_file(task) and not config.task.eval_path:
-        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
-    return load_task(
-        task,
-        path=config.task.eval_path,
-        path_key="task.eval_path",
-        split="eval",
-        tokenizer=tokenizer,
-        **_prompt_limit(
-            config,
-            "eval.max_tokens" if config.eval.max_tokens else "sampling.max_tokens",
-            config.eval_max_tokens,
-            model_config,
-        ),
-        **_task_options(config),
-    )
-
-
-def _prompt_limit(config: Config, key: str, max_tokens: int, model_config: Any) -> dict[str, Any]:
-    """What leaves room for completions of `max_tokens`, which `key` sets: a longer prompt is found
-    before training, and not when its turn comes."""
+def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:
+    """Room for completions in the model's context: too long a prompt is found before training."""
+    max_tokens = getattr(config, section).max_tokens
     context = context_length(model_config) if model_config is not None else None
     stated = config.task.max_prompt_tokens
     if context is None or context - max_tokens >= stated:
         return {"max_prompt_tokens": stated}
     if max_tokens >= context:
         raise ConfigError(
-            f"{key} = {max_tokens} leaves no room for a prompt: the model's "
-            f"max_position_embeddings is {context}; lower {key}"
+            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: the model's "
+            f"max_position_embeddings is {context}; lower {section}.max_tokens"
         )
-    limited_by = f"max_position_embeddings - {key} = {context} - {max_tokens}"
+    limited_by = f"max_position_embeddings - {section}.max_tokens = {context} - {max_tokens}"
     return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
-
-
-def _task_options(config: Config) -> dict[str, Any]:
-    task = config.task
-    return {
-        "seed": config.seed,
-        "difficulty": task.difficulty,
-        "instruction": task.instruction,
-        "skip_long_prompts": task.skip_long_prompts,
-        "reward": task.reward,
-    }
 
 
 def build_pool(config: Config, reward: Reward | str) -> GradingPool:
@@ -360,61 +327,35 @@ def build_actor(
     quant: str,
     *,
     engine: EngineFactory | None = None,
-    episode: Episode | str = "",
+    episode: Episode | None = None,
     release_kv: bool = False,
 ) -> Engine:
-    """The engine of the recipe, or a given one, with a copy of the policy in the given format.
-
-    In another format than the recipe's it answers for the full precision, cache included.
-    """
-    rollout, options = config.rollout, {"compute_dtype": policy.compute_dtype}
+    """The recipe's engine or a given one; `quant.kv` applies in the recipe's own format only."""
+    rollout = config.rollout
+    options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
     if engine is None and rollout.engine == "local":
-        options |= {
-            "kv": config.quant.kv if quant == config.quant.format else "none",
-            "max_batch": rollout.max_batch,
-            "kv_tokens": rollout.kv_tokens,
-            "kv_memory_frac": rollout.kv_memory_frac,
-            "release_kv": rollout.release_kv or release_kv,
-            "deterministic": rollout.deterministic,
-        }
+        options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
+        options["release_kv"] = rollout.release_kv or release_kv
+        options["kv"] = config.quant.kv if quant == config.quant.format else "none"
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
-    episode = episode or rollout.episode
-    return EpisodeEngine(actor, episode, policy.tokenizer) if episode else actor
+    turns = episode or rollout.episode
+    return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_engines(config: Config, policy: Policy, choices: Choices) -> dict[str, Engine]:
-    own = {"engine": choices.engine, "episode": choices.episode}
-    engines = {config.quant.format: build_actor(config, policy, config.quant.format, **own)}
-    if config.has_full_engine:
-        # Between evaluations its cache is the trainer's: two caches would leave little for moments.
-        engines["full"] = build_actor(config, policy, "none", release_kv=True, **own)
-    return engines
-
-
-def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
-    if config.quant.track_rows == 0:
+def _build_tracker(config: Config, policy: Policy) -> UpdateTracker | None:
+    if config.quant.track_rows == 0 or not any(projections(policy.model)):
         return None
-    if not any(projections(policy.model)):
-        kind = type(policy.model).__name__
-        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
-        return None
-    return UpdateTracker(config.quant.format, config.quant.track_rows, _actor_dtype(config, policy))
-
-
-def _actor_dtype(config: Config, policy: Policy) -> torch.dtype | None:
-    """What weights are rounded to before they are quantized, or held in where they are not."""
-    if config.quant.format != "none":
-        return policy.compute_dtype
-    if config.rollout.engine == "hf":
-        return None  # the masters themselves
-    return default_dtype(policy.device)
+    dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
+    if config.quant.format == "none":  # hf samples from the masters themselves
+        dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
+    return UpdateTracker(config.quant.format, config.quant.track_rows, dtype)
 
 
 def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
-    """What is done to weights once, before training; what they compute stays, up to rounding."""
+    """Change weights once, before training: UAQ and dither. Outputs stay, up to rounding."""
     quant, policy = config.quant, learner.policy
     if (carried := uaq_scale(policy.model)) != 1:
         unscale_(policy.model)

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3
 
@@ -28,7 +31,6 @@ class ModelSize:
 def describe_budget(config: Config) -> str:
     """Token and memory budget as text."""
     sequences = config.batch.problems * config.sampling.group_size
-    longest = config.task.max_prompt_tokens + config.sampling.max_tokens
     lines = [
         "",
         "tokens",
@@ -45,48 +47,44 @@ def describe_budget(config: Config) -> str:
         reason = str(error).splitlines()[0]
         lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
         return "\n".join(lines)
-    rows = memory_rows(config, size, longest)
+    rows = memory_rows(config, size)
     lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
     lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")
     return "\n".join(lines)
 
 
-def memory_rows(config: Config, size: ModelSize, longest: int) -> dict[str, float]:
+def memory_rows(config: Config, size: ModelSize) -> dict[str, float]:
     """Bytes by use, without activations, which depend on batch.microbatch_tokens."""
     is_cuda = pick_device(config.device).type == "cuda"
+    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     wide = 2 if is_cuda else 4  # the engine's full precision
-    parameters = size.num_parameters
-    rows = {"policy, FP32": 4.0 * parameters, "gradients": 4.0 * parameters}
-    rows["AdamW"] = 8.0 * parameters
-    if config.algo.kl_coef > 0:
-        rows["reference"] = 4.0 * parameters
-    if ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic:
-        rows["critic and its AdamW"] = 16.0 * parameters
-    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds them as FP32
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
-    others = wide * (parameters - size.num_quantized) if is_cuda else 0  # shared on a CPU
-    rows["engine weights"] = float(narrow * size.num_quantized + others)
-    if is_cuda and config.has_full_engine:
-        rows["engine of evaluations"] = float(wide * parameters)
-    tokens = config.rollout.kv_tokens or longest * min(
-        config.rollout.max_batch, config.batch.problems * config.sampling.group_size
-    )
+    parameters, num_quantized = size.num_parameters, size.num_quantized
+    unquantized = parameters - num_quantized if is_cuda else 0  # shared on a CPU
+    num_sequences = config.batch.problems * config.sampling.group_size
+    longest = config.task.max_prompt_tokens + config.sampling.max_tokens
+    tokens = config.rollout.kv_tokens or longest * min(config.rollout.max_batch, num_sequences)
     kv_bytes = 1 if config.quant.kv == "fp8" else wide
-    rows["KV cache, full"] = float(kv_bytes * size.kv_numbers_per_token * tokens)
-    # The logits in FP32, and their gradients in compute precision.
-    rows["logits of one chunk"] = (4.0 + wide) * config.model.logits_chunk * size.vocabulary
-    return rows
+    has_critic = ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
+    rows = {
+        "policy, FP32": 4.0 * parameters,
+        "gradients": 4.0 * parameters,
+        "AdamW": 8.0 * parameters,
+        "reference": 4.0 * parameters * (config.algo.kl_coef > 0),
+        "critic and its AdamW": 16.0 * parameters * has_critic,
+        "engine weights": float(narrow * num_quantized + wide * unquantized),
+        "engine of evaluations": float(wide * parameters * (is_cuda and config.has_full_engine)),
+        "KV cache, full": float(kv_bytes * size.kv_numbers_per_token * tokens),
+        # The logits in FP32, and their gradients in compute precision.
+        "logits of one chunk": (4.0 + wide) * config.model.logits_chunk * size.vocabulary,
+    }
+    return {name: number for name, number in rows.items() if number}
 
 
 def measure_model(config: Config) -> ModelSize:
     """Count parameters on the meta device: no weights are read or made."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.device("meta"):
         if config.model.path == "scratch":
-            from qurl.tasks.tokenizer import build_tokenizer
-            from qurl.trainer.scratch import build_tiny_llama
-
             model: Any = build_tiny_llama(config.model.scratch, build_tokenizer())
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))

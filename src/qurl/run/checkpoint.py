@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
-from qurl.errors import CheckpointError
+from qurl.errors import CheckpointError, QurlError
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, load_policy
 
@@ -32,18 +32,9 @@ def save_checkpoint(
 ) -> Path:
     """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
-    try:
-        with staged_folder(target) as staging:
-            write_state(staging, learner, {"step": step, **state})
-            shutil.rmtree(target, ignore_errors=True)
-    # A full disk raises any of the first three; transformers refuses with a ValueError.
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        previous = latest_checkpoint(folder)
-        raise CheckpointError(
-            f"checkpoint {target} could not be written: {error}. The previous one is intact "
-            f"({previous or 'there is none yet'}). Make room on the disk, then run the same "
-            "command again to resume"
-        ) from error
+    with staged_folder(target) as staging:
+        write_state(staging, learner, {"step": step, **state})
+        shutil.rmtree(target, ignore_errors=True)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -58,6 +49,14 @@ def staged_folder(target: Path) -> Iterator[Path]:
         staging.mkdir(parents=True)
         yield staging
         os.replace(staging, target)
+    except QurlError:
+        raise
+    # A full disk raises any of the first three; transformers refuses with a ValueError.
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error}. Nothing else was changed; make room on the "
+            "disk, then run the same command again"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -84,10 +83,7 @@ def load_saved_policy(folder: Path, config: ModelConfig, device: torch.device) -
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Restore optimizers, critic and random state; return the other state.
-
-    The learner already holds the policy of this checkpoint.
-    """
+    """Restore optimizers, critic and random state of a loaded policy; return the other state."""
     device = learner.policy.device
     with _naming_unreadable(folder):
         optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)

@@ -12,15 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from qurl.config import Config
-from qurl.errors import (
-    CheckpointError,
-    DataError,
-    EngineError,
-    QurlError,
-    RewardError,
-    SyncError,
-    TrainingError,
-)
+from qurl.errors import CheckpointError, QurlError, RewardError, SyncError, TrainingError
 from qurl.run.assembly import Parts
 from qurl.run.checkpoint import write_state
 from qurl.run.directory import Run
@@ -31,12 +23,12 @@ from qurl.trainer.learner import Learner
 def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator[None]:
     """Save the evidence of a failed step under crash/, then let the error go on.
 
-    Where the weights had not been touched, the run is saved too, as it was before the step.
+    If the step had not changed the weights, the run is also saved as it was before it.
     """
     state = parts.state()
     try:
         yield
-    except (TrainingError, RewardError, EngineError, DataError) as error:
+    except QurlError as error:
         folder = run.path / "crash" / f"step-{step:06d}"
         message = f"step {step} stopped the run; evidence in {folder}"
         try:
@@ -44,7 +36,9 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
             _write_evidence(folder, step, parts.learner, error)
         except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
-        if config.save.keep and step > parts.first_step and _are_weights_sound(error):
+        # Errors of an update carry their batch; a failed sync says that the weights are unsound.
+        is_sound = getattr(error, "batch", None) is None and not isinstance(error, SyncError)
+        if config.save.keep and step > parts.first_step and is_sound:
             try:
                 parts.save(config, run, step, state)
                 message += f". When the cause is mended, the same command goes on with step {step}"
@@ -53,13 +47,6 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
         with contextlib.suppress(TrainingError):  # a full disk must not hide what went wrong
             run.event("alarm", message, error=str(error))
         raise
-
-
-def _are_weights_sound(error: QurlError) -> bool:
-    """Whether it came between a sync and the first update, whose errors carry their batch."""
-    if isinstance(error, TrainingError):
-        return error.batch is None
-    return not isinstance(error, SyncError)
 
 
 def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError) -> None:

@@ -5,13 +5,13 @@
     samples.jsonl    {"step": n, "prompt": ..., "completion": ..., "reward": ..., ...}
     evals.jsonl      {"step": updates, "precision": ..., "outcomes": "0110..."}, a digit a problem
     events.jsonl     {"time": ..., "kind": ..., "message": ..., ...}: alarms, fallbacks, skips
-    initial/         the untrained model, where it was made from scratch
+    initial/         the untrained model, if it was made from scratch
     checkpoints/     written by qurl.run.checkpoint
     crash/           written by qurl.run.crash
     report.html      written by qurl.run.report
 
-Every line is complete JSON for any reader: a number that is not finite is written as the string
-"nan", "inf" or "-inf". A kill can tear the last line of a file and no other.
+Every line is strict JSON: a number that is not finite is written as "nan", "inf" or "-inf". A kill
+can tear only the last line of a file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import math
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TextIO
 
-from rich.console import Console
-
-from qurl.config import Config, read_recipe, to_dict, to_json
+from qurl.config import Config, read_recipe, to_json
 from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.run.trackers import Progress, Tracker, build_trackers
 
@@ -46,46 +46,40 @@ CHANGEABLE = (
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("task.grade_workers", "task.grade_timeout"),
 )
-"""Keys (or sections) of the recipe that may differ when a run is resumed: what it is to do is the
-same, as far as memory, patience and the order of sums allow."""
-
-PRINTED = {"warning": "yellow", "alarm": "bold red"}
-"""Kinds of events that are also printed, and how."""
+"""Keys and sections that may differ when a run is resumed: results change by rounding at most."""
 
 
+@dataclass
 class Run:
     """One open run directory, with its trackers and its progress line."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self.path = path
-        self.progress = progress
-        self.timer = Stopwatch()
-        self._lock: IO[str] | None = None
-        self._trackers: list[Tracker] = []
+    path: Path
+    progress: Progress
+    _lock: IO[str]
+    _trackers: list[Tracker]
+    timer: Stopwatch = field(default_factory=lambda: Stopwatch())
 
     @classmethod
     def open(
-        cls, config: Config, *, trackers: Sequence[Tracker] = (), console: Console | None = None
+        cls, config: Config, *, trackers: Sequence[Tracker] = (), output: TextIO | None = None
     ) -> Run:
-        """Create `config.run_dir`, or open the run that is there, to be resumed.
-
-        `trackers` are called besides those that the recipe asks for.
-        """
+        """Create `config.run_dir`, or open the run in it; `trackers` join those of the recipe."""
         path = Path(config.run_dir).expanduser()
         lock = lock_run(path)
-        changes = _claim(path, config)
-        progress = Progress(config.steps, console=console)
-        run = cls(path, progress)
-        run._lock = lock
-        run._trackers = [*trackers, *build_trackers(config, path, warn=run._warn)]
+        if (changes := find_changes(path, config)) is None:
+            shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that never began
+        _drop(path / EVENTS)  # only a torn line; `rewind` mends the other files
+        with replacing(path / CONFIG) as file:
+            file.write(to_json(config).encode())
+        run = cls(path, Progress(config.steps, output=output), lock, list(trackers))
+        run._trackers += build_trackers(config, path, warn=run._warn)
         if changes is not None:
-            run.event("resume", _describe_resume(changes), changes=changes)
+            listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
+            message = f"run resumed; changed: {listed}" if listed else "run resumed"
+            run.event("resume", message, changes=changes)
             if "steps" in changes and config.optim.schedule != "constant":
-                run._warn(
-                    f"optim.schedule = {config.optim.schedule!r} was laid out for "
-                    f"{changes['steps'][0]} steps: the learning rate jumps to where it would be "
-                    f"with {config.steps}"
-                )
+                planned = f"optim.schedule = {config.optim.schedule!r} was laid out for"
+                run._warn(f"{planned} {changes['steps'][0]} steps: the learning rate jumps")
         return run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,7 +91,12 @@ class Run:
             self.event("warning", f"step {step}: {named}", step=step, metrics=sorted(broken))
         self.progress.log(step, values)
         for tracker in list(self._trackers):
-            self._hand_over(tracker, step, values)
+            try:
+                tracker.log(step, values)
+            except Exception as error:  # metrics.jsonl has it all, so the run goes on
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                self._warn(f"{name} failed at step {step} and is off from here on: {error!r}")
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one rollout to samples.jsonl."""
@@ -112,28 +111,28 @@ class Run:
         """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
-        if kind in PRINTED:
-            self.progress.print(f"{kind.upper()}: {message}", style=PRINTED[kind])
+        if kind in ("warning", "alarm"):
+            self.progress.print(f"{kind.upper()}: {message}")
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
+    def rewind(self, step: int) -> None:
         """Forget what was logged from `step` on, so that a run resumed there writes it again.
 
-        Step 0 starts anew, the evaluation of the untrained model included. Returns the rows that
-        are gone.
+        Step 0 starts anew, the evaluation of the untrained model included.
         """
-        first, path = step or -1, self.path / METRICS
-        rows = [row for row in read_jsonl(path) if row["step"] >= first] if path.exists() else []
+        first = step or -1
         # evals.jsonl counts updates: the weights of this step have been evaluated already.
-        for name, first_gone in ((METRICS, first), (SAMPLES, first), (EVALS, first + 1)):
-            _rewrite(self.path / name, lambda record, n=first_gone: record["step"] < n)
-        return rows
+        _drop(self.path / SAMPLES, first)
+        _drop(self.path / EVALS, first + 1)
+        if num_lost := _drop(self.path / METRICS, first):
+            self._warn(
+                f"{num_lost} logged steps have no checkpoint after them and are repeated, from "
+                f"step {step} on; save.every says how often one is saved"
+            )
 
     def close(self) -> None:
-        self.progress.close()
         for tracker in self._trackers:
             tracker.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,29 +140,16 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_over(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
-        # A tracker is a convenience and metrics.jsonl has it all: its failure must not end the run.
-        try:
-            tracker.log(step, metrics)
-        except Exception as error:
-            self._trackers.remove(tracker)
-            name = type(tracker).__name__
-            self._warn(f"{name} failed at step {step} and is off from here on: {error!r}")
-
     def _warn(self, message: str) -> None:
         self.event("warning", message)
 
 
 class Stopwatch:
-    """Seconds spent under each name since the last `lap`.
-
-    with timer("rollout"): ...
-    timer.lap()  # {"timing_s/rollout": 1.25}, and back to zero
-    """
+    """Seconds spent under each name since the last `lap`, which returns and clears them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -171,48 +157,36 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] += self._clock() - start
 
     def seconds(self, name: str) -> float:
         """Spent under `name` since the last lap."""
-        return self._seconds.get(name, 0.0)
+        return self._seconds[name]
 
     def lap(self) -> dict[str, float]:
-        seconds, self._seconds = self._seconds, {}
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return {f"timing_s/{name}": x for name, x in seconds.items()}
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a file; a torn last line is left out."""
+    """All records of a file without a torn last line."""
     return list(iter_jsonl(path))
 
 
 def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one at a time; a torn last line is left out."""
-    for _, record in _parsed_lines(Path(path)):
-        yield record
-
-
-def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with path.open("rb") as file:
+    """As `read_jsonl`, one at a time: samples.jsonl can be larger than memory."""
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield line, json.loads(line)
+                yield json.loads(line)
             except ValueError as error:
                 if not line.endswith(b"\n"):  # only the last line of a file has no end
                     return
                 raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-    except OSError as error:
-        raise TrainingError(
-            f"cannot append to {path}: {error.strerror or error}; make room and resume the run"
-        ) from error
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _strict(value: Any) -> Any:
@@ -226,14 +200,27 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep the complete lines whose record passes, in one atomic step."""
-    if not path.exists():
-        return
-    with replacing(path) as file:
-        for line, record in _parsed_lines(path):
-            if keep(record):
-                file.write(line if line.endswith(b"\n") else line + b"\n")
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(_line(record))
+    except OSError as error:
+        raise TrainingError(
+            f"cannot append to {path}: {error.strerror or error}; make room and resume the run"
+        ) from error
+
+
+def _drop(path: Path, first_gone: float = math.inf) -> int:
+    """Drop a torn last line, and records from step `first_gone` on; returns the trained steps."""
+    num_gone = 0
+    if path.exists():
+        with replacing(path) as file:
+            for record in iter_jsonl(path):
+                if record.get("step", -1) < first_gone:
+                    file.write(_line(record))
+                else:
+                    num_gone += record["step"] >= 0
+    return num_gone
 
 
 @contextmanager
@@ -262,17 +249,14 @@ def lock_run(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise ConfigError(
-            f"run_dir = {str(path)!r} is in use by another process; wait for it, stop it, or "
-            "choose another run_dir"
-        ) from error
+        raise ConfigError(f"run_dir = {str(path)!r} is in use by another process") from error
     return file
 
 
 def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
-    """What changed since the run at `path` last ran: None where it would be a new one.
+    """{"optim.lr": [old, new], ...} since the run at `path` last ran; None for a new run.
 
-    Raises where `config` cannot go on there. Nothing is written.
+    Raises if `config` cannot continue that run. Writes nothing.
     """
     if not (path / CONFIG).exists():
         if found := [name for name in OWN if (path / name).exists()]:
@@ -281,93 +265,41 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
                 "resumed, and a new run would lose it; choose another run_dir or move it away"
             )
         return None
-    old = _read_config(path)
-    _check_nothing_is_lost(path, min(_kept(old), config.save.keep))
-    _check_steps(path, config.steps)
-    changes = _changes(old, json.loads(to_json(config)))
+    old = flatten(read_recipe(path))
+    _check_progress(path, config.steps, min(old.get("save.keep", 1), config.save.keep))
+    # A run from before a key existed had its default. In JSON, tuples are lists.
+    before = flatten(json.loads(to_json(Config()))) | old
+    after = dict.fromkeys(before, "absent") | flatten(json.loads(to_json(config)))
+    changes = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
     refused = {key: pair for key, pair in changes.items() if not may_change(key)}
-    has_begun = (path / METRICS).exists() or (path / "checkpoints").exists()
-    if refused and not has_begun:
+    if not refused:
+        return changes
+    if not (path / METRICS).exists() and not (path / "checkpoints").exists():
         return None  # it failed before its first step, and the recipe has been mended
-    _refuse(path, refused)
-    return changes
+    lines = "\n".join(f"  - {key}: {a!r} there, {b!r} here" for key, (a, b) in refused.items())
+    raise ConfigError(
+        f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
+        f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
+    )
 
 
-def _claim(path: Path, config: Config) -> dict[str, list[Any]] | None:
-    """Make `path` the run of `config`: None for a new run, else what changed since it last ran."""
-    if (changes := find_changes(path, config)) is None:
-        shutil.rmtree(path / INITIAL, ignore_errors=True)  # of a run that failed before it began
-    for name in (METRICS, SAMPLES, EVALS, EVENTS):
-        _mend(path / name)
-    with replacing(path / CONFIG) as file:
-        file.write(to_json(config).encode())
-    return changes
-
-
-def _saved_step(path: Path) -> int:
-    """That of the newest checkpoint; -1 where there is none."""
+def _check_progress(path: Path, steps: int, keep: int) -> None:
+    """Refuse fewer steps than are trained, and to repeat steps for good if nothing is saved."""
     from qurl.run.checkpoint import checkpoint_step, latest_checkpoint
 
     checkpoint = latest_checkpoint(path / "checkpoints")
-    return checkpoint_step(checkpoint) if checkpoint else -1
-
-
-def _check_steps(path: Path, steps: int) -> None:
-    if (trained := _saved_step(path)) > steps:
+    trained = checkpoint_step(checkpoint) if checkpoint else 0
+    if trained > steps:
         raise ConfigError(
             f"steps = {steps}, but run_dir = {str(path)!r} has been trained for {trained} already; "
             "ask for more steps, or choose another run_dir"
         )
-
-
-def _kept(config: Mapping[str, Any]) -> int:
-    """How many checkpoints a recipe keeps, as far as its file says so."""
-    return config.get("save", {}).get("keep", 1)
-
-
-def _check_nothing_is_lost(path: Path, keep: int) -> None:
-    """A run goes on from its newest checkpoint and logs what came after once more; where no
-    checkpoints are kept, that would cost it all."""
-    if keep > 0 or not (path / METRICS).exists():
-        return
-    saved = _saved_step(path)
-    if any(row["step"] > saved for row in read_jsonl(path / METRICS)):
+    rows = read_jsonl(path / METRICS) if keep == 0 and (path / METRICS).exists() else []
+    if any(row["step"] >= trained for row in rows):
         raise ConfigError(
             f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "
             "covers: it cannot go on, and starting again would lose them; choose another run_dir"
         )
-
-
-def _mend(path: Path) -> None:
-    """Drop a torn last line, to which the next line would be glued."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        is_torn = file.read() != b"\n"
-    if is_torn:
-        _rewrite(path, lambda _: True)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return read_recipe(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; choose another run_dir") from error
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """{"optim.lr": [old, new], ...}.
-
-    A run from before a key existed had its default; a key that is no more is "absent" now.
-    """
-    before, after = flatten(to_dict(Config())) | flatten(old), flatten(new)
-    before = json.loads(json.dumps(before))  # tuples are lists there
-    return {
-        key: [before[key], after.get(key, "absent")]
-        for key in before
-        if before[key] != after.get(key, "absent")
-    }
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -383,17 +315,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def may_change(key: str) -> bool:
     return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
-
-
-def _refuse(path: Path, changes: Mapping[str, Sequence[Any]]) -> None:
-    if changes:
-        lines = "\n".join(f"  - {key}: {a!r} there, {b!r} here" for key, (a, b) in changes.items())
-        raise ConfigError(
-            f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
-            f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
-        )
-
-
-def _describe_resume(changes: Mapping[str, Sequence[Any]]) -> str:
-    listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
-    return f"run resumed; changed: {listed}" if listed else "run resumed"

@@ -21,15 +21,14 @@ from qurl.errors import ConfigError, DataError
 from qurl.rewards.grading import Grading
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
-from qurl.run.assembly import build_actor, build_pool, first_problems, held_out_task, prepare_torch
+from qurl.run.assembly import build_actor, build_pool, held_out_problems, load_split, prepare_torch
 from qurl.run.checkpoint import find_policy
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams
 
 Interval = tuple[float, float]
-Z = 1.96
-"""Half the width of a 95 % interval, in standard deviations."""
+Z = 1.96  # half the width of a 95 % interval, in standard deviations
 
 
 class Score(NamedTuple):
@@ -77,8 +76,8 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     config = load_config(source, flags)
     device = prepare_torch(config)
     policy = load_policy(_weights_to_evaluate(source, config), config.model, device)
-    task = held_out_task(config, policy.tokenizer, policy.model.config)
-    problems = first_problems(config, task)
+    task = load_split(config, "eval", policy.tokenizer, policy.model.config)
+    problems = held_out_problems(config, task)
     results: list[EvalResult] = []
     try:
         with build_pool(config, task.reward) as pool:
@@ -129,9 +128,9 @@ def evaluate(
         sampled = dataclasses.replace(greedy, group_size=num, **options)
         correct, more = _count_correct(engine.generate(problems, sampled), pool)
         timeouts += more
-        scores[f"avg@{num}"] = _mean_score([count / num for count in correct])
-        for k in ks_up_to(num):
-            scores[f"pass@{k}"] = _mean_score([pass_at_k(num, count, k) for count in correct])
+        scores[f"avg@{num}"] = mean_score([count / num for count in correct])
+        for k in sorted({*(2**i for i in range(num.bit_length())), num}):
+            scores[f"pass@{k}"] = mean_score([pass_at_k(num, count, k) for count in correct])
     completions = [rollout.completions[0] for rollout in rollouts]
     return EvalResult(
         precision=precision,
@@ -155,10 +154,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     In exact integers, so that no size of n loses digits. With k = 1 this is c / n.
     """
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct = {num_correct} must lie in 0..num_samples = {num_samples}")
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k = {k} must lie in 1..num_samples = {num_samples}")
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_correct, k)) / draws
 
@@ -168,8 +163,6 @@ def wilson_interval(successes: float, trials: int) -> Interval:
 
     (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
-    if trials < 1 or not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes in {trials} trials: need 0 <= successes <= trials")
     n, p, z = trials, successes / trials, Z
     centre = p + z * z / (2 * n)
     spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -178,31 +171,19 @@ def wilson_interval(successes: float, trials: int) -> Interval:
     return (0.0 if p == 0 else max(low, 0.0)), (1.0 if p == 1 else min(high, 1.0))
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """mean -+ z * std / sqrt(n) of numbers in [0, 1], clipped to [0, 1].
+def mean_score(values: Sequence[float]) -> Score:
+    """The mean of numbers in [0, 1], and mean -+ z * std / sqrt(n) clipped to [0, 1].
 
     Equal numbers have no spread to estimate from. They get Wilson's interval, the widest that
     numbers in [0, 1] with this mean can need.
     """
-    if not values:
-        raise ValueError("the mean of no values has no interval")
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
-        return 0.0, 1.0
+        return Score(mean, 0.0, 1.0)
     if min(values) == max(values):
-        return wilson_interval(n * mean, n)
+        return Score(mean, *wilson_interval(n * mean, n))
     spread = Z * statistics.stdev(values) / math.sqrt(n)
-    return max(mean - spread, 0.0), min(mean + spread, 1.0)
-
-
-def _mean_score(values: Sequence[float]) -> Score:
-    return Score(statistics.fmean(values), *mean_interval(values))
-
-
-def ks_up_to(samples: int) -> list[int]:
-    """The powers of two up to `samples`, and `samples` itself."""
-    powers = [2**i for i in range(samples.bit_length())]
-    return sorted({*powers, samples})
+    return Score(mean, max(mean - spread, 0.0), min(mean + spread, 1.0))
 
 
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:
@@ -212,7 +193,7 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
     for result in results:
         table.add_column(result.precision, justify="right")
     rows = [
-        {name: str(score) for name, score in result.scores.items()}
+        {name.replace("accuracy", "greedy accuracy"): str(x) for name, x in result.scores.items()}
         | {
             "mean length": f"{result.mean_length:.1f}",
             "truncated": f"{result.frac_truncated:.1%}",
@@ -221,5 +202,5 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
         for result in results
     ]
     for name in rows[0]:
-        table.add_row(name.replace("accuracy", "greedy accuracy"), *(row[name] for row in rows))
+        table.add_row(name, *(row[name] for row in rows))
     (console or Console()).print(table)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from qurl.errors import CheckpointError, ConfigError, MissingExtra, ModelError
+from qurl.errors import ConfigError, MissingExtra, ModelError
 from qurl.quant.scaling import uaq_scale, unscale_
 from qurl.run.checkpoint import find_policy, staged_folder
 from qurl.trainer.policy import load_model
@@ -28,7 +25,7 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0:
         unscale_(model)
-    with _export_folder(target) as folder:
+    with staged_folder(target) as folder:
         model.to(DTYPES[dtype]).save_pretrained(folder)
         for path in policy.iterdir():  # the saved tokenizer, but no weights and no index
             if not (folder / path.name).exists() and ".safetensors" not in path.name:
@@ -39,9 +36,8 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
 def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the model and tokenizer of a llama.cpp file, as transformers reads them.
 
-    Generation also stops where the chat template ends a turn: some files name only the end of a
-    text. Nothing else is repaired: a tied embedding stored twice becomes an untied head, and the
-    tokenizer may split text differently (a warning says so if it falls back to GPT-2's split).
+    Generation also stops where the chat template ends a turn. Nothing else is repaired: a tied
+    embedding stored twice becomes an untied head, and the tokenizer may split text differently.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,7 +64,7 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
         warnings.warn(message, stacklevel=2)
     ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     model.generation_config.eos_token_id = [end for end in ends if end is not None]
-    with _export_folder(target) as folder:
+    with staged_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return target
@@ -89,12 +85,3 @@ def _check_arguments(target: Path, dtype: str) -> None:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} exists and is no empty folder; choose another one")
-
-
-@contextmanager
-def _export_folder(target: Path) -> Iterator[Path]:
-    try:
-        with staged_folder(target) as folder:
-            yield folder
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as LiveDisplay
-from rich.table import Column
-from rich.text import Text
+from typing import Any, Protocol, TextIO
 
 from qurl.config import Config, to_dict
-from qurl.errors import MissingExtra
+from qurl.plugins import import_extra
 
 
 class Tracker(Protocol):
@@ -43,11 +38,9 @@ class TensorBoardTracker:
     """Writes TensorBoard event files."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra("tensorboard", "tensorboard", "track.tensorboard = true") from error
-        self._open = SummaryWriter
+        purpose = "track.tensorboard = true"
+        extra = import_extra("torch.utils.tensorboard", "tensorboard", "tensorboard", purpose)
+        self._open = extra.SummaryWriter
         self._directory = directory
         self._writer: Any = None
 
@@ -68,14 +61,14 @@ class WandbTracker:
     """Logs to Weights & Biases, or offline if the service cannot be reached."""
 
     def __init__(self, config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtra("wandb", "wandb", f"track.wandb = {config.track.wandb!r}") from error
+        wandb = import_extra("wandb", "wandb", "wandb", f"track.wandb = {config.track.wandb!r}")
+        id_file = run_dir / "wandb_id"  # the same id each time this run is opened
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
         options = {
             "project": config.track.wandb,
             "name": run_dir.resolve().name,
-            "id": _wandb_id(run_dir),
+            "id": id_file.read_text(),
             "dir": str(run_dir),
             "config": to_dict(config),
             "resume": "allow",
@@ -98,16 +91,8 @@ class WandbTracker:
         self._run.finish()
 
 
-def _wandb_id(run_dir: Path) -> str:
-    """The same id each time this run directory is opened."""
-    path = run_dir / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
-
-
 class Progress:
-    """One live line in a terminal; elsewhere plain lines, at most one per `interval` seconds.
+    """Prints lines of metrics, at most one every `interval` seconds.
 
     An evaluation and the last step always get their line.
     """
@@ -116,16 +101,14 @@ class Progress:
         self,
         num_steps: int,
         *,
-        console: Console | None = None,
+        output: TextIO | None = None,
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._output = output or sys.stdout
         self._interval = interval
         self._clock = clock
-        self._is_live = self._console.file.isatty() and not self._console.is_dumb_terminal
-        self._display: LiveDisplay | None = None
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         self._last_line = -math.inf
@@ -137,48 +120,17 @@ class Progress:
         seconds_per_step = (now - start) / (done - first) if done > first else None
         eta = seconds_per_step and seconds_per_step * (self._num_steps - done)
         self._latest |= metrics
-        line = progress_line(done, self._num_steps, self._latest, eta)
         is_due = now - self._last_line >= self._interval
-        if self._is_live:
-            self._survive_closed_output(lambda: self._show(done, line))
-        elif is_due or done >= self._num_steps or find_accuracies(metrics):
+        if is_due or done >= self._num_steps or find_accuracies(metrics):
             self._last_line = now
-            self.print(line)
+            self.print(progress_line(done, self._num_steps, self._latest, eta))
 
-    def print(self, message: str, style: str = "") -> None:
-        """Print a message above the live line, or as a plain line."""
-        if self._is_live:
-            self._survive_closed_output(lambda: self._console.print(Text(message, style=style)))
-        else:  # the console would wrap at 80 columns, and add colour if FORCE_COLOR is set
-            self._survive_closed_output(lambda: print(message, file=self._console.file, flush=True))
-
-    def close(self) -> None:
-        if self._display is not None:
-            self._display.stop()
-            self._display = None
-
-    def _survive_closed_output(self, show: Callable[[], None]) -> None:
-        """A closed terminal or pipe must not end the run; the files have everything."""
+    def print(self, message: str) -> None:
+        """A closed terminal or pipe does not end the run; the files have everything."""
         try:
-            show()
-        except (OSError, SystemExit):  # rich exits on a broken pipe
-            self._console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-            self._is_live, self._display = False, None
-
-    def _show(self, done: int, line: str) -> None:
-        if self._display is None:
-            column = Column(no_wrap=True, overflow="ellipsis")
-            self._display = LiveDisplay(
-                SpinnerColumn(),
-                BarColumn(bar_width=16),
-                TextColumn("{task.description}", markup=False, table_column=column),
-                TimeElapsedColumn(),
-                console=self._console,
-                refresh_per_second=2,
-            )
-            self._display.add_task(line, total=self._num_steps)
-            self._display.start()
-        self._display.update(self._display.task_ids[0], description=line, completed=done)
+            print(message, file=self._output, flush=True)
+        except OSError:
+            self._output = open(os.devnull, "w")  # noqa: SIM115
 
 
 def progress_line(

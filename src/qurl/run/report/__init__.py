@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qurl.config import read_recipe
-from qurl.errors import DataError, MissingExtra
+from qurl.errors import DataError
+from qurl.plugins import import_extra
 from qurl.run.directory import (
     CONFIG,
     EVENTS,
@@ -28,12 +29,10 @@ from qurl.run.directory import (
 )
 from qurl.run.report.charts import Records, build_charts, find_precisions, read_curve
 
-FIRST_SAMPLES, LAST_SAMPLES, LAST_EVENTS = 4, 12, 200
+FIRST_SAMPLES, LAST_SAMPLES = 4, 12
 
 
-class Headline(NamedTuple):
-    """One number at the top of the report."""
-
+class Headline(NamedTuple):  # one number at the top of the report
     label: str
     value: str
     detail: str = ""
@@ -41,15 +40,12 @@ class Headline(NamedTuple):
 
 def write_report(run_dir: str | Path) -> Path:
     """Write report.html into a run directory; the run may still be going on."""
-    try:
-        from qurl.run.report.figures import draw_svg
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "report", "the report") from error
+    draw_svg = import_extra(
+        "qurl.run.report.figures", "matplotlib", "report", "the report"
+    ).draw_svg
     run_dir = Path(run_dir)
     if not (run_dir / CONFIG).is_file():
-        raise DataError(
-            f"{run_dir} is not a run directory: it has no {CONFIG}; give the run_dir of a recipe"
-        )
+        raise DataError(f"{run_dir} is not a run directory: it has no {CONFIG}")
     config = flatten(read_recipe(run_dir))
     metrics, events = (
         read_jsonl(path) if path.exists() else [] for path in (run_dir / METRICS, run_dir / EVENTS)
@@ -63,11 +59,9 @@ def write_report(run_dir: str | Path) -> Path:
     )
     page = environment.get_template("plain.html.j2").render(
         name=run_dir.resolve().name,
-        summary=_summary(config),
         headlines=build_headlines(config["steps"], metrics, events),
         figures=[(chart, draw_svg(chart)) for chart in build_charts(metrics)],
-        events=events[-LAST_EVENTS:],
-        num_events=len(events),
+        events=events,
         samples=_pick_samples(run_dir / SAMPLES),
         config=config,
     )
@@ -105,15 +99,6 @@ def _ends(values: Sequence[float], form: str) -> str:
     """First and last value."""
     ends = values if len(values) == 1 else (values[0], values[-1])
     return " → ".join(form.format(value) for value in ends)
-
-
-def _summary(config: Mapping[str, Any]) -> str:
-    """One line about the run."""
-    rollouts = "full-precision" if config["quant.format"] == "none" else config["quant.format"]
-    return (
-        f"{config['model.path']} on {config['task.name']}, {config['algo.name']} with the "
-        f"objective {config['algo.objective']}, {rollouts} rollouts"
-    )
 
 
 def _pick_samples(path: Path) -> list[dict[str, Any]]:

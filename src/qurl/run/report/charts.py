@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from qurl.run.trackers import find_accuracies
 
 Records = Sequence[Mapping[str, Any]]
-Style = Literal["line", "smooth", "log", "stacked"]
+Style = Literal["line", "smooth", "log"]
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,13 @@ class Chart:
 
     title: str
     note: str
+    style: Style
     curves: Sequence[Curve]
-    style: Style = "line"
 
 
 _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ("Reward", "Mean over the completions of a step.", "smooth", {"reward/mean": "reward"}),
-    (
-        "Held-out accuracy",
-        "Greedy accuracy by the precision of the weights, with 95% intervals.",
-        "line",
-        {},  # one curve for each precision that the run evaluates
-    ),
+    ("Held-out accuracy", "Greedy accuracy, with 95% intervals.", "line", {"eval/": ""}),
     (
         "Mismatch: KL",
         "KL(behav || prox) per token: how far the quantized actor is from the full-precision one.",
@@ -64,12 +58,7 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
         {"actor/pg_clipfrac": "clipped", "acr/rescued_frac": "rescued by ACR"},
     ),
     ("Entropy", "Entropy of the policy per token.", "smooth", {"actor/entropy": "entropy"}),
-    (
-        "Response length",
-        "Tokens per completion.",
-        "smooth",
-        {"response_length/mean": "mean", "response_length/max": "max"},
-    ),
+    ("Response length", "Tokens.", "smooth", {f"response_length/{x}": x for x in ("mean", "max")}),
     (
         "Update against quantization error",
         "Relative size of an update (Eq. 13) and of the actor's rounding (Eq. 14), squared.",
@@ -78,8 +67,7 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
     ),
     (
         "Update visibility",
-        "Share of codes changed by a sync; cosine between an update and the actor's change, and "
-        "their projection: at 1 the actor follows on average.",
+        "Share of codes changed by a sync; cosine of update and actor's change; projection.",
         "line",
         {
             "uaq/code_flip_frac": "changed codes",
@@ -87,26 +75,28 @@ _CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
             "uaq/update_proj": "projection",
         },
     ),
+    ("Time per step", "Seconds.", "log", {"timing_s/": ""}),
 )
+"""Title, note, style, and labels of the metrics; a name that ends in / stands for a family."""
 
 
 def build_charts(metrics: Records) -> list[Chart]:
     """All charts for which the run has data."""
-    accuracies = {f"eval/{precision}/accuracy": precision for precision in find_precisions(metrics)}
+    timings = dict.fromkeys(name for row in metrics for name in row if name.startswith("timing_s/"))
+    families = {
+        "eval/": {f"eval/{name}/accuracy": name for name in find_precisions(metrics)},
+        "timing_s/": {name: name.removeprefix("timing_s/") for name in timings},
+    }
     charts = []
     for title, note, style, names in _CHARTS:
-        curves = [
-            read_curve(metrics, name, label, is_positive=style == "log")
-            for name, label in (names or accuracies).items()
-        ]
-        charts.append(Chart(title, note, [curve for curve in curves if curve], style))
-    return [chart for chart in (*charts, _time_chart(metrics)) if chart.curves]
+        labels = families.get(next(iter(names)), names)
+        curves = [read_curve(metrics, name, label, style) for name, label in labels.items()]
+        charts.append(Chart(title, note, style, [curve for curve in curves if curve]))
+    return [chart for chart in charts if chart.curves]
 
 
-def read_curve(
-    metrics: Records, name: str, label: str, *, is_positive: bool = False
-) -> Curve | None:
-    """The finite (positive) values of a metric with their intervals; None if there are none."""
+def read_curve(metrics: Records, name: str, label: str, style: Style = "line") -> Curve | None:
+    """The finite values of a metric with their intervals, positive for "log"; None if none are."""
     names: tuple[str, ...] = (name,)
     if any(f"{name}_low" in record for record in metrics):
         names = (name, f"{name}_low", f"{name}_high")
@@ -115,28 +105,10 @@ def read_curve(
         for record in metrics
         if all(n in record for n in names)
     ]
-    rows = [row for row in rows if all(map(math.isfinite, row)) and (row[1] > 0 or not is_positive)]
+    rows = [row for row in rows if all(map(math.isfinite, row)) and (row[1] > 0 or style != "log")]
     return Curve(label, *(list(column) for column in zip(*rows, strict=True))) if rows else None
 
 
 def find_precisions(metrics: Records) -> list[str]:
     """The <precision> of all eval/<precision>/accuracy, in order of appearance."""
     return list(dict.fromkeys(name for record in metrics for name in find_accuracies(record)))
-
-
-def _time_chart(metrics: Records) -> Chart:
-    """Seconds of each part of a step; 0 if the part did not run."""
-    timed = [
-        (record["step"], values)
-        for record in metrics
-        if (values := {k: float(v) for k, v in record.items() if k.startswith("timing_s/")})
-        and record["step"] >= 0
-    ]
-    # Parts of every step at the bottom, those of a few steps (eval, save) on top.
-    counts = Counter(name for _, values in timed for name in values)
-    steps = [step for step, _ in timed]
-    curves = [
-        Curve(name.removeprefix("timing_s/"), steps, [values.get(name, 0.0) for _, values in timed])
-        for name, _ in counts.most_common()
-    ]
-    return Chart("Time per step", "Seconds, stacked.", curves, "stacked")

@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from cycler import cycler
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,29 +18,18 @@ from qurl.run.report.charts import Chart, Curve
 
 _INK = "#010203"
 """Placeholder that the SVG replaces by the page's text colour."""
-_COLORS = (
-    *("#3b82f6", "#f97316", "#10b981", "#a855f7"),
-    *("#ef4444", "#eab308", "#06b6d4", "#94a3b8"),
-)
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
-    "axes.edgecolor": _INK,
     "axes.grid": True,
-    "axes.labelcolor": _INK,
-    "axes.prop_cycle": cycler(color=_COLORS),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 9,
     "grid.alpha": 0.15,
-    "grid.color": _INK,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "grid.color", "text.color"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
 }
-_MARKERS_UP_TO = 30
-_SMOOTH_FROM = 40
 
 
 def draw_svg(chart: Chart) -> Markup:
@@ -61,11 +49,8 @@ def draw_svg(chart: Chart) -> Markup:
 def _draw(chart: Chart) -> Figure:
     figure = Figure(figsize=(5.2, 2.9), layout="constrained")
     axes = figure.subplots()
-    if chart.style == "stacked":
-        _draw_stacked(axes, chart.curves)
-    else:
-        for curve in chart.curves:
-            _draw_curve(axes, curve, chart.style == "smooth")
+    for curve in chart.curves:
+        _draw_curve(axes, curve, chart.style == "smooth")
     if chart.style == "log":
         axes.set_yscale("log")
     steps = sorted({step for curve in chart.curves for step in curve.steps})
@@ -73,14 +58,14 @@ def _draw(chart: Chart) -> Figure:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if len(chart.curves) > 1 or chart.style == "stacked":
+    if len(chart.curves) > 1:
         figure.legend(loc="outside upper left", ncols=4)
     return figure
 
 
 def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
-    marker = "o" if len(curve.steps) <= _MARKERS_UP_TO else ""
-    has_average = is_smooth and len(curve.steps) >= _SMOOTH_FROM
+    marker = "o" if len(curve.steps) <= 30 else ""
+    has_average = is_smooth and len(curve.steps) >= 40
     (line,) = axes.plot(
         curve.steps,
         curve.values,
@@ -97,14 +82,6 @@ def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
     if curve.low:
         axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
         axes.vlines(curve.steps, curve.low, curve.high, color=color, alpha=0.5, linewidth=0.8)
-
-
-def _draw_stacked(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Bars of width 1, drawn as one outline per curve to keep the file small."""
-    steps = np.asarray(curves[0].steps, dtype=float)
-    edges = np.stack([steps - 0.5, steps + 0.5], 1).ravel()
-    heights = [np.repeat(np.asarray(c.values, dtype=float), 2) for c in curves]
-    axes.stackplot(edges, *heights, labels=[c.label for c in curves], colors=_COLORS, linewidth=0)
 
 
 def _moving_average(values: Sequence[float], width: int) -> np.ndarray:

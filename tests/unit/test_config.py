@@ -455,3 +455,16 @@ def test_optional_keys_follow_from_the_types():
     assert (config.algo.cap, config.critic.clip, config.correction.veto) == (None, None, None)
     with pytest.raises(ConfigError, match=r"optim\.lr = 'none'"):
         build_config({"optim": {"lr": "none"}})
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--sampling.top_p", "sampling.top_p is gone; remove it"),
+        ("--optim.dither=true", "optim.dither has moved to experimental.dither"),
+        ("--algo.kl-is-correct", "algo.kl_is_correct has moved to experimental.weighted_kl"),
+    ],
+)
+def test_an_old_key_as_a_flag_is_explained(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [flag, "1"])

@@ -154,9 +154,17 @@ def _with_preset(recipe: Mapping[str, Any], name: str | None = None) -> dict[str
     return tree
 
 
+def _what_became_of(key: str) -> str:
+    return f"has moved to {MOVED[key]}" if MOVED[key] else "is gone; remove it"
+
+
 def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
     if not flags:
         return config
+    for flag in flags:
+        key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and key in MOVED:
+            raise ConfigError(f"{key} {_what_became_of(key)} ({source})")
     import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -194,8 +202,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     path, value = ".".join(parts), error["input"]
     kind = error["type"]
     if path in MOVED:
-        remedy = f"has moved to {MOVED[path]}" if MOVED[path] else "is gone; remove it"
-        return f"{path} = {value!r} {remedy}"
+        return f"{path} = {value!r} {_what_became_of(path)}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         section: Any = Config()
         for name in parts[:-1]:

@@ -148,7 +148,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     for note in (*policy.notes, *task.notes):
         run.event("warning", note)
     stream = ProblemStream(task, config.seed, choices.select)
-    tracker = _build_tracker(config, policy)
+    tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
         first_step = _resume(checkpoint, learner, stream, tracker, run)
@@ -345,8 +345,12 @@ def build_actor(
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_tracker(config: Config, policy: Policy) -> UpdateTracker | None:
-    if config.quant.track_rows == 0 or not any(projections(policy.model)):
+def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
+    if config.quant.track_rows == 0:
+        return None
+    if not any(projections(policy.model)):
+        kind = type(policy.model).__name__
+        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
         return None
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves

@@ -30,7 +30,7 @@ def gae(
         A_t     = delta_t + gamma lam A_{t+1}
         ret_t   = A_t + V_t
 
-    Masked positions are stepped over: A and V of the next valid token are carried across them.
+    Untrained positions are stepped over: A and V of the next trained token are carried across them.
     With gamma = lam = 1 the return is the sum of the rewards still to come.
     """
     mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
@@ -47,7 +47,7 @@ def gae(
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the masked entries, with the unbiased variance."""
+    """(x - mean) / sqrt(var + 1e-8) over the trained tokens, with the unbiased variance."""
     count = mask.sum()
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
@@ -129,16 +129,19 @@ ESTIMATORS: Mapping[str, Estimator] = {
 }
 
 
-def compare(batch: Corrected, estimator: Estimator, *, is_whitened: bool = False) -> Trainable:
+def compare(batch: Corrected, estimate: Estimator, *, is_whitened: bool = False) -> Trainable:
     """The batch with each token's advantage, and with the returns that a critic learns."""
-    found = estimator(batch)
-    advantages = found if isinstance(found, Tensor) else found[0]
-    returns = advantages + batch.values if isinstance(found, Tensor) else found[1]
-    if advantages.shape != batch.mask.shape:
-        raise ValueError(
-            f"advantage {getattr(estimator, '__name__', estimator)!r} returned the shape "
-            f"{tuple(advantages.shape)}; it must be that of batch.mask, {tuple(batch.mask.shape)}"
-        )
+    found = estimate(batch)
+    for tensor in found if isinstance(found, tuple) else (found,):
+        if not isinstance(tensor, Tensor) or tensor.shape != batch.mask.shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"advantage {getattr(estimate, '__name__', estimate)!r} returned {shape}; it must "
+                f"return a tensor of the shape of batch.mask, {tuple(batch.mask.shape)}, or two"
+            )
+    if isinstance(found, Tensor):
+        found = found, found + batch.values
+    advantages, returns = found
     if is_whitened:
         advantages = whiten(advantages, batch.mask)
     return batch.into(Trainable, advantages=advantages, returns=returns)

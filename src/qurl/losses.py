@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from qurl.correction import LOG_CLAMP, importance_weights
+from qurl.errors import ConfigError
 from qurl.objectives import OBJECTIVES, Objective, with_facts
 
 Stats = dict[str, Tensor]
@@ -39,7 +40,7 @@ class TokenTerms:
     """R, or R_hat for objectives against the sampler."""
     advantages: Tensor
     weight: Tensor
-    """w for truncated objectives, else rho."""
+    """rho for weighted objectives without truncation, else min(rho, C)."""
     shrink: Tensor
     """r = w / rho."""
     keep: Tensor
@@ -152,13 +153,13 @@ def policy_loss(
     shrink: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The policy's loss and its statistics (means over the masked tokens, detached).
+    """The policy's loss and its statistics (means over the trained tokens, detached).
 
     `objective` is a built-in name or a function of your own. `weight` and `shrink` are what
     `correction.correct` made of a whole batch; by default they are the token-level w and r of the
     inputs. `denominator` is that of the global mini-batch when the inputs are only a part of it.
-    With rho = 1 everything but ppo_behav is plain PPO, and with R = 1 everywhere (one update per
-    rollout batch) acr is tis.
+    With rho = 1 all five are plain PPO, and with R = 1 everywhere (one update per rollout batch)
+    acr is tis. `cap` counts only if `weight` and `shrink` are not given.
     """
     surrogate_of = find_surrogate(objective)
     facts = facts_of(surrogate_of)
@@ -189,6 +190,11 @@ def policy_loss(
         )
     )
     surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
+    if surrogate.shape != ratio.shape:
+        raise ValueError(
+            f"objective {_name(surrogate_of)!r} returned the shape {tuple(surrogate.shape)}; it "
+            f"must return one number per token, {tuple(ratio.shape)}"
+        )
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
     return loss, {**stats, "actor/ppo_kl": _mean(logp_prox - logp, keep)}
 
@@ -206,12 +212,16 @@ def facts_of(surrogate: Surrogate) -> Objective:
     """What `with_facts` attached to an objective."""
     facts = getattr(surrogate, "facts", None)
     if not isinstance(facts, Objective):
-        raise ValueError(
-            f"objective {getattr(surrogate, '__name__', surrogate)!r} has no facts; decorate it "
-            "with @with_facts(Objective(is_weighted=..., is_truncated=..., against=...)) of "
-            "qurl.objectives"
+        has = f"has {type(facts).__name__} facts" if facts else "has no facts"
+        raise ConfigError(
+            f"objective {_name(surrogate)!r} {has}; decorate it with @with_facts(Objective("
+            "is_weighted=..., is_truncated=..., against=...)) of qurl.objectives"
         )
     return facts
+
+
+def _name(surrogate: Surrogate) -> str:
+    return getattr(surrogate, "__name__", repr(surrogate))
 
 
 def aggregate(
@@ -229,7 +239,7 @@ def aggregate(
         seq-mean-token-sum       mean over sequences of sum_t(l m)
         seq-mean-token-sum-norm  the previous / horizon   (horizon: a constant, by default T)
 
-    A sequence without a masked token enters no denominator. When the values are a part of a
+    A sequence without a trained token enters no denominator. When the values are a part of a
     mini-batch, pass its `count(...)` as denominator: the parts then sum to the whole.
     """
     mask = mask.to(values.dtype)

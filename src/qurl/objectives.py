@@ -1,4 +1,4 @@
-"""Facts about objectives, advantages and rejection rules: one table each, free of torch.
+"""Facts about objectives, advantages and rejection rules: one table each, importable without torch.
 
 The recipe, its rules, the losses and the loop read these tables; nothing else tells one objective
 from another. A part of your own carries its facts in the same form:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +24,11 @@ def check_plugin(spec: str, key: str) -> None:
     if not is_users_own(spec):
         return
     module, _, name = spec.partition(":")
+    if module == "__main__":
+        raise ConfigError(
+            f"{key} = {spec!r} was defined in a script; run that script again, or move {name} into "
+            "a module"
+        )
     if not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
         raise ConfigError(
             f"{key} = {spec!r}: {module!r} is not the name of a module; for a file my_module.py in "
@@ -46,10 +50,10 @@ def load_plugin(spec: str, key: str) -> Any:
     found = importlib.import_module(module)
     plugin = getattr(found, name, None)
     if not callable(plugin):
-        names = [name for name, value in vars(found).items() if inspect.isfunction(value)]
+        what = "has no" if plugin is None else "has, but cannot call,"
+        own = [n for n, x in vars(found).items() if getattr(x, "__module__", "") == module]
         raise ConfigError(
-            f"{key} = {spec!r}: {module} has no function {name!r}; it has "
-            f"{', '.join(names) or 'none'}"
+            f"{key} = {spec!r}: {module} {what} {name!r}; it has {', '.join(own) or 'nothing'}"
         )
     return plugin
 

@@ -1,4 +1,4 @@
-"""The loop, nothing else: QuRL's Figure 1 from top to bottom.
+"""The loop, nothing else: Figure 1 of the paper from top to bottom.
 
      tasks ─Problem─▶ engine ─Rollout─▶ rewards ─Graded─▶ batch ─▶ advantages ─▶ losses ─▶ optimizer
                         ▲  theta_hat (quantized)                                    theta │
@@ -21,6 +21,7 @@ from qurl.errors import QurlError
 from qurl.losses import Surrogate
 from qurl.ops.device import peak_memory
 from qurl.rewards import Reward
+from qurl.rollout.canary import check_copy
 from qurl.rollout.episode import Episode
 from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
 from qurl.run.crash import keep_evidence
@@ -63,6 +64,7 @@ def train(
         select=select,
         episode=episode,
     )
+    config = choices.record_in(config)
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
@@ -71,18 +73,18 @@ def train(
                 run.log(-1, evaluate_policy(config, parts, run, num_updates=0) | timer.lap())
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
-                metrics = sync(parts, run, step)
+                metrics = sync(config, parts, run, step)
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
 
                 batch = pad(collected.graded).to(learner.policy.device)
                 with timer("prox"):
-                    scored, scores = learner.recompute(batch)
+                    scored, score_metrics = learner.recompute(batch)
                 corrected, mismatch = correct(scored, cap=parts.cap, **vars(config.correction))
                 trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
-                    metrics |= scores | mismatch | learner.update(trainable, step)
+                    metrics |= score_metrics | mismatch | learner.update(trainable, step)
                 metrics |= performance(config, trainable, timer)
 
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
@@ -101,7 +103,7 @@ def train(
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:
-    """Is something that is done every so many steps due after this one? It is after the last."""
+    """Whether something done every `every` steps is due after this step; always after the last."""
     return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
 
 
@@ -118,17 +120,20 @@ def logged(run: Run, step: int, metrics: dict[str, float]) -> Iterator[None]:
         warn(run, step, metrics)
 
 
-def sync(parts: Parts, run: Run, step: int) -> dict[str, float]:
+def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     """Quantize the weights into the engine, and see how much of the last update arrived."""
     model = parts.learner.policy.model
     with run.timer("sync"):
-        report = parts.engine.sync(model, version=step)
-    # Not report.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
-    metrics = {"sync/canary_gap": report.canary_gap, "sync/bytes": float(report.bytes)}
+        synced = parts.engine.sync(model, version=step)
+        gap = synced.canary_gap
+        if not synced.verified:
+            gap = check_copy(parts.engine, model, config.quant.format, step)
+    # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
+    metrics = {"sync/canary_gap": gap, "sync/bytes": float(synced.bytes)}
     if parts.tracker is not None:
         with run.timer("track"):
             metrics |= parts.tracker.measure(model)
-    return metrics | {"sync/seconds": report.seconds}
+    return metrics | {"sync/seconds": synced.seconds}
 
 
 def evaluate_policy(

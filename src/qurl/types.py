@@ -1,8 +1,8 @@
-"""The nouns: small frozen records that flow one way through the loop.
+"""The records: small, frozen, flowing one way through the loop.
 
     Problem ─▶ Rollout (Completions) ─▶ Graded ─▶ Batch ─▶ Scored ─▶ Corrected ─▶ Trainable ─▶ loss
 
-Each stage of a batch has all that the one before it had, and no tensor that may be absent.
+Each stage of a batch has all that the one before it had, and every tensor is always present.
 
 Shapes: B sequences, T positions, G completions of one problem.
 """
@@ -238,7 +238,7 @@ class Corrected(Scored):
     weight 0.9 and shrink 1.
     """
 
-    weight: Tensor  # [B, T] w = min(rho, C)
+    weight: Tensor  # [B, T] importance weight, min(rho, C) if truncated
     shrink: Tensor  # [B, T] r = w / rho, in (0, 1]
 
 
@@ -251,7 +251,7 @@ class Trainable(Corrected):
     """
 
     advantages: Tensor  # [B, T]
-    returns: Tensor  # [B, T] what the critic learns: advantages + values
+    returns: Tensor  # [B, T] what the critic learns; by default advantages + values
 
 
 Stage = TypeVar("Stage", bound=Batch)

@@ -519,3 +519,13 @@ def test_versions_agree():
     assert citation["license"] == project["license"]
     assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["references"][0]["url"].endswith("2602.13953")
+
+
+def test_parts_given_as_objects_are_in_the_run_directory(monkeypatch, tmp_path):
+    """So that a resumed run, by script or by command, goes on with the same parts."""
+    monkeypatch.chdir(ROOT)
+    importlib.import_module("examples.custom_objective").main(*flags(tmp_path, eval__every=0))
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["algo"]["objective"] == "examples.custom_objective:cispo"
+    assert saved["algo"]["advantage"] == "grpo"
+    assert saved["rollout"]["engine"] == "local"

@@ -197,7 +197,7 @@ def test_a_mapping_gives_details(folder, monkeypatch):
     ("spec", "message"),
     [
         ("no_such_module:score", "there is no module 'no_such_module'"),
-        ("my_graders:no_such", "my_graders has no function 'no_such'; it has .*odd"),
+        ("my_graders:no_such", "my_graders has no 'no_such'; it has .*odd"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_an_error_at_once(folder, monkeypatch, spec, message):

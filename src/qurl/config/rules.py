@@ -84,8 +84,8 @@ def _algorithm_mistakes(
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
         if algo.name == "ppo":
             yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
-        if algo.kl_in_reward:
-            yield f"algo.kl_in_reward = true needs algo.advantage = {critics}; use the loss term"
+    if algo.kl_in_reward and algo.advantage != "gae":
+        yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
     if config.experimental.weighted_kl and objective and not objective.is_weighted:
         yield f"experimental.weighted_kl = true: {algo.objective!r} has no importance weight"
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qurl.errors import SyncError
+from qurl.ops.device import default_dtype
 from qurl.quant import get_format
-from qurl.rollout.engine import context_length
+from qurl.rollout.engine import Engine, context_length
 
 _LENGTH = 32
 
@@ -62,6 +63,13 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path:
         "engine's copy does not compute what the trainer's model does, and sampling from it would "
         "train on garbage"
     )
+
+
+def check_copy(engine: Engine, model: nn.Module, quant: str, version: int) -> float:
+    """`verify` for an engine that did not do it itself, through its `score`."""
+    parameter, ids = next(model.parameters()), canary_ids(model)
+    bound = canary_bound(quant, default_dtype(parameter.device), parameter.dtype)
+    return verify(score_with(model, ids), engine.score(ids), bound=bound, version=version)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage, Objective
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import is_users_own, load_plugin, name_of
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
@@ -50,6 +51,19 @@ EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
 
+KEYS: Mapping[str, tuple[str, str]] = {
+    "objective": ("algo", "objective"),
+    "advantage": ("algo", "advantage"),
+    "engine": ("rollout", "engine"),
+    "episode": ("rollout", "episode"),
+    "select": ("sampling", "select"),
+    "task": ("task", "name"),
+    "reward": ("task", "reward"),
+}
+"""Section and key of the recipe that name each part."""
+BUILT_IN_FUNCTIONS = (*SURROGATES.values(), *ESTIMATORS.values())
+
+
 @dataclass(frozen=True)
 class Choices:
     """The parts that make one run different from another, as objects or by name."""
@@ -66,19 +80,51 @@ class Choices:
     @classmethod
     def of(cls, config: Config, **given: Any) -> Choices:
         """What the caller gives, or the recipe names; refuses what does not go together."""
-        algo = config.algo
+        for part, value in given.items():
+            if isinstance(value, str):
+                raise ConfigError(
+                    f"train({part}={value!r}) takes the part itself; a name belongs into the "
+                    f"recipe, as {'.'.join(KEYS[part])}"
+                )
+        algo, engine = config.algo, config.rollout.engine
+        if given["engine"] is None and is_users_own(engine):
+            given["engine"] = load_plugin(engine, "rollout.engine")
+        _check_methods(given["engine"])
         given["objective"] = given["objective"] or _find(algo.objective, "objective", SURROGATES)
         given["advantage"] = given["advantage"] or _find(algo.advantage, "advantage", ESTIMATORS)
         given["task"] = given["task"] or config.task.name
         given["select"] = given["select"] or config.sampling.select
         choices = cls(**given)
+        if algo.kl_in_reward and choices.advantage is not critic_advantages:
+            raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
         check_combinations(config, "config", *choices.facts)
         return choices
+
+    def record_in(self, config: Config) -> Config:
+        """The config with the names of parts given as objects, as its run directory keeps it."""
+        for part, (section, key) in KEYS.items():
+            value = getattr(self, part)
+            name = getattr(config, section)
+            is_named = is_users_own(getattr(name, key)) or value in BUILT_IN_FUNCTIONS
+            if callable(value) and not is_named:
+                spec = name_of(value) or f"__main__:{getattr(value, '__qualname__', 'part')}"
+                changed = dataclasses.replace(name, **{key: spec})
+                config = dataclasses.replace(config, **{section: changed})
+        return config
 
     @property
     def facts(self) -> tuple[Objective, Advantage]:
         """Facts of the objective and of the advantage, which may carry none."""
         return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
+
+
+def _check_methods(engine: EngineFactory | None) -> None:
+    """Raise if a class that is to be an engine lacks a method of one."""
+    methods = ("sync", "stream", "generate", "score")
+    if isinstance(engine, type) and (lacks := [m for m in methods if not hasattr(engine, m)]):
+        raise ConfigError(
+            f"rollout.engine: {engine.__name__} lacks {', '.join(lacks)} (qurl.rollout.Engine)"
+        )
 
 
 def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
 from qurl.plugins import is_users_own
 from qurl.rollout.local.architecture import check_family
-from qurl.run.assembly import build_pool, held_out_problems, load_split
+from qurl.run.assembly import KEYS, Choices, build_pool, held_out_problems, load_split
 from qurl.run.directory import find_changes
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
@@ -30,6 +30,7 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
         print(f"note  {warning}")
     checks: dict[str, Callable[[], str]] = {
         "device": lambda: str(pick_device(recipe.config.device)),
+        "parts": recipe.check_parts,
         "run directory": recipe.check_run_dir,
         "model": recipe.check_model,
         "training problems": recipe.check_training_task,
@@ -54,6 +55,11 @@ class Recipe:
         self.tokenizer: Any = None
         self.model_config: Any = None
         self.task: Task | None = None
+
+    def check_parts(self) -> str:
+        choices = Choices.of(self.config, **dict.fromkeys(KEYS))
+        parts = (choices.objective, choices.advantage, choices.engine, choices.episode)
+        return ", ".join(part.__name__ for part in parts if part is not None)
 
     def check_run_dir(self) -> str:
         changes = find_changes(Path(self.config.run_dir).expanduser(), self.config)

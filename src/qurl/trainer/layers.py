@@ -25,8 +25,10 @@ from qurl.ops.families import FAMILIES
 from qurl.ops.gate import gate_gradients, gate_values
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 
-LAYERS = {family.fusible_layer for family in FAMILIES.values()}
-ATTENTIONS = {family.fusible_attention for family in FAMILIES.values()}
+_FUSIBLE = [family for family in FAMILIES.values() if family.fusible]
+LAYERS = {f"{family.fusible}DecoderLayer" for family in _FUSIBLE}
+# Windows of every layer are in the config, not in the attention module.
+ATTENTIONS = {f"{f.fusible}Attention" for f in _FUSIBLE if f.windows != "every layer"}
 CHECK_BOUND = 1e-4
 """Largest relative difference between a fused module and the one that it replaces."""
 CHECK_POSITIONS = 5

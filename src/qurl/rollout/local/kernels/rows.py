@@ -21,14 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.launch import (
-    DTYPES,
-    EXACT,
-    await_inputs,
-    divide_up,
-    next_power_of_2,
-    overlapping,
-)
+from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import divide, magnitude, narrow, scale_for, store_rounded
 from qurl.quant.formats import Format, Quantized
 from qurl.quant.linear import Operand, Product

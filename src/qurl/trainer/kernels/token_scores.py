@@ -73,7 +73,7 @@ def logit_gradients(
     FP32 gradients overwrite the logits. Without `entropy` the loss has no entropy term.
     """
     assert (entropy is None) == (grad_entropy is None)
-    vectors = (log_z, grad_logp, entropy, grad_entropy)
+    vectors = (log_z, entropy, grad_logp, grad_entropy)
     _check_rows(logits, targets, *(vector for vector in vectors if vector is not None))
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     num_blocks, shape = _blocks(logits, block)
@@ -169,8 +169,8 @@ def logit_gradients_kernel(
     logits,
     targets,
     log_z,
-    grad_logp,
     entropy,
+    grad_logp,
     grad_entropy,
     out,
     factor,

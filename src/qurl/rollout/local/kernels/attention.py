@@ -89,7 +89,12 @@ def attend_pages(
     parts = q.new_empty(batch, num_chunks, *q.shape[1:], dtype=torch.float32)
     stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
     cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, **overlapping(q.device)}
-    shape = _check_and_size(q, kv, table, positions, kv_scale, tiling)
+    assert kv.dtype == (q.dtype if kv_scale is None else torch.float8_e4m3fn)
+    assert kv_scale is None or (kv_scale.is_contiguous() and kv_scale.shape == (2, kv_heads))
+    assert (table.dtype, table.stride(1), len(table)) == (torch.int32, 1, batch)
+    assert positions.shape == (batch,)
+    assert all(tensor.is_contiguous() for tensor in (q, kv))
+    shape = _shapes(q, kv, tiling)
     k, v = kv if kv_scale is None else kv.view(torch.int16)  # codes in pairs
     sources = (q, k, v, kv_scale, table, positions)
     sizes = (table.stride(0), table.shape[1], num_chunks)
@@ -101,27 +106,14 @@ def attend_pages(
     return operand
 
 
-def _check_and_size(
-    q: Tensor,
-    kv: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    kv_scale: Tensor | None,
-    tiling: Tiling,
-) -> dict[str, Any]:
+def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
     """The constants of `split_kernel`."""
-    batch, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = kv.shape
-    assert q.is_contiguous()
-    assert kv.is_contiguous()
     assert kv.shape[4] == head_dim
     assert heads % kv_heads == 0
-    assert (table.dtype, table.stride(1), len(table)) == (torch.int32, 1, batch)
-    assert positions.shape == (batch,)
     assert tiling.chunk % tiling.block == 0
-    has_codes = kv_scale is not None
-    assert kv.dtype == (torch.float8_e4m3fn if has_codes else q.dtype)
-    assert kv_scale is None or (kv_scale.is_contiguous() and kv_scale.shape == (2, kv_heads))
+    has_codes = kv.dtype != q.dtype
     width = head_dim // 2 if has_codes else head_dim
     group = heads // kv_heads
     operand = torch.float16 if has_codes and q.dtype == torch.bfloat16 else q.dtype

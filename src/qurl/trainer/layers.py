@@ -1,9 +1,9 @@
 """Decoder layers of the trained model with one kernel between products, forward and backward.
 
 In a small model, the work between products moves more bytes than the products do: torch computes
-RMSNorm in eight kernels, rotary positions in five and the gate of an MLP in two, mostly in FP32,
-and each reads and writes everything. `fuse_layers_` replaces modules by ones with the same weights
-under the same names, so optimizers, checkpoints and engines see no difference.
+RMSNorm in eight kernels, rotary positions in five and a gate in two, mostly in FP32. `fuse_layers_`
+replaces modules by ones with the same weights under the same names, so optimizers, checkpoints and
+engines see no difference.
 
 Under autocast these modules return the compute dtype, rounded once, as the next product would
 round. The residual stream stays FP32: only products read what a norm of these layers returns.
@@ -29,12 +29,9 @@ _FUSIBLE = [family for family in FAMILIES.values() if family.fusible]
 LAYERS = {f"{family.fusible}DecoderLayer" for family in _FUSIBLE}
 # Windows of every layer are in the config, not in the attention module.
 ATTENTIONS = {f"{f.fusible}Attention" for f in _FUSIBLE if f.windows != "every layer"}
-CHECK_BOUND = 1e-4
-"""Largest relative difference between a fused module and the one that it replaces."""
+CHECK_BOUND = 1e-4  # largest relative difference between a fused module and its original
 CHECK_POSITIONS = 5
-
-Rotations = tuple[Tensor, Tensor]
-"""Cosines and sines, [1 or B, T, D] each."""
+Rotations = tuple[Tensor, Tensor]  # cosines and sines, [1 or B, T, D] each
 
 
 class FusedRMSNorm(nn.Module):
@@ -48,18 +45,13 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _Normalize.apply(x, self.weight, self.eps, arithmetic_dtype(x))  # type: ignore[return-value]
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}"
-
 
 class FusedMLP(nn.Module):
     """y = down(silu(gate(x)) up(x))"""
 
-    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, own: Any) -> None:
         super().__init__()
-        self.gate_proj = gate
-        self.up_proj = up
-        self.down_proj = down
+        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
@@ -70,16 +62,10 @@ class FusedAttention(nn.Module):
 
     def __init__(self, own: Any) -> None:
         super().__init__()
-        self.q_proj, self.k_proj = own.q_proj, own.k_proj
-        self.v_proj, self.o_proj = own.v_proj, own.o_proj
-        self.q_norm, self.k_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
-        self.config, self.layer_idx, self.head_dim = own.config, own.layer_idx, own.head_dim
-        self.scaling, self.sliding_window = own.scaling, getattr(own, "sliding_window", None)
-        # The attention functions of transformers read these:
-        self.num_key_value_groups, self.is_causal = own.num_key_value_groups, own.is_causal
+        vars(self).update(vars(own))  # weights, config and sizes, under their names
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: Rotations,
         attention_mask: Tensor | None = None,
@@ -89,18 +75,17 @@ class FusedAttention(nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         shape = hidden_states.shape[:-1]
-        q, k, v = (
-            project(hidden_states).view(*shape, -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        products = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (product.view(*shape, -1, self.head_dim) for product in products)
+        if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         dtype = arithmetic_dtype(hidden_states)
         rotated = (_Rotate.apply(x, *position_embeddings, dtype) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (*rotated, v))  # [B, H, T, D]
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        options |= {"scaling": self.scaling, "sliding_window": self.sliding_window}
+        window = getattr(self, "sliding_window", None)
+        options |= {"scaling": self.scaling, "sliding_window": window}
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(self, q, k, v, attention_mask, **options)
         return self.o_proj(out.reshape(*shape, -1)), weights
@@ -178,7 +163,7 @@ def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
     if kind.endswith("RMSNorm"):
         return FusedRMSNorm(module.weight, module.variance_epsilon)
     if kind.endswith("MLP"):
-        return FusedMLP(module.gate_proj, module.up_proj, module.down_proj)
+        return FusedMLP(module)
     if kind in ATTENTIONS and rotations is not None:
         return FusedAttention(module)
     return None

@@ -14,18 +14,13 @@ from qurl.errors import TrainingError
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    *,
-    lr: float,
-    scales: Mapping[nn.Parameter, float] | None = None,
+    model: nn.Module, config: OptimConfig, *, lr: float, scales: Mapping[nn.Parameter, float] = {}
 ) -> AdamW:
     """AdamW with weight decay on matrices, not on norms and biases.
 
     `scales` multiply the learning rate of single parameters and divide their epsilon and decay. A
     scale s is then the same as training the parameter divided by s.
     """
-    scales = scales or {}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
     for parameter in model.parameters():
         if parameter.requires_grad:

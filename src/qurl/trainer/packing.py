@@ -26,10 +26,8 @@ from qurl.errors import ModelError
 from qurl.ops.attention import attend_flash
 from qurl.types import Batch
 
-ATTENTION = "qurl-packed"
-"""The name under which transformers knows `attend`."""
-ORDINARY_ATTENTION = "sdpa"
-"""The attention that `attend` replaces."""
+ATTENTION = "qurl-packed"  # as transformers calls `attend`
+ORDINARY_ATTENTION = "sdpa"  # what it replaces
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,12 @@ class Packed:
     @classmethod
     def of(cls, token_ids: Tensor, lengths: Sequence[int]) -> Packed:
         """The first `lengths[b]` tokens of each row of [B, T]."""
-        width, device = token_ids.shape[1], token_ids.device
+        device = token_ids.device
         counts = torch.tensor(lengths, dtype=torch.int64)
         starts = F.pad(counts.cumsum(0), (1, 0))  # [B + 1]
         rows = torch.arange(len(counts)).repeat_interleave(counts)  # [N]
         positions = torch.arange(len(rows)) - starts[rows]
-        places = (rows * width + positions).to(device)
+        places = (rows * token_ids.shape[1] + positions).to(device)
         bounds = starts.int().to(device)
         options = {
             "position_ids": positions.to(device)[None],

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,8 +28,7 @@ PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 layers; a leak from one sequence into the next shows in FP32."""
 
 
-@dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Results of a forward per token; 0 where the batch's mask is 0."""
 
     logp: Tensor  # [B, T]
@@ -47,10 +45,8 @@ class Policy:
         self.tokenizer = tokenizer
         self.device = device
         self.logits_chunk = config.logits_chunk
-        is_auto = config.compute_dtype == "auto"
-        self.compute_dtype: torch.dtype = (
-            default_dtype(device) if is_auto else getattr(torch, config.compute_dtype)
-        )
+        name = config.compute_dtype
+        self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
         _make_savable_(self.model)
         if config.gradient_checkpointing:

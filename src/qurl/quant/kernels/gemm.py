@@ -68,9 +68,10 @@ def _prefetch_weights(
     columns = first_column + tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth)
     channels = tl.minimum(channels, N - 1).to(tl.int64)
     columns = tl.minimum(columns, K - 1)
-    pointers = w + channels[:, None] * K + columns[None, :]
-    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(code, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+    at = w + channels[:, None] * K + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["M", "steps_per_split"])

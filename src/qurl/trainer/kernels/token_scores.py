@@ -85,13 +85,10 @@ def logit_gradients(
 
 
 def _check_rows(logits: Tensor, targets: Tensor, *vectors: Tensor) -> None:
-    assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
     assert targets.dtype == torch.int64
-    for vector in (targets, *vectors):
-        assert vector.shape == logits.shape[:1]
-        assert vector.is_contiguous()
-    assert all(vector.dtype == torch.float32 for vector in vectors)
+    assert all(tensor.dtype == torch.float32 for tensor in (logits, *vectors))
+    assert all(tensor.is_contiguous() for tensor in (logits, targets, *vectors))
+    assert all(vector.shape == logits.shape[:1] for vector in (targets, *vectors))
 
 
 def _blocks(logits: Tensor, block: int) -> tuple[int, dict[str, Any]]:

@@ -402,7 +402,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
         for piece in pieces:
             loss, stats = learner._policy_terms(piece, 10.0)
             loss.backward()
-            meter.add(stats, weight=piece.layout.num_scored)
+            meter.add(stats, weight=len(piece.layout.scored))
             learner.critic(piece.batch, piece.layout).sum().backward()
         meter.finish_update({"norm": 1.0})
         assert reads.found == []

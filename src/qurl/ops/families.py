@@ -24,10 +24,6 @@ class Family:
     """Norms multiply by offset + weight."""
     other_norms: tuple[str, ...] = ()
     """Norms that feed no projection: QK-norms (they read outputs) and post-norms."""
-    has_experts: bool = False
-    """Some layers have experts, fused in one tensor or a module each."""
-    has_shared_expert: bool = False
-    """The experts come with a shared one and its gate."""
     is_local: bool = False
     """The local engine runs it."""
     windows: Literal["none", "every layer", "layer types"] = "none"
@@ -52,9 +48,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("gemma", norm_offset=1.0),
         Family("gemma2", **_GEMMA, other_norms=_POST_NORMS),
         Family("gemma3_text", **_GEMMA, other_norms=_POST_NORMS + _QK_NORMS),
-        Family("mixtral", has_experts=True),
-        Family("qwen2_moe", has_experts=True, has_shared_expert=True),
-        Family("qwen3_moe", other_norms=_QK_NORMS, has_experts=True),
+        Family("mixtral"),
+        Family("qwen2_moe"),
+        Family("qwen3_moe", other_norms=_QK_NORMS),
     )
 }
 

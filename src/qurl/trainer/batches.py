@@ -73,8 +73,8 @@ def padded_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[in
     order, pieces = _by_length(lengths), []
     while order:
         size = max(1, max_tokens // lengths[order[0]])
-        pieces.append(order[:size])
-        order = order[size:]
+        piece, order = order[:size], order[size:]
+        pieces.append(piece)
     return pieces
 
 

@@ -45,18 +45,14 @@ class Scoring:
 
 
 class PlainHead(NamedTuple):
-    """logits = (states @ weight^T + bias) * logit_scale"""
-
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     logit_scale: float
 
     def score(self, states: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """log p [N] of the targets [N] and entropies [N], from states [N, H]."""
-        factor = self.logit_scale / scoring.temperature
-        return _TokenScores.apply(  # type: ignore[return-value]
-            states, self.weight, self.bias, targets.contiguous(), factor, scoring
-        )
+        others = (targets.contiguous(), self.logit_scale / scoring.temperature, scoring)
+        return _TokenScores.apply(states, self.weight, self.bias, *others)  # type: ignore[return-value]
 
 
 def plain_head(model: nn.Module) -> PlainHead | None:
@@ -78,7 +74,6 @@ def apply_head(model: nn.Module, states: Tensor) -> Tensor:
 
 
 def _logit_scale(config: Any) -> float:
-    """The factor by which a model of transformers multiplies its logits."""
     divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     return factor / divisor

@@ -7,8 +7,7 @@ engines see no difference.
 
 Under autocast these modules return the compute dtype, rounded once, as the next product would
 round. The residual stream stays FP32: only products read what a norm of these layers returns.
-
-Importing this needs Triton. Shapes: B sequences, T positions, H heads, D head size.
+Shapes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -138,10 +137,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def fuse_layers_(model: Any) -> int:
-    """Replace modules of the decoder layers by fused ones; returns how many were replaced.
+    """Replace modules of the decoder layers by fused ones that compute the same; returns how many.
 
-    Each fused module is first checked to compute the same. The last norm of the model stays,
-    because its result must not be rounded.
+    The last norm of the model stays, because its result must not be rounded.
     """
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     rotations = _sample_rotations(model, layers)
@@ -158,7 +156,6 @@ def fuse_layers_(model: Any) -> int:
 
 
 def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
-    """A candidate to replace a module of transformers."""
     kind = type(module).__name__
     if kind.endswith("RMSNorm"):
         return FusedRMSNorm(module.weight, module.variance_epsilon)

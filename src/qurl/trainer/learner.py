@@ -73,19 +73,15 @@ class Meter:
         self._sums.clear()
 
     def summary(self) -> dict[str, float]:
-        read = iter(_read([value for column in self._values.values() for value in column]))
+        numbers = (value for column in self._values.values() for value in column)
+        tensors = [value.double() for value in numbers if isinstance(value, Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else [])  # the device is asked once
         summary = {}
         for name, weights in self._weights.items():
-            column = [next(read) for _ in weights]
+            column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
             mean = sum(x * w for x, w in zip(column, weights, strict=True)) / sum(weights)
             summary[name] = max(column) if "max" in name else mean
         return summary
-
-
-def _read(values: Sequence[Number]) -> list[float]:
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(read) if isinstance(value, Tensor) else value for value in values]
 
 
 class Learner:
@@ -159,7 +155,7 @@ class Learner:
         for epoch in range(config.batch.epochs):
             shuffled = batch.shuffle(generator(config.seed, "shuffle", step, epoch))
             for minibatch in shuffled.split(config.batch.minibatches):
-                pieces = [p for p in self._pieces(minibatch) if p.layout.num_scored]
+                pieces = [p for p in self._pieces(minibatch) if len(p.layout.scored)]
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
@@ -168,7 +164,7 @@ class Learner:
                     terms = partial(self._policy_terms, denominator=denominator)
                     self._step("actor", self.optimizer, pieces, terms, step, meter)
                 if self.critic_optimizer is not None:
-                    num_tokens = sum(piece.layout.num_scored for piece in pieces)
+                    num_tokens = sum(len(piece.layout.scored) for piece in pieces)
                     terms = partial(self._critic_terms, denominator=num_tokens)
                     self._step("critic", self.critic_optimizer, pieces, terms, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
@@ -202,7 +198,7 @@ class Learner:
             loss, stats = terms(piece)
             loss.backward()
             results.append((loss.detach(), stats))
-            meter.add(stats, weight=piece.layout.num_scored)
+            meter.add(stats, weight=len(piece.layout.scored))
         _check_finite(results, step)
         if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})

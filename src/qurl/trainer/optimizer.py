@@ -55,10 +55,7 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
 
 
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
-    """Clip, step and clear; returns the gradient norm before clipping.
-
-    Raises TrainingError on a non-finite norm, before the weights change.
-    """
+    """Clip, step and clear; returns the norm before clipping. One that is not finite raises."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
     if not math.isfinite(norm):

@@ -24,8 +24,7 @@ from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.types import Batch
 
 PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest relative difference between packed and padded states. In BF16 rounding grows through all
-layers; a leak from one sequence into the next shows in FP32."""
+"""Largest relative difference between packed and padded states; in BF16 rounding grows."""
 
 
 class TokenScores(NamedTuple):
@@ -79,9 +78,8 @@ class Policy:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
         hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        scoring = Scoring(
-            batch.temperature, self.logits_chunk, self.compute_dtype, needs_entropy_grad
-        )
+        precision = (self.logits_chunk, self.compute_dtype)
+        scoring = Scoring(batch.temperature, *precision, needs_entropy_grad)
         scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
         return TokenScores(*(layout.spread(values) for values in scores))
 
@@ -117,19 +115,14 @@ def load_model_config(path: str | Path) -> Any:
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
-    """A causal LM of transformers, in FP32; `key` is the recipe key that errors name.
-
-    Raises ModelError if any weight is missing; transformers would initialize it at random.
-    """
+    """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True
-        )
-        model, info = loaded
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(path, dtype=torch.float32, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
     return model
@@ -223,10 +216,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def compile_layers_(model: nn.Module) -> None:
-    """Compile the decoder layers in place; weights, names and saving stay the same.
-
-    Layers of one kind share the compiled code, and lengths are dynamic.
-    """
+    """Compile the decoder layers in place; layers of one kind share the compiled code."""
     layers = decoder_layers(model)
     if not len(layers):
         raise ModelError(

@@ -205,7 +205,10 @@ class Learner:
         peak = config.optim.lr if name == "actor" else config.critic.lr
         lr = learning_rate(peak, step, config.steps, config.optim)
         norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
-        meter.finish_update({f"{name}/grad_norm": norm, f"{name}/lr": lr})
+        if name == "actor":
+            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
+        else:
+            meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
     def _policy_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""

@@ -89,14 +89,12 @@ class Policy:
         return self
 
     def save(self, folder: Path) -> None:
-        """Write a normal Hugging Face folder (safetensors, config, tokenizer)."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    """The policy of a Hugging Face folder or hub name."""
     return Policy(load_model(path), load_tokenizer(path), config, device)
 
 

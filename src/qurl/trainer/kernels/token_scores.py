@@ -192,7 +192,6 @@ def logit_gradients_kernel(
 
 @triton.jit
 def _locate(index, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The row and the tokens of the block with this index."""
     num_blocks: tl.constexpr = triton.cdiv(V, BLOCK)
     return index // num_blocks, (index % num_blocks) * BLOCK + tl.arange(0, BLOCK)
 

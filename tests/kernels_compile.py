@@ -46,13 +46,22 @@ from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
 from qurl.trainer.kernels import token_scores
 
-AMPERE, ADA, HOPPER = 80, 89, 90
+AMPERE, ADA, HOPPER = 86, 89, 90
 TARGETS = {
-    AMPERE: Target("NVIDIA A100", (8, 0), 108),
-    ADA: Target("NVIDIA L4", (8, 9), 58),
+    AMPERE: Target("NVIDIA GeForce RTX 3090", (8, 6), 82),
+    ADA: Target("NVIDIA GeForce RTX 4090", (8, 9), 128),
     HOPPER: Target("NVIDIA H200", (9, 0), 132),
 }
 HAVE_FP8 = (ADA, HOPPER)
+"""GPUs with FP8. The engine, Triton and ptxas refuse it for others."""
+VARIANT = (HOPPER,)
+"""For a further path through a kernel that another launch compiles for every GPU."""
+MAX_SPILLS = {
+    (gpu, kernel): most
+    for gpu in (AMPERE, ADA)
+    for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
+}
+"""Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
 """Kernels of a sync and of training: they run too long for their launch to matter."""
@@ -86,7 +95,7 @@ class Launch:
     call: Callable[[], Any]
     kernels: Mapping[str, Look]
     """Those that it launches."""
-    targets: Sequence[int] = (AMPERE, HOPPER)
+    targets: Sequence[int] = tuple(TARGETS)
 
     def __post_init__(self) -> None:
         for name, look in self.kernels.items():
@@ -312,9 +321,9 @@ def everywhere(pattern: str) -> Look:
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 DECODE = Plan(tokens=64, channels=128, depth=128, splits=4)
-INT8_MATRIX = Look({HOPPER: r"IGMMA", AMPERE: r"IMMA"})
+INT8_MATRIX = Look({HOPPER: r"IGMMA", ADA: r"IMMA", AMPERE: r"IMMA"})
 FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
-BF16_MATRIX = Look({HOPPER: r"HGMMA", AMPERE: r"HMMA"})
+BF16_MATRIX = Look({HOPPER: r"HGMMA", ADA: r"HMMA", AMPERE: r"HMMA"})
 SMALL_MATRIX = everywhere(r"HMMA")
 WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
 WIDEST_LOADS = everywhere(r"LDG\.\S*128")
@@ -325,6 +334,7 @@ LAUNCHES = (
         "int8 product of 16 tokens, in parts",
         partial(multiply, "int8", 16, 3584, 3584, dataclasses.replace(DECODE, tokens=16)),
         {"gemm_kernel": INT8_MATRIX},
+        targets=VARIANT,
     ),
     Launch(
         "int8 product of 64 tokens, in parts",
@@ -373,6 +383,7 @@ LAUNCHES = (
         "int8 gated product of 256 tokens, as planned",
         partial(multiply_gated, "int8", 256, 37888, 3584),
         {"gemm_kernel": INT8_MATRIX},
+        targets=VARIANT,
     ),
     Launch(
         "fp8 gated product of 64 tokens, as planned",
@@ -384,6 +395,7 @@ LAUNCHES = (
         "bf16 gated product of 64 tokens, as planned",
         partial(multiply_gated, "bf16", 64, 37888, 3584),
         {"gemm_kernel": BF16_MATRIX},
+        targets=VARIANT,
     ),
     Launch("embedding", begin_step, {"begin_kernel": WIDE_LOADS}),
     # Early are the norm's weight, and of a product in parts the channels' scale and bias.
@@ -396,6 +408,7 @@ LAUNCHES = (
         "norm to int8 that clears",
         partial(add_norm, 3584, 2, "int8", clears=True),
         {"add_norm_kernel": WIDE_LOADS.with_early(3)},
+        targets=VARIANT,
     ),
     Launch(
         "norm of 8192 to bf16",
@@ -410,13 +423,17 @@ LAUNCHES = (
     ),
     Launch("swiglu to int8", partial(swiglu, 18944, 2, "int8"), {"map_kernel": WIDE_LOADS}),
     Launch(
-        "swiglu of 40960 to int8", partial(swiglu, 40960, 2, "int8"), {"map_kernel": WIDE_LOADS}
+        "swiglu of 40960 to int8",
+        partial(swiglu, 40960, 2, "int8"),
+        {"map_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch("swiglu to bf16", partial(swiglu, 18944, 0, None), {"map_kernel": WIDE_LOADS}),
     Launch(
         "alternating swiglu to bf16",
         partial(swiglu, 18944, 0, None, is_alternating=True),
         {"map_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "alternating swiglu to fp8",
@@ -424,7 +441,7 @@ LAUNCHES = (
         {"map_kernel": WIDE_LOADS},
         targets=HAVE_FP8,
     ),
-    Launch("input to int8", quantize_input, {"map_kernel": WIDE_LOADS}),
+    Launch("input to int8", quantize_input, {"map_kernel": WIDE_LOADS}, targets=VARIANT),
     Launch("known maxima to int8", partial(quantize_with, "int8"), {"map_kernel": WIDE_LOADS}),
     Launch(
         "known maxima to fp8",
@@ -454,11 +471,13 @@ LAUNCHES = (
         "rope of a prompt with norms",
         partial(rotate, torch.bfloat16, QWEN3_8B, parts=0, keep_kv=True),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
+        targets=VARIANT,
     ),
     Launch(
         "rope of small heads",
         partial(rotate, torch.bfloat16, QWEN2_05B),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
+        targets=VARIANT,
     ),
     Launch(
         "attention over a bf16 cache",
@@ -475,17 +494,19 @@ LAUNCHES = (
         "attention over a window",
         partial(attend, torch.bfloat16, 64, "int8", MISTRAL_7B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "attention of small heads over a bf16 cache",
         partial(attend, torch.bfloat16, 64, "int8", QWEN2_05B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "attention of small heads over an fp8 cache",
         partial(attend, FP8, 64, None, QWEN2_05B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
-        targets=HAVE_FP8,
+        targets=VARIANT,
     ),
     Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": WIDE_LOADS}),
     Launch(
@@ -497,6 +518,7 @@ LAUNCHES = (
         "gradients of logits to bf16",
         partial(logit_gradients, torch.bfloat16, has_entropy=False),
         {"logit_gradients_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "gradients of logits and entropy to bf16",
@@ -507,10 +529,14 @@ LAUNCHES = (
         "gradients of logits and entropy in place",
         partial(logit_gradients, torch.float32, has_entropy=True),
         {"logit_gradients_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch("norm for training", partial(train_norm, torch.float32), {"norm_kernel": WIDEST_LOADS}),
     Launch(
-        "long norm for training", partial(train_norm, BF16, 8192), {"norm_kernel": WIDEST_LOADS}
+        "long norm for training",
+        partial(train_norm, BF16, 8192),
+        {"norm_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "gradients of a norm",
@@ -521,11 +547,13 @@ LAUNCHES = (
         "gradients of a long norm",
         partial(train_norm_gradients, torch.float32, 8192),
         {"norm_gradients_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "gradients of a norm of heads",
         partial(train_norm_gradients, BF16, 64),
         {"norm_gradients_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch("gate for training", train_gate, {"gate_kernel": WIDEST_LOADS}),
     Launch("gradients of a gate", train_gate_gradients, {"gate_gradients_kernel": WIDEST_LOADS}),
@@ -538,6 +566,7 @@ LAUNCHES = (
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "fp32 weight to int8",
@@ -554,6 +583,7 @@ LAUNCHES = (
         "long fp32 weight to int8",
         partial(requantize_from, torch.float32, 40960, "int8"),
         {"requantize_rows_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "fp32 weight to fp8 in blocks",

@@ -14,7 +14,7 @@ from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.losses import aggregate, kl_penalty, policy_loss
 from qurl.seeds import generator
-from qurl.trainer.meter import Meter
+from qurl.trainer.learner import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.policy import Policy
 
@@ -402,7 +402,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
         for piece in pieces:
             loss, stats = learner._policy_terms(piece, 10.0)
             loss.backward()
-            meter.add(stats, weight=piece.num_tokens)
+            meter.add(stats, weight=len(piece.layout.scored))
             learner.critic(piece.batch, piece.layout).sum().backward()
         meter.finish_update({"norm": 1.0})
         assert reads.found == []

@@ -15,7 +15,6 @@ from qurl.quant.formats import (
 )
 from qurl.quant.linear import (
     QuantLinear,
-    exact_length,
     linear,
     matmul_codes,
     quantized_copy,
@@ -40,11 +39,6 @@ def test_by_hand():
     weight = quantize(torch.tensor([[1.0, -1.0]]), "int8")
     x = torch.tensor([[2.0, 1.0]])
     assert linear(x, weight).item() == pytest.approx(8001 * 2 / 127 / 127, rel=1e-6)
-
-
-def test_exact_length_is_the_longest_sum_within_fp32():
-    assert exact_length(get_format("int8")) == 1040  # 1040 * 127^2 <= 2^24 < 1041 * 127^2
-    assert exact_length(get_format("int4")) == 342392  # 342392 * 7^2 <= 2^24
 
 
 @pytest.mark.parametrize("name", ["int8", "int6", "int4"])

@@ -107,7 +107,7 @@ def test_layout_by_hand(is_packed):
     batch = by_hand()
     layout = BatchLayout.of(batch, is_packed=is_packed)
     assert layout.token_ids.shape == ((1, 9) if is_packed else (3, 4))
-    assert layout.num_scored == 4
+    assert len(layout.scored) == 4
     assert layout.targets.tolist() == [13, 21, 31, 32]
     assert layout.before(layout.token_ids).tolist() == [12, 20, 30, 31]
     found = layout.spread(torch.tensor([1.0, 2.0, 3.0, 4.0]))

@@ -168,7 +168,7 @@ def test_the_trainers_optimizer_can_do_without_uaq():
     s, config, start = 1.5, OptimConfig(weight_decay=0.1, eps=1e-6), _llama(torch.float64)
     plain, scaled = copy.deepcopy(start), rescale_(copy.deepcopy(start), s)
     tokens = torch.randint(0, 40, (4, 12), generator=torch.Generator().manual_seed(1))
-    for model, scales in ((plain, learning_rate_scales(plain, s)), (scaled, None)):
+    for model, scales in ((plain, learning_rate_scales(plain, s)), (scaled, {})):
         optimizer = build_optimizer(model, config, lr=1e-3, scales=scales)
         for _ in range(10):
             model(tokens, labels=tokens).loss.backward()

@@ -23,8 +23,6 @@ def attend_flash(
     """torch's flash attention: q [N, H, D], k and v [N, H_kv, D] to [N, H, D]."""
     left = -1 if window is None else window - 1
     flags: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
-    out = varlen.varlen_attn(
+    return varlen.varlen_attn(  # type: ignore[return-value]
         q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **flags
     )
-    assert isinstance(out, Tensor)
-    return out

@@ -1,7 +1,6 @@
-"""The model families that QuRL knows by name: one record each, for every part that must know.
+"""The model families that QuRL knows by name, for UAQ, the fused layers and the local engine.
 
-UAQ reads which norm feeds what, the fused layers which classes they may replace, the local engine
-what it can run. The trainer also takes other families, as far as transformers loads them.
+The trainer also takes other families, as far as transformers loads them.
 """
 
 from __future__ import annotations
@@ -25,64 +24,33 @@ class Family:
     """Norms multiply by offset + weight."""
     other_norms: tuple[str, ...] = ()
     """Norms that feed no projection: QK-norms (they read outputs) and post-norms."""
-    has_experts: bool = False
-    """Some layers have experts, fused in one tensor or a module each."""
-    has_shared_expert: bool = False
-    """The experts come with a shared one and its gate."""
     is_local: bool = False
     """The local engine runs it."""
     windows: Literal["none", "every layer", "layer types"] = "none"
     """Where the attention has sliding windows; "layer types": as `config.layer_types` says."""
-    fusible_layer: str | None = None
-    """Class of transformers whose norms and MLP fused modules may replace."""
-    fusible_attention: str | None = None
-    """Class of transformers that fused attention may replace."""
+    fusible: str | None = None
+    """How transformers' class names begin, if fused modules may replace its modules: "Llama"."""
 
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_GEMMA = {"mlp_norm": "pre_feedforward_layernorm", "norm_offset": 1.0}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
+        Family("llama", is_local=True, fusible="Llama"),
+        Family("mistral", is_local=True, fusible="Mistral", windows="every layer"),
+        Family("qwen2", is_local=True, fusible="Qwen2", windows="layer types"),
         Family(
-            "llama",
-            is_local=True,
-            fusible_layer="LlamaDecoderLayer",
-            fusible_attention="LlamaAttention",
-        ),
-        Family(
-            "mistral",
-            is_local=True,
-            windows="every layer",
-            fusible_layer="MistralDecoderLayer",  # its attention does not tell its window
-        ),
-        Family(
-            "qwen2",
-            is_local=True,
-            windows="layer types",
-            fusible_layer="Qwen2DecoderLayer",
-            fusible_attention="Qwen2Attention",
-        ),
-        Family(
-            "qwen3",
-            other_norms=_QK_NORMS,
-            is_local=True,
-            windows="layer types",
-            fusible_layer="Qwen3DecoderLayer",
-            fusible_attention="Qwen3Attention",
+            "qwen3", is_local=True, fusible="Qwen3", windows="layer types", other_norms=_QK_NORMS
         ),
         Family("gemma", norm_offset=1.0),
-        Family("gemma2", "pre_feedforward_layernorm", norm_offset=1.0, other_norms=_POST_NORMS),
-        Family(
-            "gemma3_text",
-            "pre_feedforward_layernorm",
-            norm_offset=1.0,
-            other_norms=_POST_NORMS + _QK_NORMS,
-        ),
-        Family("mixtral", has_experts=True),
-        Family("qwen2_moe", has_experts=True, has_shared_expert=True),
-        Family("qwen3_moe", other_norms=_QK_NORMS, has_experts=True),
+        Family("gemma2", **_GEMMA, other_norms=_POST_NORMS),
+        Family("gemma3_text", **_GEMMA, other_norms=_POST_NORMS + _QK_NORMS),
+        Family("mixtral"),
+        Family("qwen2_moe"),
+        Family("qwen3_moe", other_norms=_QK_NORMS),
     )
 }
 

@@ -20,34 +20,27 @@ from qurl.ops.launch import divide_up
 from qurl.ops.rounding import load_float, store_rounded
 
 BLOCK = 4096
-_SHAPE: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8}
 
 
 def gate_values(gate: Tensor, up: Tensor) -> Tensor:
     """y, from two tensors of the same shape."""
-    _check(gate, up)
     y = torch.empty_like(gate)
-    gate_kernel[_grid(gate)](gate, up, y, gate.numel(), **_SHAPE)
+    _launch(gate_kernel, gate, up, y)
     return y
 
 
 def gate_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """dgate and dup."""
-    _check(dy, gate, up)
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    gate_gradients_kernel[_grid(gate)](dy, gate, up, dgate, dup, gate.numel(), **_SHAPE)
+    _launch(gate_gradients_kernel, dy, gate, up, dgate, dup)
     return dgate, dup
 
 
-def _check(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.shape == tensors[0].shape
-        assert tensor.dtype == tensors[0].dtype
-        assert tensor.is_contiguous()
-
-
-def _grid(values: Tensor) -> tuple[int]:
-    return (divide_up(values.numel(), BLOCK),)
+def _launch(kernel: Any, *tensors: Tensor) -> None:
+    kinds = {(tensor.shape, tensor.dtype, tensor.is_contiguous()) for tensor in tensors}
+    assert kinds == {(tensors[0].shape, tensors[0].dtype, True)}
+    size = tensors[0].numel()
+    kernel[(divide_up(size, BLOCK),)](*tensors, size, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit

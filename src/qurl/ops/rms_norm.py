@@ -23,62 +23,45 @@ from qurl.ops.rounding import load_float, store_rounded
 TILE = 2048
 """Numbers that a program holds at once, unless a row is longer."""
 PROGRAMS = 512
-"""Most programs that add up the weight's gradient, each over its own rows."""
+"""Most programs that add up the weight's gradient."""
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """y [N, H] in `dtype` and 1 / rms [N], from x [N, H] and weight [H]."""
-    _check(x, weight)
-    rows, hidden = x.shape
     y = torch.empty_like(x, dtype=dtype)
-    inverse = x.new_empty(rows, dtype=torch.float32)
-    tile = _tile(hidden)
-    norm_kernel[(divide_up(rows, tile["ROWS"]),)](x, weight, y, inverse, rows, eps, **tile)
+    inverse = x.new_empty(len(x), dtype=torch.float32)
+    programs, tile = _tiling(x, weight)
+    norm_kernel[(programs,)](x, weight, y, inverse, len(x), eps, **tile)
     return y, inverse
 
 
 def gradients(dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """dx [N, H] in x's dtype and dweight [H] in FP32."""
-    _check(x, weight)
     assert dy.shape == x.shape
     assert dy.is_contiguous()
-    rows, hidden = x.shape
     dx = torch.empty_like(x)
-    tile = _tile(hidden)
-    programs = max(1, min(PROGRAMS, divide_up(rows, tile["ROWS"])))
-    parts = x.new_empty(programs, hidden, dtype=torch.float32)
-    norm_gradients_kernel[(programs,)](dy, x, weight, inverse, dx, parts, rows, **tile)
+    programs, tile = _tiling(x, weight)
+    programs = max(1, min(PROGRAMS, programs))
+    parts = x.new_empty(programs, x.shape[1], dtype=torch.float32)
+    norm_gradients_kernel[(programs,)](dy, x, weight, inverse, dx, parts, len(x), **tile)
     return dx, parts.sum(0)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
+def _tiling(x: Tensor, weight: Tensor) -> tuple[int, dict[str, Any]]:
+    """Tiles of x, and the constants of a launch."""
     assert weight.shape == x.shape[1:]
-
-
-def _tile(hidden: int) -> dict[str, Any]:
-    columns = next_power_of_2(hidden)
+    assert all(tensor.is_contiguous() for tensor in (x, weight))
+    columns = next_power_of_2(len(weight))
     rows = max(1, TILE // columns)
     warps = min(16, max(4, columns // 1024))
-    return {"H": hidden, "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
+    return divide_up(len(x), rows), {"H": len(weight), "ROWS": rows, "num_warps": warps}
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_kernel(
-    x,
-    weight,
-    y,
-    inverse,
-    rows,
-    eps,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def norm_kernel(x, weight, y, inverse, rows, eps, H: tl.constexpr, ROWS: tl.constexpr):
     """One program per tile of rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, triton.next_power_of_2(H))
     at = row[:, None] * H + column[None, :]
     is_inside = (row < rows)[:, None] & (column < H)[None, :]
     values = load_float(x + at, is_inside)
@@ -91,21 +74,12 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradients_kernel(
-    dy,
-    x,
-    weight,
-    inverse,
-    dx,
-    parts,
-    rows,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    dy, x, weight, inverse, dx, parts, rows, H: tl.constexpr, ROWS: tl.constexpr
 ):
     """Programs take tiles of rows in turn; each stores its sum as a row of `parts`."""
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, triton.next_power_of_2(H))
     factor = load_float(weight + column, column < H)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, triton.next_power_of_2(H)], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * H + column[None, :]

@@ -35,19 +35,11 @@ def rotate(
     assert cos.shape == sin.shape == (len(cos), size)
     assert tokens % len(cos) == 0
     assert cos.dtype == sin.dtype
-    for tensor in (x, cos, sin):
-        assert tensor.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (x, cos, sin))
     out = torch.empty_like(x, dtype=dtype)
-    lanes = next_power_of_2(size // 2)
-    rows = max(1, TILE // lanes)
-    shape: dict[str, Any] = {
-        "HEADS": heads,
-        "HALF": size // 2,
-        "IS_GRADIENT": is_gradient,
-        "ROWS": rows,
-        "LANES": lanes,
-        "num_warps": 4,
-    }
+    half = size // 2
+    rows = max(1, TILE // next_power_of_2(half))
+    shape: dict[str, Any] = {"HEADS": heads, "HALF": half, "IS_GRADIENT": is_gradient, "ROWS": rows}
     grid = (divide_up(tokens * heads, rows),)
     rotate_pairs_kernel[grid](x, cos, sin, out, tokens * heads, len(cos), **shape)
     return out
@@ -65,11 +57,10 @@ def rotate_pairs_kernel(
     HALF: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """One program per tile of rows, each a head of a token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, triton.next_power_of_2(HALF))
     is_inside = (row < rows)[:, None] & (lane < HALF)[None, :]
     first = row[:, None] * (2 * HALF) + lane[None, :]
     angle = (row // HEADS % angles)[:, None] * (2 * HALF) + lane[None, :]

@@ -1,7 +1,7 @@
 """Quantizers, quantized linear layers, UAQ and update tracking, for trainer and engines alike."""
 
 from qurl.quant.formats import FORMATS, Format, Quantized, dequantize, get_format, quantize
-from qurl.quant.linear import QuantLinear, linear, quantized_copy
+from qurl.quant.linear import QuantLinear, quantized_copy
 from qurl.quant.scaling import rescale_, unscale_
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Quantized",
     "dequantize",
     "get_format",
-    "linear",
     "quantize",
     "quantized_copy",
     "rescale_",

@@ -32,8 +32,7 @@ class Format:
     block: int | None = None
     """Input channels per scale; for weights also output channels. None: one scale per row."""
     canary_bound: float = 2.0
-    """Largest mean |log-prob gap| to the trainer on the canary prompt after a sync. The prompt's
-    tokens are unlikely: 0.4 to 0.6 is normal for a small real model in 8 bits."""
+    """Largest mean |log-prob gap| to the trainer on the canary prompt; 0.4 to 0.6 is normal."""
 
     @property
     def is_integer(self) -> bool:
@@ -79,10 +78,11 @@ def quantize(weight: Tensor, format: str | Format) -> Quantized:
     format = get_format(format) if isinstance(format, str) else format
     if format.block is None:
         return Quantized(*_code(weight, format.weight_max, format.dtype), format)
-    tiles = _tiles(weight, format.block)  # [n, k, block, block]
-    codes, scale = _code(tiles.flatten(-2), format.weight_max, format.dtype)
+    (rows, columns), block = weight.shape, format.block
+    padded = F.pad(weight, (0, -columns % block, 0, -rows % block))
+    tiles = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
+    codes, scale = _code(tiles.flatten(-2), format.weight_max, format.dtype)  # [n, k, block^2]
     codes = codes.unflatten(-1, tiles.shape[-2:]).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    rows, columns = weight.shape
     return Quantized(codes[:rows, :columns].contiguous(), scale.squeeze(-1), format)
 
 
@@ -123,10 +123,3 @@ def _code(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor
     scale = torch.where(scale < torch.finfo(x.dtype).tiny, torch.ones_like(amax), scale)
     codes = (x / scale).clamp(-largest, largest)
     return (codes if dtype.is_floating_point else codes.round()).to(dtype), scale
-
-
-def _tiles(x: Tensor, block: int) -> Tensor:
-    """[N, K] padded with zeros and cut into [n, k, block, block]."""
-    rows, columns = x.shape
-    x = F.pad(x, (0, -columns % block, 0, -rows % block))
-    return x.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)

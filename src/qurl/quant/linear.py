@@ -4,10 +4,8 @@
 
 Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
 stays below 2^24. Longer sums are cut into blocks of K that are added in FP64, so the result is the
-integer one on any hardware. FP8 codes take the same route (products exact, sums FP32).
-
-This is the reference. On a GPU the engine multiplies with `qurl.quant.kernels.gemm`, which returns
-the same numbers, for integers to the bit.
+integer one on any hardware. FP8 codes take the same route (products exact, sums FP32). This is the
+reference for `qurl.quant.kernels.gemm`.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class Partial:
     dtype: torch.dtype
 
 
-Operand = Tensor | Quantized
-"""The input of a linear layer: numbers, or codes with one scale per token."""
-Product = Tensor | Partial
-"""The output of a linear layer, finished or not."""
+Operand = Tensor | Quantized  # the input of a linear layer
+Product = Tensor | Partial  # the output of a linear layer, finished or not
 
 
 def finish(product: Product) -> Tensor:
@@ -85,16 +81,12 @@ def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:
 
 def _sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:
     x, w = x.float(), w.float()
-    length = exact_length(format)
+    # So many products of codes stay within 2^24, where FP32 sums are exact.
+    length = int(2**24 // (format.weight_max * format.act_max))
     if x.shape[-1] <= length or not format.is_integer:
         return x @ w.T
     parts = zip(x.split(length, -1), w.split(length, -1), strict=True)
     return sum((a @ b.T).double() for a, b in parts).float()  # type: ignore[union-attr]
-
-
-def exact_length(format: Format) -> int:
-    """How many products of codes FP32 sums exactly: their sum stays within 2^24."""
-    return int(2**24 // (format.weight_max * format.act_max))
 
 
 def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
@@ -102,17 +94,14 @@ def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
     block, rows = weight.format.block, len(weight.codes)
     assert block is not None
     scale_w = weight.scale.repeat_interleave(block, 0)[:rows]  # [N, K / block]
-    pairs = zip(
-        x.codes.float().split(block, -1), weight.codes.float().split(block, -1), strict=True
-    )
+    pairs = zip(*(codes.float().split(block, -1) for codes in (x.codes, weight.codes)), strict=True)
     return sum((a @ b.T) * x.scale[..., k, None] * scale_w[:, k] for k, (a, b) in enumerate(pairs))  # type: ignore[return-value]
 
 
 class QuantLinear(nn.Module):
-    """The quantized copy of an `nn.Linear`, for models run by transformers."""
+    """The quantized copy of an `nn.Linear`, rounded to `dtype` first, for transformers' models."""
 
     def __init__(self, source: nn.Linear, format: Format, dtype: torch.dtype | None = None) -> None:
-        """The weight is rounded to `dtype` before it is quantized."""
         super().__init__()
         self.weight = quantize(source.weight.detach().to(dtype=dtype), format)
         self.bias = None if source.bias is None else source.bias.detach().clone()
@@ -122,7 +111,6 @@ class QuantLinear(nn.Module):
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers that are quantized, by their names in the model."""
     for name, layer in model.named_modules():
         if name.rpartition(".")[2] in PROJECTIONS and isinstance(layer, nn.Linear):
             yield name, layer
@@ -130,10 +118,7 @@ def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 @torch.no_grad()
 def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a transformers model whose projections are quantized: the dense reference.
-
-    Weights are rounded to `dtype` first, as the trainer rounds them.
-    """
+    """A copy of a transformers model whose projections are quantized: the dense reference."""
     if obstacle := _obstacle(model):
         raise ModelError(f"{type(model).__name__} {obstacle}; use quant.format = 'none'")
     clone = copy.deepcopy(model).requires_grad_(False).eval()
@@ -149,14 +134,10 @@ def _obstacle(model: nn.Module) -> str | None:
             return f"keeps its experts in one tensor ({name}), which has no quantized copy"
     if not any(projections(model)):
         return f"has no layer named like {', '.join(PROJECTIONS)} to quantize"
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    others = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and name.rpartition(".")[2] not in (*PROJECTIONS, *ROUTERS)
-    ]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    known = (*PROJECTIONS, *ROUTERS)
+    others = [n for n, m in linears.items() if m is not head and n.rpartition(".")[2] not in known]
     if others:
         listed = f"{', '.join(others[:3])} are not among {', '.join(PROJECTIONS)}"
         return f"would be quantized only in part: {listed}"

@@ -6,20 +6,17 @@ A linear layer fed by an RMSNorm, y = W (g * n), becomes
 
 In exact arithmetic, the function, the codes of every quantizer and the mismatch at step 0 stay the
 same. A trainer that computes in BF16 rounds W / s anew unless s is a power of two (docs/uaq.md).
-Updates grow relative to the quantization step: by s under AdamW (a learning rate s times larger on
-these layers, 1/s on their norms), by s^2 under SGD.
+Updates grow relative to the quantization step: by s under AdamW, by s^2 under SGD.
 
 Options: `o_proj` divides o by s against v, `down_proj` divides down by s against up. Both cancel
 the default scaling of v and up, so the gain moves from one layer to the other.
-
-The parameters are changed in place and stay shared with the optimizer. Rescale before adding LoRA.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +31,9 @@ Powers = Mapping[str, tuple[int, ...]]
 In names, `*` stands for the number of an expert."""
 
 
+_FUSED_EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
 @dataclass(frozen=True)
 class ScaledPart:
     """A parameter or one of its equal parts: tensor <- s^power (offset + tensor) - offset."""
@@ -45,24 +45,17 @@ class ScaledPart:
     part: int
     num_parts: int
 
-    @property
-    def tensor(self) -> Tensor:
-        return self.cut(self.parameter.data)
-
     def cut(self, whole: Tensor) -> Tensor:
         """This part of the whole parameter, or of its gradient."""
         return whole.chunk(self.num_parts, dim=-2)[self.part] if self.num_parts > 1 else whole
 
     def apply_(self, scale: float, *, is_inverse: bool) -> None:
-        tensor = self.tensor
+        tensor = self.cut(self.parameter.data)
         # A tensor, because CUDA turns division by a Python number into a rounded multiplication.
         factor = tensor.new_tensor(scale)
         if self.offset:
             tensor.add_(self.offset)
-        if (self.power > 0) != is_inverse:
-            tensor.mul_(factor)
-        else:
-            tensor.div_(factor)
+        (tensor.mul_ if (self.power > 0) != is_inverse else tensor.div_)(factor)
         if self.offset:
             tensor.sub_(self.offset)
 
@@ -78,7 +71,7 @@ def rescale_(
         raise ModelError(f"UAQ was applied already ({record}); unscale_ the model first")
     record = {"scale": float(scale), "o_proj": o_proj, "down_proj": down_proj}
     _apply_(model, record, is_inverse=False)
-    _config(model).qurl_uaq = record
+    model.config.qurl_uaq = record  # type: ignore[union-attr]
     return model
 
 
@@ -86,8 +79,7 @@ def rescale_(
 def unscale_(model: nn.Module, scale: float | None = None) -> nn.Module:
     """Undo `rescale_` in place: exactly if s is a power of two, else within rounding.
 
-    The model knows its s; a `scale` that you give must be the same. Gemma's norms restore
-    offset + w exactly, not w.
+    The model knows its s; a `scale` that you give must be the same.
     """
     record = _record(model)
     if record is None:
@@ -95,14 +87,13 @@ def unscale_(model: nn.Module, scale: float | None = None) -> nn.Module:
     if scale not in (None, record["scale"]):
         raise ValueError(f"scale = {scale}, but UAQ was applied with {record['scale']}")
     _apply_(model, record, is_inverse=True)
-    del _config(model).qurl_uaq
+    del model.config.qurl_uaq  # type: ignore[union-attr]
     return model
 
 
 def uaq_scale(model: nn.Module) -> float:
     """The s applied to a model; 1 without UAQ."""
-    record = _record(model)
-    return 1.0 if record is None else record["scale"]
+    return (_record(model) or {"scale": 1.0})["scale"]
 
 
 def learning_rate_scales(model: nn.Module, scale: float) -> dict[nn.Parameter, float]:
@@ -113,10 +104,7 @@ def learning_rate_scales(model: nn.Module, scale: float) -> dict[nn.Parameter, f
 
 @torch.no_grad()
 def unscaled_grad_norm(model: nn.Module) -> float:
-    """The norm that the gradients would have without UAQ: dL/dW = s^power dL/dW'.
-
-    Clipping sees the scaled gradients, which are s times larger on the scaled weights.
-    """
+    """The norm that the gradients would have without UAQ: dL/dW = s^power dL/dW'."""
     squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
     if record := _record(model):
         for part in _scaled_parts(model, record):
@@ -127,38 +115,43 @@ def unscaled_grad_norm(model: nn.Module) -> float:
 
 
 def _record(model: nn.Module) -> dict[str, Any] | None:
-    return getattr(_config(model), "qurl_uaq", None)
-
-
-def _config(model: nn.Module) -> Any:
-    return getattr(model, "config", None)
+    return getattr(getattr(model, "config", None), "qurl_uaq", None)
 
 
 def _apply_(model: nn.Module, record: Mapping[str, Any], *, is_inverse: bool) -> None:
-    parts = _scaled_parts(model, record)
-    _check_precision(parts, record["scale"])
+    scale, parts = record["scale"], _scaled_parts(model, record)
+    is_power_of_two = math.frexp(scale)[0] == 0.5
     for part in parts:
-        part.apply_(record["scale"], is_inverse=is_inverse)
+        is_exact = is_power_of_two and not part.offset
+        if not is_exact and part.parameter.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"UAQ with scale = {scale} would round {part.name} in {part.parameter.dtype}: load "
+                "the model in float32 (it may still compute in bfloat16)"
+            )
+    for part in parts:
+        part.apply_(scale, is_inverse=is_inverse)
 
 
 def _scaled_parts(model: nn.Module, options: Mapping[str, Any]) -> list[ScaledPart]:
     """All that UAQ scales; every parameter of the decoder layers must be known."""
-    model_type = getattr(_config(model), "model_type", None)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise ModelError(
             f"UAQ does not know the layers of model type {model_type!r}; it knows "
             f"{', '.join(FAMILIES)}. Set quant.update_scale = 1, or add a Family"
         )
-    layers = getattr(getattr(model, "base_model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(model).__name__} ({model_type}) has no list of decoder `layers`")
     powers = _powers(family, o=int(options["o_proj"]), down=int(options["down_proj"]))
+    norms = ("input_layernorm.weight", f"{family.mlp_norm}.weight")
     parts: list[ScaledPart] = []
-    for i, layer in enumerate(layers):
-        _check_layer(layer, f"layers.{i} of {model_type}", family, powers)
-        parts += _layer_parts(layer, f"layers.{i}", family, powers)
-    if len({part.tensor.data_ptr() for part in parts}) < len(parts):
+    for i, layer in enumerate(model.base_model.layers):  # type: ignore[union-attr,arg-type]
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        _check_layer(parameters, f"layers.{i} of {model_type}", family, powers)
+        for name, parameter in parameters.items():
+            offset, own = family.norm_offset if name in norms else 0.0, powers[_starred(name)]
+            of_part = (f"layers.{i}.{name}", parameter)
+            parts += [ScaledPart(*of_part, p, offset, j, len(own)) for j, p in enumerate(own)]
+    if len({part.cut(part.parameter.data).data_ptr() for part in parts}) < len(parts):
         raise ModelError(f"{type(model).__name__} shares weights between layers: UAQ cannot scale")
     return [part for part in parts if part.power]
 
@@ -185,7 +178,6 @@ def _powers(family: Family, *, o: int, down: int) -> Powers:
 
 
 def _linear(name: str, *, weight: int, bias: int = 0) -> Powers:
-    """The bias stays unless the output of the layer is meant to grow."""
     return {f"{name}.weight": (weight,), f"{name}.bias": (bias,)}
 
 
@@ -193,27 +185,17 @@ def _starred(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _layer_parts(
-    layer: nn.Module, prefix: str, family: Family, powers: Powers
-) -> Iterator[ScaledPart]:
-    norms = ("input_layernorm.weight", f"{family.mlp_norm}.weight")
-    for name, parameter in layer.named_parameters(remove_duplicate=False):
-        offset = family.norm_offset if name in norms else 0.0
-        own = powers[_starred(name)]
-        for i, power in enumerate(own):
-            yield ScaledPart(f"{prefix}.{name}", parameter, power, offset, i, len(own))
-
-
-def _check_layer(layer: nn.Module, where: str, family: Family, powers: Powers) -> None:
+def _check_layer(
+    parameters: Mapping[str, Tensor], where: str, family: Family, powers: Powers
+) -> None:
     """Refuse a layer with an unknown parameter, or without one that its family has."""
-    named = layer.named_parameters(remove_duplicate=False)
-    shapes = {_starred(name): tuple(parameter.shape) for name, parameter in named}
+    shapes = {_starred(name): tuple(parameter.shape) for name, parameter in parameters.items()}
     if unknown := sorted(shapes.keys() - powers.keys()):
         raise ModelError(
             f"{where} has {', '.join(unknown)}, which UAQ does not know; rescale before adding "
             "adapters, or set quant.update_scale = 1"
         )
-    if missing := min((weights - shapes.keys() for weights in _required(family)), key=len):
+    if missing := _required(family, shapes.keys()) - shapes.keys():
         raise ModelError(
             f"{where} lacks {', '.join(sorted(missing))}: UAQ cannot tell what feeds what"
         )
@@ -226,32 +208,17 @@ def _check_layer(layer: nn.Module, where: str, family: Family, powers: Powers) -
             )
 
 
-_FUSED_EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-
-
-def _required(family: Family) -> list[set[str]]:
-    """The weights that a layer must have: one set for each form that its MLP may take."""
-    attention = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
-    attention |= {"input_layernorm.weight", f"{family.mlp_norm}.weight"}
-    dense = attention | _mlp("mlp")
-    if not family.has_experts:
-        return [dense]
-    sparse = attention | {"mlp.gate.weight"}
-    if family.has_shared_expert:
-        sparse |= _mlp("mlp.shared_expert") | {"mlp.shared_expert_gate.weight"}
-    return [sparse | _FUSED_EXPERTS, sparse | _mlp("mlp.experts.*"), dense]
+def _required(family: Family, names: Set[str]) -> set[str]:
+    """The weights that a layer must have, by the form of its MLP."""
+    required = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    required |= {"input_layernorm.weight", f"{family.mlp_norm}.weight"}
+    if any(name.startswith("mlp.shared_expert") for name in names):
+        required |= _mlp("mlp.shared_expert") | {"mlp.shared_expert_gate.weight"}
+    if not any(name.startswith("mlp.experts.") for name in names):
+        return required | _mlp("mlp")
+    experts = _FUSED_EXPERTS if names & _FUSED_EXPERTS else _mlp("mlp.experts.*")
+    return required | experts | {"mlp.gate.weight"}
 
 
 def _mlp(path: str) -> set[str]:
     return {f"{path}.{name}_proj.weight" for name in ("gate", "up", "down")}
-
-
-def _check_precision(parts: Sequence[ScaledPart], scale: float) -> None:
-    is_power_of_two = math.frexp(scale)[0] == 0.5
-    for part in parts:
-        is_exact = is_power_of_two and not part.offset
-        if not is_exact and part.parameter.dtype not in (torch.float32, torch.float64):
-            raise ModelError(
-                f"UAQ with scale = {scale} would round {part.name} in {part.parameter.dtype}: load "
-                "the model in float32 (it may still compute in bfloat16)"
-            )

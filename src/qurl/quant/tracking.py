@@ -13,6 +13,7 @@ of the format, if any. Sums run over a sample of the output channels of every pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,28 +48,25 @@ class UpdateSums:
 
     def ratios(self) -> dict[str, float]:
         """The metrics; 0 if the denominator is 0 (no update, zero weights)."""
-        return {
-            "update_norm": _ratio(self.update, self.before),
-            "quant_error": _ratio(self.error, self.after),
-            "code_flip_frac": _ratio(self.flips, self.codes),
-            "update_cosine": _ratio(self.inner, (self.visible * self.update) ** 0.5),
-            "update_proj": _ratio(self.inner, self.update),
+        fractions = {
+            "update_norm": (self.update, self.before),
+            "quant_error": (self.error, self.after),
+            "code_flip_frac": (self.flips, self.codes),
+            "update_cosine": (self.inner, (self.visible * self.update) ** 0.5),
+            "update_proj": (self.inner, self.update),
         }
+        return {name: a / b if b else 0.0 for name, (a, b) in fractions.items()}
 
 
 class UpdateTracker:
-    """Compares the weights at a sync with those of the sync before.
+    """Compares the weights at a sync with those of the sync before, in `rows` output channels.
 
-    Weights are rounded to `dtype`, if given, and coded in `format`, as for the actor. Each
-    projection is watched in `rows` output channels, evenly spread; block formats in whole tiles.
+    Weights are rounded to `dtype`, if given, and coded in `format`, as for the actor.
     """
 
     def __init__(self, format: str, rows: int, dtype: torch.dtype | None = None) -> None:
-        if rows < 1:
-            raise ValueError(f"rows = {rows} must be at least 1")
         self.format = None if format == "none" else get_format(format)
-        self.rows = rows
-        self.dtype = dtype
+        self.rows, self.dtype = rows, dtype
         self._snapshot: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -81,14 +79,14 @@ class UpdateTracker:
         stacks = self._stacks()
         rows = []
         for names in stacks:
-            new = [self._snapshot[name] for name in names]
-            old = [before[name].to(weight.device) for name, weight in zip(names, new, strict=True)]
-            rows.append(update_sums(torch.cat(old), torch.cat(new), self.format, self.dtype))
+            new = torch.cat([self._snapshot[name] for name in names])
+            old = torch.cat([before[name].to(new.device) for name in names])
+            rows.append(update_sums(old, new, self.format, self.dtype))
         totals: dict[str, Tensor] = {}
         # One table, so that a GPU is read once and not per stack.
         for names, row in zip(stacks, torch.stack(rows).cpu(), strict=True):
-            for key in ("", "/" + GROUPS[_projection(names[0])]):
-                totals[key] = totals[key] + row if key in totals else row
+            for key in ("", "/" + GROUPS[names[0].rpartition(".")[2]]):
+                totals[key] = totals.get(key, torch.zeros_like(row)) + row
         return {
             f"uaq/{metric}{key}": value
             for key, total in totals.items()
@@ -102,26 +100,21 @@ class UpdateTracker:
         self._snapshot = dict(state)
 
     def _stacks(self) -> list[list[str]]:
-        """Weights of one kind in all layers, to be quantized at once.
-
-        A weight that does not fill the tiles of its format stays alone.
-        """
+        """Weights of one kind in all layers; one that does not fill its format's tiles is alone."""
         stacks: dict[tuple[object, ...], list[str]] = {}
         for name, weight in self._snapshot.items():
             is_alone = weight.shape[0] % _strip(self.format) != 0
-            key = (name,) if is_alone else (_projection(name), weight.shape, weight.device)
+            key = (name,) if is_alone else (name.rpartition(".")[2], weight.shape, weight.device)
             stacks.setdefault(key, []).append(name)
         return list(stacks.values())
 
     def _sample(self, model: nn.Module) -> dict[str, Tensor]:
-        indices: dict[tuple[int, torch.device], Tensor] = {}
-        sample = {}
-        for name, layer in projections(model):
-            weight = layer.weight.detach()
-            key = (weight.shape[0], weight.device)
-            if key not in indices:
-                indices[key] = watched_rows(key[0], self.rows, self.format).to(weight.device)
-            sample[name] = weight[indices[key]]
+        @functools.cache  # a copy to the device waits for it
+        def watched(num_rows: int, device: torch.device) -> Tensor:
+            return watched_rows(num_rows, self.rows, self.format).to(device)
+
+        weights = {name: layer.weight.detach() for name, layer in projections(model)}
+        sample = {name: w[watched(len(w), w.device)] for name, w in weights.items()}
         if not sample:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear named like {', '.join(PROJECTIONS)} to "
@@ -141,8 +134,7 @@ def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
 
 
 def _strip(format: Format | None) -> int:
-    """Rows that share scales."""
-    return (format.block if format else None) or 1
+    return (format.block if format else None) or 1  # rows that share scales
 
 
 def update_sums(
@@ -169,19 +161,9 @@ def _seen_by_actor(
     return dequantize(coded).double(), coded.codes.float()  # as numbers: FP8 has two zeros
 
 
-def _projection(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     for name in sorted(before.keys() | after.keys()):
         old, new = (tuple(x[name].shape) if name in x else None for x in (before, after))
         if old != new:
-            raise ModelError(
-                f"{name}: {old} was watched at the last sync, {new} is now: "
-                "the model, quant.format or quant.track_rows has changed"
-            )
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
+            reason = "the model, quant.format or quant.track_rows has changed"
+            raise ModelError(f"{name}: {old} was watched at the last sync, {new} is now: {reason}")

@@ -20,9 +20,7 @@ def pad(graded: Sequence[Graded]) -> Batch:
         for index, group in enumerate(graded)
         for completion, reward in zip(group.rollout.completions, group.rewards, strict=True)
     ]
-    lengths = [
-        len(problem.prompt_ids) + len(completion.token_ids) for _, problem, completion, _ in rows
-    ]
+    lengths = [len(problem.prompt_ids) + len(c.token_ids) for _, problem, c, _ in rows]
     shape = (len(rows), max(lengths))
     token_ids = torch.zeros(shape, dtype=torch.int64)
     mask, logp_behav = torch.zeros(shape), torch.zeros(shape)
@@ -53,10 +51,8 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     count = -(-tokens // max_tokens)
     while True:
         pieces = _level(lengths, count)
-        sizes = [sum(lengths[row] for row in rows) for rows in pieces]
-        if all(
-            size <= max_tokens or len(rows) == 1 for size, rows in zip(sizes, pieces, strict=True)
-        ):
+        shared = (rows for rows in pieces if len(rows) > 1)
+        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in shared):
             return pieces
         count += 1  # at the latest, when every row is alone, they fit
 
@@ -77,13 +73,12 @@ def padded_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[in
     order, pieces = _by_length(lengths), []
     while order:
         size = max(1, max_tokens // lengths[order[0]])
-        pieces.append(order[:size])
-        order = order[size:]
+        piece, order = order[:size], order[size:]
+        pieces.append(piece)
     return pieces
 
 
 def _by_length(lengths: Sequence[int]) -> list[int]:
-    """All rows, the longest first."""
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 

@@ -2,10 +2,9 @@
 
     theta = w + d,  d uniform in the cell of w: all numbers that round to the BF16 number w
 
-The masters of a BF16 checkpoint lie in the middle of their cells. An update of less than half a
-step leaves the forward unchanged, and many pass before the first one shows. From random places in
-the cells the right share of weights crosses into the next cell, so on average the forward moves by
-the update itself. The forward before training stays the same to the bit.
+The masters of a BF16 checkpoint lie in the middle of their cells, so updates of less than half a
+step do not show. From random places in the cells the right share of weights crosses into the next
+cell: on average the forward moves by the update. Before training it stays the same to the bit.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Shapes: N tokens, n of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,11 +31,9 @@ class Scoring:
 
     temperature: float
     chunk: int
-    """Rows scored at once. Besides n V logits the backward pass holds as many numbers of the
-    compute dtype; a larger chunk touches the weight's gradient less often."""
+    """Rows scored at once. The backward pass holds n V logits and as many of their gradients."""
     compute_dtype: torch.dtype
     needs_entropy_grad: bool
-    """Whether gradients flow through the entropies."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -47,20 +45,14 @@ class Scoring:
 
 
 class PlainHead(NamedTuple):
-    """logits = (states @ weight^T + bias) * logit_scale"""
-
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     logit_scale: float
 
     def score(self, states: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """log p [N] of the targets [N] and entropies [N], from states [N, H]."""
-        assert states.shape[1:] == self.weight.shape[1:]
-        assert targets.shape == states.shape[:1]
-        factor = self.logit_scale / scoring.temperature
-        return _TokenScores.apply(  # type: ignore[return-value]
-            states, self.weight, self.bias, targets.contiguous(), factor, scoring
-        )
+        others = (targets.contiguous(), self.logit_scale / scoring.temperature, scoring)
+        return _TokenScores.apply(states, self.weight, self.bias, *others)  # type: ignore[return-value]
 
 
 def plain_head(model: nn.Module) -> PlainHead | None:
@@ -82,7 +74,6 @@ def apply_head(model: nn.Module, states: Tensor) -> Tensor:
 
 
 def _logit_scale(config: Any) -> float:
-    """The factor by which a model of transformers multiplies its logits."""
     divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     return factor / divisor
@@ -94,9 +85,9 @@ def score_tokens(
     """log p [N] of the targets [N] and entropies [N] under any head, from states [N, H]."""
     if (head := plain_head(model)) is not None:
         return head.score(states, targets, scoring)
-    chunks = zip(states.split(scoring.chunk), targets.split(scoring.chunk), strict=True)
     scores = [
-        checkpoint(_score_any_head, model, *chunk, scoring, use_reentrant=False) for chunk in chunks
+        checkpoint(_score_any_head, model, *chunk, scoring, use_reentrant=False)
+        for chunk in zip(states.split(scoring.chunk), targets.split(scoring.chunk), strict=True)
     ]
     logps, entropies = zip(*scores, strict=True)  # type: ignore[arg-type]
     return torch.cat(logps), torch.cat(entropies)
@@ -161,9 +152,8 @@ class _TokenScores(torch.autograd.Function):
             w = _as_factor(weight, scoring.compute_dtype)
             for rows in scoring.chunks(len(x)):
                 logits = _logits(x[rows], w, bias)
-                dz = _logit_gradients(
-                    logits, ctx.factor, scoring.compute_dtype, *(vector[rows] for vector in vectors)
-                )
+                chunk = [vector[rows] for vector in vectors]
+                dz = _logit_gradients(logits, ctx.factor, scoring.compute_dtype, chunk)
                 del logits
                 if d_states is not None:
                     d_states[rows] = _multiply(dz, w)
@@ -192,24 +182,21 @@ def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor,
 
 
 def _logit_gradients(
-    logits: Tensor,
-    factor: float,
-    dtype: torch.dtype,
-    targets: Tensor,
-    log_z: Tensor,
-    grad_logp: Tensor,
-    entropy: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
+    logits: Tensor, factor: float, dtype: torch.dtype, vectors: Sequence[Tensor]
 ) -> Tensor:
-    """d logits [n, V] as a factor in `dtype`; overwrites the logits."""
+    """d logits [n, V] as a factor in `dtype`; overwrites the logits.
+
+    The vectors [n] are targets, log_z and grad_logp; entropy and grad_entropy if it has a gradient.
+    """
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
-        inputs = (logits, targets, log_z, grad_logp, entropy, grad_entropy)
-        return token_scores.logit_gradients(*inputs, factor=factor, dtype=dtype)
+        return token_scores.logit_gradients(logits, *vectors, factor=factor, dtype=dtype)
+    targets, log_z, grad_logp, *of_entropy = vectors
     p = logits.mul_(factor).sub_(log_z[:, None]).exp_()
     gradient = -grad_logp[:, None] * p
-    if entropy is not None and grad_entropy is not None:
+    if of_entropy:
+        entropy, grad_entropy = of_entropy
         # entr and not p log p, which is NaN for impossible tokens.
         gradient += grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
     gradient.scatter_add_(-1, targets[:, None], grad_logp[:, None])

@@ -1,14 +1,13 @@
 """Decoder layers of the trained model with one kernel between products, forward and backward.
 
 In a small model, the work between products moves more bytes than the products do: torch computes
-RMSNorm in eight kernels, rotary positions in five and the gate of an MLP in two, mostly in FP32,
-and each reads and writes everything. `fuse_layers_` replaces modules by ones with the same weights
-under the same names, so optimizers, checkpoints and engines see no difference.
+RMSNorm in eight kernels, rotary positions in five and a gate in two, mostly in FP32. `fuse_layers_`
+replaces modules by ones with the same weights under the same names, so optimizers, checkpoints and
+engines see no difference.
 
 Under autocast these modules return the compute dtype, rounded once, as the next product would
 round. The residual stream stays FP32: only products read what a norm of these layers returns.
-
-Importing this needs Triton. Shapes: B sequences, T positions, H heads, D head size.
+Shapes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from qurl.ops.families import FAMILIES
 from qurl.ops.gate import gate_gradients, gate_values
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 
-LAYERS = {family.fusible_layer for family in FAMILIES.values()}
-ATTENTIONS = {family.fusible_attention for family in FAMILIES.values()}
-CHECK_BOUND = 1e-4
-"""Largest relative difference between a fused module and the one that it replaces."""
+_FUSIBLE = [family for family in FAMILIES.values() if family.fusible]
+LAYERS = {f"{family.fusible}DecoderLayer" for family in _FUSIBLE}
+# Windows of every layer are in the config, not in the attention module.
+ATTENTIONS = {f"{f.fusible}Attention" for f in _FUSIBLE if f.windows != "every layer"}
+CHECK_BOUND = 1e-4  # largest relative difference between a fused module and its original
 CHECK_POSITIONS = 5
-
-Rotations = tuple[Tensor, Tensor]
-"""Cosines and sines, [1 or B, T, D] each."""
+Rotations = tuple[Tensor, Tensor]  # cosines and sines, [1 or B, T, D] each
 
 
 class FusedRMSNorm(nn.Module):
@@ -46,18 +44,13 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _Normalize.apply(x, self.weight, self.eps, arithmetic_dtype(x))  # type: ignore[return-value]
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}"
-
 
 class FusedMLP(nn.Module):
     """y = down(silu(gate(x)) up(x))"""
 
-    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, own: Any) -> None:
         super().__init__()
-        self.gate_proj = gate
-        self.up_proj = up
-        self.down_proj = down
+        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
@@ -68,16 +61,10 @@ class FusedAttention(nn.Module):
 
     def __init__(self, own: Any) -> None:
         super().__init__()
-        self.q_proj, self.k_proj = own.q_proj, own.k_proj
-        self.v_proj, self.o_proj = own.v_proj, own.o_proj
-        self.q_norm, self.k_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
-        self.config, self.layer_idx, self.head_dim = own.config, own.layer_idx, own.head_dim
-        self.scaling, self.sliding_window = own.scaling, getattr(own, "sliding_window", None)
-        # The attention functions of transformers read these:
-        self.num_key_value_groups, self.is_causal = own.num_key_value_groups, own.is_causal
+        vars(self).update(vars(own))  # weights, config and sizes, under their names
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: Rotations,
         attention_mask: Tensor | None = None,
@@ -87,18 +74,17 @@ class FusedAttention(nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         shape = hidden_states.shape[:-1]
-        q, k, v = (
-            project(hidden_states).view(*shape, -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        products = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (product.view(*shape, -1, self.head_dim) for product in products)
+        if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         dtype = arithmetic_dtype(hidden_states)
         rotated = (_Rotate.apply(x, *position_embeddings, dtype) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (*rotated, v))  # [B, H, T, D]
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        options |= {"scaling": self.scaling, "sliding_window": self.sliding_window}
+        window = getattr(self, "sliding_window", None)
+        options |= {"scaling": self.scaling, "sliding_window": window}
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(self, q, k, v, attention_mask, **options)
         return self.o_proj(out.reshape(*shape, -1)), weights
@@ -151,10 +137,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def fuse_layers_(model: Any) -> int:
-    """Replace modules of the decoder layers by fused ones; returns how many were replaced.
+    """Replace modules of the decoder layers by fused ones that compute the same; returns how many.
 
-    Each fused module is first checked to compute the same. The last norm of the model stays,
-    because its result must not be rounded.
+    The last norm of the model stays, because its result must not be rounded.
     """
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     rotations = _sample_rotations(model, layers)
@@ -171,12 +156,11 @@ def fuse_layers_(model: Any) -> int:
 
 
 def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
-    """A candidate to replace a module of transformers."""
     kind = type(module).__name__
     if kind.endswith("RMSNorm"):
         return FusedRMSNorm(module.weight, module.variance_epsilon)
     if kind.endswith("MLP"):
-        return FusedMLP(module.gate_proj, module.up_proj, module.down_proj)
+        return FusedMLP(module)
     if kind in ATTENTIONS and rotations is not None:
         return FusedAttention(module)
     return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from qurl.config import Config
 from qurl.errors import TrainingError
@@ -26,28 +28,60 @@ from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_no
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, padded_microbatches
 from qurl.trainer.critic import Critic
-from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Scored, Stage, Trainable
 
+Number = Tensor | float
 K3_LIMIT = 10.0
 """Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
 
-@dataclass(frozen=True)
-class Piece(Generic[Stage]):
+class Piece(NamedTuple, Generic[Stage]):
     """A micro-batch: what one forward and backward sees."""
 
     rows: Tensor  # [b] of the batch that it is a piece of
     batch: Stage
     layout: BatchLayout
 
-    @property
-    def num_tokens(self) -> int:
-        """Trained tokens."""
-        return self.layout.num_scored
+
+class Meter:
+    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
+
+    `_sum` names add up over the pieces of an update; their mean over updates loses the suffix. The
+    device is read in `summary` only.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Number]] = defaultdict(list)
+        self._weights: dict[str, list[float]] = defaultdict(list)
+        self._sums: dict[str, Number] = {}
+
+    def add(self, stats: Mapping[str, Number], weight: float = 1.0) -> None:
+        for name, value in stats.items():
+            if name.endswith("_sum"):
+                name = name.removesuffix("_sum")
+                value = value.double() if isinstance(value, Tensor) else value
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            else:
+                self._values[name].append(value)
+                self._weights[name].append(weight)
+
+    def finish_update(self, stats: Mapping[str, Number]) -> None:
+        self.add({**self._sums, **stats})
+        self._sums.clear()
+
+    def summary(self) -> dict[str, float]:
+        numbers = (value for column in self._values.values() for value in column)
+        tensors = [value.double() for value in numbers if isinstance(value, Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else [])  # the device is asked once
+        summary = {}
+        for name, weights in self._weights.items():
+            column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
+            mean = sum(x * w for x, w in zip(column, weights, strict=True)) / sum(weights)
+            summary[name] = max(column) if "max" in name else mean
+        return summary
 
 
 class Learner:
@@ -66,47 +100,43 @@ class Learner:
         objective: Surrogate,
         has_critic: bool,
     ) -> None:
-        self.config = config
-        self.objective = objective
-        self.policy = policy
-        self.reference = reference
+        self.config, self.objective = config, objective
+        self.policy, self.reference = policy, reference
+        scale = config.experimental.norm_fed_lr_scale
+        scales = {} if scale == 1 else learning_rate_scales(policy.model, scale)
         self.optimizer = build_optimizer(
-            policy.model, config.optim, lr=config.optim.lr, scales=_scales(policy, config)
+            policy.model, config.optim, lr=config.optim.lr, scales=scales
         )
-        self.critic: Critic | None = None
+        self.critic = Critic(policy) if has_critic else None
         self.critic_optimizer = None
-        if has_critic:
-            self.critic = Critic(policy)
+        if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
 
     @torch.no_grad()
     def recompute(self, batch: Batch) -> tuple[Scored, dict[str, float]]:
         """The batch with logp_prox, logp_ref and values, and the metrics of these forwards.
 
-        logp_prox comes from the trainer's own weights, never from the engine. In bypass mode it is
-        logp_behav, which saves that forward.
+        In bypass mode logp_prox is logp_behav, which saves that forward.
         """
         is_bypassed = self.config.correction.mode == "bypass"
         prox, entropy, ref, values = (torch.zeros_like(batch.mask) for _ in range(4))
         with _within_memory(self.config):
-            for piece in self._pieces(batch):
-                rows, width = piece.rows, piece.batch.mask.shape[1]
+            for rows, part, layout in self._pieces(batch):
+                at = (rows, slice(part.mask.shape[1]))
                 if not is_bypassed:
-                    scores = self.policy.score(piece.batch, piece.layout)
-                    prox[rows, :width], entropy[rows, :width] = scores.logp, scores.entropy
+                    prox[at], entropy[at] = self.policy.score(part, layout)
                 if self.reference is not None:
                     is_alike = self.reference.is_packed == self.policy.is_packed
-                    layout = piece.layout if is_alike else None
-                    ref[rows, :width] = self.reference.score(piece.batch, layout).logp
+                    ref[at] = self.reference.score(part, layout if is_alike else None).logp
                 if self.critic is not None:
-                    values[rows, :width] = self.critic(piece.batch, piece.layout)
+                    values[at] = self.critic(part, layout)
         prox = batch.logp_behav if is_bypassed else prox
         ref = prox if self.reference is None else ref
         scored = batch.into(Scored, logp_prox=prox, logp_ref=ref, values=values)
-        metrics = {}
-        if not is_bypassed:
-            metrics["actor/entropy"] = float(aggregate(entropy, batch.mask))
-        if self.reference is not None and not is_bypassed:
+        if is_bypassed:
+            return scored, {}
+        metrics = {"actor/entropy": float(aggregate(entropy, batch.mask))}
+        if self.reference is not None:
             metrics["actor/ref_kl"] = float(aggregate(kl_penalty(prox, ref, "k3"), batch.mask))
         return scored, metrics
 
@@ -120,20 +150,23 @@ class Learner:
             raise
 
     def _update(self, batch: Trainable, step: int) -> dict[str, float]:
-        config, meter = self.config, Meter()
+        config, meter, num_skipped = self.config, Meter(), 0
         is_pretraining = self.critic is not None and step < config.critic.pretrain_steps
-        num_skipped = 0
         for epoch in range(config.batch.epochs):
             shuffled = batch.shuffle(generator(config.seed, "shuffle", step, epoch))
             for minibatch in shuffled.split(config.batch.minibatches):
-                pieces = [piece for piece in self._pieces(minibatch) if piece.num_tokens]
+                pieces = [p for p in self._pieces(minibatch) if len(p.layout.scored)]
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
                 if not is_pretraining:
-                    self._update_policy(minibatch, pieces, step, meter)
-                if self.critic is not None:
-                    self._update_critic(pieces, step, meter)
+                    denominator = count(minibatch.mask, config.algo.aggregation)
+                    terms = partial(self._policy_terms, denominator=denominator)
+                    self._step("actor", self.optimizer, pieces, terms, step, meter)
+                if self.critic_optimizer is not None:
+                    num_tokens = sum(len(piece.layout.scored) for piece in pieces)
+                    terms = partial(self._critic_terms, denominator=num_tokens)
+                    self._step("critic", self.critic_optimizer, pieces, terms, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if self.critic is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
@@ -150,31 +183,42 @@ class Learner:
             pieces.append(Piece(rows, part, self.policy.layout(part)))
         return pieces
 
-    def _update_policy(
-        self, minibatch: Trainable, pieces: Sequence[Piece[Trainable]], step: int, meter: Meter
+    def _step(
+        self,
+        name: Literal["actor", "critic"],
+        optimizer: Optimizer,
+        pieces: Sequence[Piece[Trainable]],
+        terms: Callable[[Piece[Trainable]], tuple[Tensor, Stats]],
+        step: int,
+        meter: Meter,
     ) -> None:
-        config = self.config
-        denominator = count(minibatch.mask, config.algo.aggregation)
-        _backward(pieces, lambda piece: self._policy_terms(piece, denominator), step, meter)
-        if uaq_scale(self.policy.model) != 1.0:
+        """One update, its gradients piece by piece; first, all losses must be finite."""
+        config, results = self.config, []
+        for piece in pieces:
+            loss, stats = terms(piece)
+            loss.backward()
+            results.append((loss.detach(), stats))
+            meter.add(stats, weight=len(piece.layout.scored))
+        _check_finite(results, step)
+        if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
-        lr = learning_rate(config.optim.lr, step, config.steps, config.optim)
-        norm = apply_gradients(self.optimizer, lr=lr, grad_clip=config.optim.grad_clip)
-        meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
+        peak = config.optim.lr if name == "actor" else config.critic.lr
+        lr = learning_rate(peak, step, config.steps, config.optim)
+        norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
+        if name == "actor":
+            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
+        else:
+            meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
     def _policy_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""
-        algo, batch = self.config.algo, piece.batch
-        shape = {
-            "aggregation": algo.aggregation,
-            "horizon": float(self.config.sampling.max_tokens),
-            "denominator": denominator,
-        }
+        algo, batch, horizon = self.config.algo, piece.batch, self.config.sampling.max_tokens
+        shape = {"aggregation": algo.aggregation, "horizon": float(horizon)}
+        shape["denominator"] = denominator
         scores = self.policy.score(batch, piece.layout, needs_entropy_grad=algo.entropy_coef > 0)
+        logps = (scores.logp, batch.logp_prox, batch.logp_behav)
         loss, stats = policy_loss(
-            scores.logp,
-            batch.logp_prox,
-            batch.logp_behav,
+            *logps,
             batch.advantages,
             batch.mask,
             objective=self.objective,
@@ -200,25 +244,13 @@ class Learner:
             loss = loss - algo.entropy_coef * aggregate(scores.entropy, batch.mask, **shape)
         return loss, stats
 
-    def _update_critic(self, pieces: Sequence[Piece[Trainable]], step: int, meter: Meter) -> None:
-        config = self.config
-        assert self.critic_optimizer is not None
-        num_tokens = sum(piece.num_tokens for piece in pieces)
-        _backward(pieces, lambda piece: self._critic_terms(piece, num_tokens), step, meter)
-        lr = learning_rate(config.critic.lr, step, config.steps, config.optim)
-        norm = apply_gradients(self.critic_optimizer, lr=lr, grad_clip=config.optim.grad_clip)
-        meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
-
     def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         batch = piece.batch
         assert self.critic is not None
+        values = self.critic(batch, piece.layout)
+        shape = {"clip": self.config.critic.clip, "denominator": denominator}
         loss, stats = value_loss(
-            self.critic(batch, piece.layout),
-            batch.returns,
-            batch.mask,
-            old_values=batch.values,
-            clip=self.config.critic.clip,
-            denominator=denominator,
+            values, batch.returns, batch.mask, old_values=batch.values, **shape
         )
         stats["critic/vf_loss_sum"] = loss.detach()
         return loss, stats
@@ -226,17 +258,12 @@ class Learner:
 
 @contextmanager
 def deterministic_sums(is_wanted: bool) -> Iterator[None]:
-    """torch's deterministic mode, for as long as gradients are computed.
-
-    Not for the whole process: it also slows down or refuses what engines do, which is exact.
-    """
-    if not is_wanted:
-        yield
-        return
+    """torch's deterministic mode while gradients are computed; it would slow down an engine."""
     settings: Any = torch.utils.deterministic
     mode, is_filling = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # nothing is read that was not written
+    if is_wanted:
+        torch.use_deterministic_algorithms(True)
+        settings.fill_uninitialized_memory = False  # nothing is read that was not written
     try:
         yield
     finally:
@@ -257,31 +284,10 @@ def _within_memory(config: Config) -> Iterator[None]:
         ) from error
 
 
-def _scales(policy: Policy, config: Config) -> dict[torch.nn.Parameter, float] | None:
-    scale = config.experimental.norm_fed_lr_scale
-    return None if scale == 1 else learning_rate_scales(policy.model, scale)
-
-
-def _backward(
-    pieces: Sequence[Piece[Trainable]],
-    terms: Callable[[Piece[Trainable]], tuple[Tensor, Stats]],
-    step: int,
-    meter: Meter,
-) -> None:
-    """The gradients of an update, piece by piece; once, at the end, losses must be finite."""
-    losses = []
-    for piece in pieces:
-        loss, stats = terms(piece)
-        loss.backward()
-        losses.append((loss.detach(), stats))
-        meter.add(stats, weight=piece.num_tokens)
-    _check_finite(losses, step)
-
-
-def _check_finite(losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]], step: int) -> None:
-    if torch.stack([loss for loss, _ in losses]).isfinite().all():
+def _check_finite(results: Sequence[tuple[Tensor, Stats]], step: int) -> None:
+    if torch.stack([loss for loss, _ in results]).isfinite().all():
         return
-    broken, stats = next((loss, stats) for loss, stats in losses if not loss.isfinite())
+    broken, stats = next((loss, stats) for loss, stats in results if not loss.isfinite())
     listed = ", ".join(f"{name} = {float(value):.4g}" for name, value in stats.items())
     raise TrainingError(
         f"the loss of step {step} is {broken.item()} ({listed}). No update was made with it; "

@@ -14,18 +14,13 @@ from qurl.errors import TrainingError
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    *,
-    lr: float,
-    scales: Mapping[nn.Parameter, float] | None = None,
+    model: nn.Module, config: OptimConfig, *, lr: float, scales: Mapping[nn.Parameter, float] = {}
 ) -> AdamW:
     """AdamW with weight decay on matrices, not on norms and biases.
 
     `scales` multiply the learning rate of single parameters and divide their epsilon and decay. A
     scale s is then the same as training the parameter divided by s.
     """
-    scales = scales or {}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -60,10 +55,7 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
 
 
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
-    """Clip, step and clear; returns the gradient norm before clipping.
-
-    Raises TrainingError on a non-finite norm, before the weights change.
-    """
+    """Clip, step and clear; returns the norm before clipping. One that is not finite raises."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
     if not math.isfinite(norm):

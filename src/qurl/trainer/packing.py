@@ -26,10 +26,8 @@ from qurl.errors import ModelError
 from qurl.ops.attention import attend_flash
 from qurl.types import Batch
 
-ATTENTION = "qurl-packed"
-"""The name under which transformers knows `attend`."""
-ORDINARY_ATTENTION = "sdpa"
-"""The attention that `attend` replaces."""
+ATTENTION = "qurl-packed"  # as transformers calls `attend`
+ORDINARY_ATTENTION = "sdpa"  # what it replaces
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,17 @@ class Packed:
 
     token_ids: Tensor  # [N]
     places: Tensor  # [N] of the tokens in the flattened [B, T]
-    options: Mapping[str, Any]
-    """Further keywords of the backbone's forward: positions and bounds."""
+    options: Mapping[str, Any]  # further keywords of the backbone's forward: positions and bounds
 
     @classmethod
     def of(cls, token_ids: Tensor, lengths: Sequence[int]) -> Packed:
         """The first `lengths[b]` tokens of each row of [B, T]."""
-        width, device = token_ids.shape[1], token_ids.device
+        device = token_ids.device
         counts = torch.tensor(lengths, dtype=torch.int64)
         starts = F.pad(counts.cumsum(0), (1, 0))  # [B + 1]
         rows = torch.arange(len(counts)).repeat_interleave(counts)  # [N]
         positions = torch.arange(len(rows)) - starts[rows]
-        places = (rows * width + positions).to(device)
+        places = (rows * token_ids.shape[1] + positions).to(device)
         bounds = starts.int().to(device)
         options = {
             "position_ids": positions.to(device)[None],
@@ -77,18 +74,13 @@ class BatchLayout:
         """Reads lengths and mask. On a GPU the host waits here and not again."""
         is_scored = batch.mask != 0
         is_scored[:, 0] = False  # nothing comes before it
-        is_scored = is_scored.flatten()
-        shape = (batch.mask.shape[0], batch.mask.shape[1])
+        is_scored, shape = is_scored.flatten(), (len(batch.mask), batch.mask.shape[1])
         if not is_packed:
             scored = is_scored.nonzero().squeeze(-1)
             return cls(batch.token_ids, {}, scored, scored, shape)
         packed = Packed.of(batch.token_ids, batch.lengths.tolist())
         scored = is_scored[packed.places].nonzero().squeeze(-1)
         return cls(packed.token_ids[None], packed.options, scored, packed.places[scored], shape)
-
-    @property
-    def num_scored(self) -> int:
-        return len(self.scored)
 
     @property
     def targets(self) -> Tensor:
@@ -106,10 +98,7 @@ class BatchLayout:
 
 
 def use_packed_attention_(model: Any) -> None:
-    """Make a transformers model attend with `attend`; forwards without bounds stay the same.
-
-    Refuses a model that declares needs beyond bounds and windows.
-    """
+    """Make a transformers model attend with `attend`; refuse one that needs more than windows."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -141,9 +130,9 @@ def _tells_window(model: Any) -> bool:
 
     windows = []
 
-    def listen(*inputs: Any, sliding_window: int | None = None, **options: Any) -> Any:
-        windows.append(sliding_window)
-        return attend(*inputs, sliding_window=sliding_window, **options)
+    def listen(*inputs: Any, **options: Any) -> Any:
+        windows.append(options.get("sliding_window"))
+        return attend(*inputs, **options)
 
     AttentionInterface.register(ATTENTION, listen)
     try:
@@ -167,10 +156,7 @@ def attend(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [1, H, N, D] and two [1, H_kv, N, D] to [1, N, H, D].
-
-    Without bounds, transformers' own scaled_dot_product_attention runs.
-    """
+    """Attention as transformers calls it: [1, H, N, D] and two [1, H_kv, N, D] to [1, N, H, D]."""
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

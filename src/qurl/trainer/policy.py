@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -25,12 +24,10 @@ from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.types import Batch
 
 PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest relative difference between packed and padded states. In BF16 rounding grows through all
-layers; a leak from one sequence into the next shows in FP32."""
+"""Largest relative difference between packed and padded states; in BF16 rounding grows."""
 
 
-@dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Results of a forward per token; 0 where the batch's mask is 0."""
 
     logp: Tensor  # [B, T]
@@ -47,10 +44,8 @@ class Policy:
         self.tokenizer = tokenizer
         self.device = device
         self.logits_chunk = config.logits_chunk
-        is_auto = config.compute_dtype == "auto"
-        self.compute_dtype: torch.dtype = (
-            default_dtype(device) if is_auto else getattr(torch, config.compute_dtype)
-        )
+        name = config.compute_dtype
+        self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
         _make_savable_(self.model)
         if config.gradient_checkpointing:
@@ -83,9 +78,8 @@ class Policy:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
         hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        scoring = Scoring(
-            batch.temperature, self.logits_chunk, self.compute_dtype, needs_entropy_grad
-        )
+        precision = (self.logits_chunk, self.compute_dtype)
+        scoring = Scoring(batch.temperature, *precision, needs_entropy_grad)
         scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
         return TokenScores(*(layout.spread(values) for values in scores))
 
@@ -95,14 +89,12 @@ class Policy:
         return self
 
     def save(self, folder: Path) -> None:
-        """Write a normal Hugging Face folder (safetensors, config, tokenizer)."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
 
 def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    """The policy of a Hugging Face folder or hub name."""
     return Policy(load_model(path), load_tokenizer(path), config, device)
 
 
@@ -121,19 +113,14 @@ def load_model_config(path: str | Path) -> Any:
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
-    """A causal LM of transformers, in FP32; `key` is the recipe key that errors name.
-
-    Raises ModelError if any weight is missing; transformers would initialize it at random.
-    """
+    """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True
-        )
-        model, info = loaded
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(path, dtype=torch.float32, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
     return model
@@ -227,10 +214,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def compile_layers_(model: nn.Module) -> None:
-    """Compile the decoder layers in place; weights, names and saving stay the same.
-
-    Layers of one kind share the compiled code, and lengths are dynamic.
-    """
+    """Compile the decoder layers in place; layers of one kind share the compiled code."""
     layers = decoder_layers(model)
     if not len(layers):
         raise ModelError(

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qurl.ops.launch import EXACT, divide_up, overlapping
+from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import as_factor, narrow
 from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
@@ -68,14 +68,9 @@ def _prefetch_weights(
     columns = first_column + tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth)
     channels = tl.minimum(channels, N - 1).to(tl.int64)
     columns = tl.minimum(columns, K - 1)
-    pointers = w + channels[:, None] * K + columns[None, :]
+    at = w + channels[:, None] * K + columns[None, :]
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
     )
 
 
@@ -97,8 +92,6 @@ def gemm_kernel(
     CHANNELS: tl.constexpr,
     DEPTH: tl.constexpr,
     IS_FINISHED: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
@@ -125,6 +118,7 @@ def gemm_kernel(
     tokens = first_token + tl.arange(0, TOKENS)
     channels = first_channel + tl.arange(0, CHANNELS)
     depth = tl.arange(0, DEPTH)
+    IS_INTEGER: tl.constexpr = w_pointer.dtype.element_ty == tl.int8
     acc = tl.zeros((CHANNELS, TOKENS), tl.int32 if IS_INTEGER else tl.float32)
     for step in range(first_step, last_step):
         column = step * DEPTH
@@ -155,9 +149,12 @@ def gemm_kernel(
     out = acc.T
     num_columns = N
     if IS_FINISHED:
-        value = _finish(
-            out.to(tl.float32), scale_x, scale_w, bias, tokens, channels, M, N, HAS_SCALE
-        )
+        value = out.to(tl.float32)
+        if scale_x is not None and not IS_BLOCKED:
+            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
+            value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
+        if bias is not None:
+            value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
         out = narrow(value, y.dtype.element_ty)
         if IS_GATED:
             out = _gate(out)
@@ -175,27 +172,6 @@ def _load_tile(matrix, rows, columns, num_rows, num_columns):
     pointers = matrix + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     return tl.load(pointers, mask=mask, other=0.0)
-
-
-@triton.jit
-def _finish(
-    value,
-    scale_x,
-    scale_w,
-    bias,
-    tokens,
-    channels,
-    num_tokens,
-    num_channels,
-    HAS_SCALE: tl.constexpr,
-):
-    """Values [tokens, channels] with their scales and bias."""
-    if HAS_SCALE:
-        value = value * tl.load(scale_x + tokens, tokens < num_tokens, 0.0)[:, None]
-        value = value * tl.load(scale_w + channels, channels < num_channels, 0.0)[None, :]
-    if bias is not None:
-        value += tl.load(bias + channels, channels < num_channels, 0.0).to(tl.float32)[None, :]
-    return value
 
 
 @triton.jit
@@ -217,17 +193,15 @@ def multiply(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, plan: Plan
 ) -> Product:
     """x W^T + b for x [M, K] and W [N, K], both codes or both numbers."""
-    operands = _Operands.of(x, weight)
-    is_finished = plan.splits == 0
-    acc_dtype = torch.int32 if operands.is_integer else torch.float32
-    M, N, _ = operands.sizes
-    y = torch.empty(
-        (plan.num_parts, M, N), dtype=dtype if is_finished else acc_dtype, device=operands.x.device
-    )
-    _launch(operands, bias, y, plan)
-    if is_finished:
+    (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
+    acc_dtype = torch.float32 if numbers.is_floating_point() else torch.int32
+    y_dtype = acc_dtype if plan.splits else dtype
+    y = numbers.new_empty(plan.num_parts, len(numbers), len(w), dtype=y_dtype)
+    _launch(x, weight, bias, y, plan)
+    if not plan.splits:
         return y[0]
-    scales = (operands.scale_x, operands.scale_w) if operands.has_scale else (None, None)
+    # Scales of blocks were applied inside the sum.
+    scales = (None, None) if _is_blocked(weight) else (scale_x, scale_w)
     return Partial(y, *scales, bias, dtype)
 
 
@@ -243,53 +217,28 @@ def multiply_gated(
 
     `amax` [M] must be zero; it receives the largest magnitude of each row.
     """
-    operands = _Operands.of(x, weight)
     assert plan.splits == 0, "a gated product is finished here"
-    M, N, _ = operands.sizes
-    assert N % 2 == 0
-    y = torch.empty((M, N // 2), dtype=dtype, device=operands.x.device)
-    _launch(operands, bias, y, plan, is_gated=True, amax=amax)
+    (numbers, _), (w, _) = _parts(x), _parts(weight)
+    assert len(w) % 2 == 0
+    y = numbers.new_empty(len(numbers), len(w) // 2, dtype=dtype)
+    _launch(x, weight, bias, y, plan, is_gated=True, amax=amax)
     return y
 
 
-@dataclass(frozen=True)
-class _Operands:
-    x: Tensor
-    w: Tensor
-    scale_x: Tensor | None
-    scale_w: Tensor | None
-    is_blocked: bool
+def _parts(operand: Operand) -> tuple[Tensor, Tensor | None]:
+    """The matrix of an operand, codes or numbers, and the scale of codes."""
+    parts = (operand.codes, operand.scale) if isinstance(operand, Quantized) else (operand, None)
+    assert all(part is None or part.is_contiguous() for part in parts)
+    return parts
 
-    @staticmethod
-    def of(x: Operand, weight: Operand) -> _Operands:
-        if isinstance(x, Quantized) and isinstance(weight, Quantized):
-            is_blocked = weight.format.block is not None
-            return _Operands(x.codes, weight.codes, x.scale, weight.scale, is_blocked)
-        assert isinstance(x, Tensor), "codes times numbers"
-        assert isinstance(weight, Tensor), "numbers times codes"
-        return _Operands(x, weight, None, None, is_blocked=False)
 
-    def __post_init__(self) -> None:
-        for tensor in (self.x, self.w, self.scale_x, self.scale_w):
-            assert tensor is None or tensor.is_contiguous()
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
-        return self.x.shape[0], self.w.shape[0], self.w.shape[1]
-
-    @property
-    def is_integer(self) -> bool:
-        return not self.x.dtype.is_floating_point
-
-    @property
-    def has_scale(self) -> bool:
-        """Scales that apply to the finished sum; those of blocks apply inside."""
-        return self.scale_x is not None and not self.is_blocked
+def _is_blocked(operand: Operand) -> bool:
+    return isinstance(operand, Quantized) and operand.format.block is not None
 
 
 def _launch(
-    operands: _Operands,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None,
     y: Tensor,
     plan: Plan,
@@ -297,31 +246,23 @@ def _launch(
     is_gated: bool = False,
     amax: Tensor | None = None,
 ) -> None:
-    M, N, K = operands.sizes
-    x, w = operands.x, operands.w
-    overlap = overlapping(x.device)
-    assert not operands.is_blocked or plan.depth == BLOCK, "block scales are per step of K"
-    has_descriptors = _can_describe(x) and _can_describe(w)
-    args: dict[str, Any] = {
-        "x": _describe(x, plan.tokens, plan.depth) if has_descriptors else x,
-        "w": _describe(w, plan.channels, plan.depth) if has_descriptors else w,
-        "w_pointer": w,
-        "y": y,
-        "scale_x": operands.scale_x,
-        "scale_w": operands.scale_w,
-        "bias": bias,
-        "amax": amax,
-        "M": M,
-        "N": N,
-        "K": K,
-        "steps_per_split": divide_up(divide_up(K, plan.depth), plan.num_parts),
+    assert isinstance(x, Quantized) == isinstance(weight, Quantized), "codes times numbers"
+    assert not _is_blocked(weight) or plan.depth == BLOCK, "block scales are per step of K"
+    (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
+    M, (N, K) = len(numbers), w.shape
+    steps = divide_up(divide_up(K, plan.depth), plan.num_parts)
+    overlap = overlapping(w.device)
+    has_descriptors = _can_describe(numbers) and _can_describe(w)
+    tiles: tuple[Any, Any] = (numbers, w)
+    if has_descriptors:
+        sizes = ([plan.tokens, plan.depth], [plan.channels, plan.depth])
+        tiles = tuple(map(TensorDescriptor.from_tensor, tiles, sizes))
+    shape: dict[str, Any] = {
         "TOKENS": plan.tokens,
         "CHANNELS": plan.channels,
         "DEPTH": plan.depth,
         "IS_FINISHED": plan.splits == 0,
-        "IS_INTEGER": operands.is_integer,
-        "HAS_SCALE": operands.has_scale,
-        "IS_BLOCKED": operands.is_blocked,
+        "IS_BLOCKED": _is_blocked(weight),
         "IS_GATED": is_gated,
         "HAS_DESCRIPTORS": has_descriptors,
         "PREFETCH_LINES": _prefetch_lines(plan, w) if overlap["PDL"] else 0,
@@ -331,7 +272,9 @@ def _launch(
         **EXACT,
     }
     num_tiles = divide_up(M, plan.tokens) * divide_up(N, plan.channels)
-    gemm_kernel[(num_tiles, plan.num_parts)](**args)
+    gemm_kernel[(num_tiles, plan.num_parts)](
+        *tiles, w, y, scale_x, scale_w, bias, amax, M, N, K, steps, **shape
+    )
 
 
 def library_product(
@@ -363,11 +306,7 @@ def _can_describe(matrix: Tensor) -> bool:
     return is_aligned and Target.of(matrix.device).has_descriptors
 
 
-def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
 def _prefetch_lines(plan: Plan, weight: Tensor) -> int:
     """Cache lines of 128 bytes per channel, a power of two."""
     lines = plan.prefetch * plan.depth * weight.itemsize // 128
-    return 1 << (lines - 1).bit_length() if lines else 0
+    return next_power_of_2(lines) if lines else 0

@@ -51,21 +51,12 @@ def requantize_(
     codes, scale, format = target.codes, target.scale, target.format
     rows, columns = codes.shape
     assert source.shape == codes.shape
-    assert source.dtype in SOURCE_DTYPES
-    assert codes.dtype == format.dtype
-    assert scale.dtype == torch.float32
-    assert flips.dtype == torch.int32
     assert flips.shape == scale.shape
-    assert source.is_contiguous()
-    assert flips.is_contiguous()
-    assert codes.stride(1) == 1 or columns == 1
-    assert scale.stride(1) == 1 or scale.shape[1] == 1
-    arguments: dict[str, Any] = {
-        "source": source,
-        "codes": codes.view(torch.uint8),
-        "scale": scale,
-        "flips": flips,
-        "scale_stride": scale.stride(0),
+    assert (codes.dtype, scale.dtype, flips.dtype) == (format.dtype, torch.float32, torch.int32)
+    assert all(tensor.is_contiguous() for tensor in (source, flips))
+    assert all(tensor.stride(1) == 1 or tensor.shape[1] == 1 for tensor in (codes, scale))
+    pointers = (source, codes.view(torch.uint8), scale, flips)
+    shape: dict[str, Any] = {
         "K": columns,
         "CODE_STRIDE": codes.stride(0),
         "LARGEST": float(format.weight_max),
@@ -73,14 +64,14 @@ def requantize_(
         "DTYPE": SOURCE_DTYPES[source.dtype if dtype == torch.float32 else dtype],
     }
     if format.block is not None:
-        arguments |= {"num_rows": rows, "BLOCK": format.block, "ROWS": 8}
-        arguments |= {"num_warps": 8, "maxnreg": 128}
-        requantize_tiles_kernel[(scale.shape[1], scale.shape[0])](**arguments)
+        shape |= {"BLOCK": format.block, "ROWS": 8, "num_warps": 8, "maxnreg": 128}
+        grid = (scale.shape[1], scale.shape[0])
+        requantize_tiles_kernel[grid](*pointers, rows, scale.stride(0), **shape)
     else:
         is_long = columns > LONGEST_IN_REGISTERS
         tiling = {"CHUNK": 4096, "num_warps": 16} if is_long else _tile(columns, source.itemsize)
-        arguments |= {**tiling, "IS_LONG": is_long}
-        requantize_rows_kernel[(rows,)](**arguments)
+        shape |= {**tiling, "IS_LONG": is_long}
+        requantize_rows_kernel[(rows,)](*pointers, scale.stride(0), **shape)
 
 
 def _tile(columns: int, itemsize: int) -> dict[str, int]:

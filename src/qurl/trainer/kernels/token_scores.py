@@ -33,7 +33,6 @@ from qurl.ops.launch import await_inputs, divide_up, next_power_of_2, overlappin
 from qurl.ops.rounding import store_rounded
 
 MAX_BLOCK = 4096
-OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -43,33 +42,17 @@ def score_rows(
     logits: Tensor, targets: Tensor, factor: float, *, block: int = MAX_BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p of the target, log Z and entropy, [n] each, from logits [n, V] and targets [n]."""
-    rows, vocabulary = logits.shape
     _check_rows(logits, targets)
-    block, num_blocks = _blocks(vocabulary, block)
-    peaks, masses, moments = logits.new_empty(3, rows, num_blocks)
-    logp, log_z, entropy = (logits.new_empty(rows) for _ in range(3))
-    shared: dict[str, Any] = {
-        "logits": logits,
-        "factor": factor,
-        "peaks": peaks,
-        "masses": masses,
-        "moments": moments,
-        "V": vocabulary,
-        "NUM_BLOCKS": num_blocks,
-        **overlapping(logits.device),
-    }
-    of_blocks: dict[str, Any] = {**shared, "BLOCK": block, "num_warps": 4}
-    of_rows: dict[str, Any] = {
-        **shared,
-        "targets": targets,
-        "logp": logp,
-        "log_z": log_z,
-        "entropy": entropy,
-        "PADDED_BLOCKS": next_power_of_2(num_blocks),
-        "num_warps": 1,
-    }
-    score_blocks_kernel[(rows * num_blocks,)](**of_blocks)
-    score_rows_kernel[(rows,)](**of_rows)
+    num_blocks, shape = _blocks(logits, block)
+    peaks, masses, moments = logits.new_empty(3, len(logits), num_blocks)
+    logp, log_z, entropy = (logits.new_empty(len(logits)) for _ in range(3))
+    score_blocks_kernel[(len(logits) * num_blocks,)](
+        logits, factor, peaks, masses, moments, **shape
+    )
+    shape |= {"num_warps": 1}
+    score_rows_kernel[(len(logits),)](
+        logits, targets, factor, peaks, masses, moments, logp, log_z, entropy, **shape
+    )
     return logp, log_z, entropy
 
 
@@ -89,65 +72,41 @@ def logit_gradients(
 
     FP32 gradients overwrite the logits. Without `entropy` the loss has no entropy term.
     """
-    rows, vocabulary = logits.shape
-    assert dtype in OUT_DTYPES
     assert (entropy is None) == (grad_entropy is None)
-    vectors = (log_z, grad_logp, entropy, grad_entropy)
+    vectors = (log_z, entropy, grad_logp, grad_entropy)
     _check_rows(logits, targets, *(vector for vector in vectors if vector is not None))
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    block, num_blocks = _blocks(vocabulary, block)
-    arguments: dict[str, Any] = {
-        "logits": logits,
-        "targets": targets,
-        "log_z": log_z,
-        "entropy": entropy,
-        "grad_logp": grad_logp,
-        "grad_entropy": grad_entropy,
-        "out": out,
-        "factor": factor,
-        "V": vocabulary,
-        "BLOCK": block,
-        "NUM_BLOCKS": num_blocks,
-        **overlapping(logits.device),
-        "num_warps": 8,
-    }
-    logit_gradients_kernel[(rows * num_blocks,)](**arguments)
+    num_blocks, shape = _blocks(logits, block)
+    shape |= {"num_warps": 8}
+    logit_gradients_kernel[(len(logits) * num_blocks,)](
+        logits, targets, *vectors, out, factor, **shape
+    )
     return out
 
 
 def _check_rows(logits: Tensor, targets: Tensor, *vectors: Tensor) -> None:
-    assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
     assert targets.dtype == torch.int64
-    for vector in (targets, *vectors):
-        assert vector.shape == logits.shape[:1]
-        assert vector.is_contiguous()
-    assert all(vector.dtype == torch.float32 for vector in vectors)
+    assert all(tensor.dtype == torch.float32 for tensor in (logits, *vectors))
+    assert all(tensor.is_contiguous() for tensor in (logits, targets, *vectors))
+    assert all(vector.shape == logits.shape[:1] for vector in (targets, *vectors))
 
 
-def _blocks(vocabulary: int, block: int) -> tuple[int, int]:
-    """Tokens of one program, and programs of one row."""
+def _blocks(logits: Tensor, block: int) -> tuple[int, dict[str, Any]]:
+    """Programs of a row with blocks of up to `block` tokens, and the constants of a launch."""
+    vocabulary = logits.shape[1]
     block = min(block, next_power_of_2(vocabulary))
-    return block, divide_up(vocabulary, block)
+    shape = {"V": vocabulary, "BLOCK": block, **overlapping(logits.device)}
+    return divide_up(vocabulary, block), shape
 
 
 @triton.jit(do_not_specialize=["factor"])
 def score_blocks_kernel(
-    logits,
-    factor,
-    peaks,
-    masses,
-    moments,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, factor, peaks, masses, moments, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row and block of its tokens."""
     await_inputs(PDL)
     index = tl.program_id(0)
-    row = index // NUM_BLOCKS
-    token = (index % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    row, token = _locate(index, V, BLOCK)
     x = _load_logits(logits, row, token, V)
     peak = tl.max(x, 0)
     # In a block of impossible tokens, infinity minus infinity would be NaN.
@@ -172,14 +131,14 @@ def score_rows_kernel(
     log_z,
     entropy,
     V: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row: moves its blocks to a common peak and adds them up."""
     await_inputs(PDL)
     row = tl.program_id(0)
-    block = tl.arange(0, PADDED_BLOCKS)
+    NUM_BLOCKS: tl.constexpr = triton.cdiv(V, BLOCK)
+    block = tl.arange(0, triton.next_power_of_2(NUM_BLOCKS))
     index = row * NUM_BLOCKS + block
     is_block = block < NUM_BLOCKS
     peak = tl.load(peaks + index, mask=is_block, other=float("-inf"))
@@ -214,14 +173,11 @@ def logit_gradients_kernel(
     factor,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row and block of its tokens. `out` may be the logits."""
     await_inputs(PDL)
-    index = tl.program_id(0)
-    row = index // NUM_BLOCKS
-    token = (index % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    row, token = _locate(tl.program_id(0), V, BLOCK)
     log_p = _load_logits(logits, row, token, V) * factor - tl.load(log_z + row)
     p = tl.exp(log_p)
     upstream = tl.load(grad_logp + row)
@@ -232,6 +188,12 @@ def logit_gradients_kernel(
     gradient = tl.where(token == tl.load(targets + row), upstream, 0.0) - slope * p
     at = row.to(tl.int64) * V + token
     store_rounded(out + at, gradient * factor, token < V)
+
+
+@triton.jit
+def _locate(index, V: tl.constexpr, BLOCK: tl.constexpr):
+    num_blocks: tl.constexpr = triton.cdiv(V, BLOCK)
+    return index // num_blocks, (index % num_blocks) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit

@@ -30,14 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.launch import (
-    DTYPES,
-    EXACT,
-    await_inputs,
-    divide_up,
-    next_power_of_2,
-    overlapping,
-)
+from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import INTERPRETED, as_factor, narrow
 from qurl.quant.formats import BLOCK, Format, Quantized
 from qurl.quant.linear import Operand
@@ -92,51 +85,25 @@ def attend_pages(
     the longest sequence needs; a row is NaN if `num_chunks` or its table is too short for it.
     """
     tiling = tiling or choose_tiling(q.shape[2], kv.dtype)
-    parts = q.new_empty(q.shape[0], num_chunks, *q.shape[1:], dtype=torch.float32)
+    batch, kv_heads = q.shape[0], kv.shape[3]
+    parts = q.new_empty(batch, num_chunks, *q.shape[1:], dtype=torch.float32)
     stats = q.new_empty(*parts.shape[:3], 2, dtype=torch.float32)
     cut = {"WINDOW": window or 0, "CHUNK": tiling.chunk, **overlapping(q.device)}
-    args = {
-        **_sources(q, kv, table, kv_scale),
-        **_shapes(q, kv, tiling),
-        **cut,
-        "positions": positions,
-        "parts": parts,
-        "stats": stats,
-        "num_chunks": num_chunks,
-    }
-    batch, kv_heads = q.shape[0], kv.shape[3]
+    assert kv.dtype == (q.dtype if kv_scale is None else torch.float8_e4m3fn)
+    assert kv_scale is None or (kv_scale.is_contiguous() and kv_scale.shape == (2, kv_heads))
+    assert (table.dtype, table.stride(1), len(table)) == (torch.int32, 1, batch)
     assert positions.shape == (batch,)
+    assert all(tensor.is_contiguous() for tensor in (q, kv))
+    shape = _shapes(q, kv, tiling)
+    k, v = kv if kv_scale is None else kv.view(torch.int16)  # codes in pairs
+    sources = (q, k, v, kv_scale, table, positions)
+    sizes = (table.stride(0), table.shape[1], num_chunks)
     # Sequences before chunks, so that a group reads its common prompt at the same time.
-    split_kernel[(kv_heads, batch, num_chunks)](**args)
+    split_kernel[(kv_heads, batch, num_chunks)](*sources, parts, stats, *sizes, **shape, **cut)
     num_keys = min(num_chunks * tiling.chunk, table.shape[1] * kv.shape[2])
     operand = empty_operand(batch, q[0].numel(), format, q.dtype, q.device)
     _combine(parts, stats, positions, num_keys, operand, q.dtype, cut)
     return operand
-
-
-def _sources(q: Tensor, kv: Tensor, table: Tensor, kv_scale: Tensor | None) -> dict[str, Any]:
-    """The inputs of `split_kernel`, FP8 codes in pairs."""
-    assert q.is_contiguous()
-    assert kv.is_contiguous()
-    assert table.dtype == torch.int32
-    assert table.stride(1) == 1
-    assert table.shape[0] == q.shape[0]
-    if kv_scale is None:
-        assert kv.dtype == q.dtype
-    else:
-        assert kv.dtype == torch.float8_e4m3fn
-        assert kv_scale.is_contiguous()
-        assert kv_scale.shape == (2, kv.shape[3])
-        kv = kv.view(torch.int16)
-    return {
-        "q": q,
-        "k": kv[0],
-        "v": kv[1],
-        "kv_scale": kv_scale,
-        "table": table,
-        "table_stride": table.stride(0),
-        "num_pages": table.shape[1],
-    }
 
 
 def _shapes(q: Tensor, kv: Tensor, tiling: Tiling) -> dict[str, Any]:
@@ -180,10 +147,9 @@ def _combine(
     columns = head_dim & -head_dim  # a power of two, so that no row of the tile has two heads
     unroll = min(max(_COMBINED // width, 1), 8)
     is_quantized = isinstance(operand, Quantized)
-    args = {
+    out, out_scale = (operand.codes, operand.scale) if is_quantized else (operand, None)
+    shape = {
         **cut,
-        "out": operand.codes if is_quantized else operand,
-        "out_scale": operand.scale if is_quantized else None,
         "RESULT": DTYPES[dtype],
         "LARGEST": float(operand.format.act_max) if is_quantized else 0.0,
         "GROUP": (operand.format.block if is_quantized else None) or width,
@@ -195,14 +161,7 @@ def _combine(
         "num_warps": min(max(unroll * width // 2048, 4), 16),
         **EXACT,
     }
-    combine_kernel[(batch,)](
-        parts=parts,
-        stats=stats,
-        positions=positions,
-        num_chunks=num_chunks,
-        num_keys=num_keys,
-        **args,
-    )
+    combine_kernel[(batch,)](parts, stats, positions, out, out_scale, num_chunks, num_keys, **shape)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pages", "num_chunks"])

@@ -49,7 +49,6 @@ def product_args(product: Product | None) -> dict[str, Any]:
 
 
 def product_shape(product: Product) -> tuple[int, int]:
-    """[M, N] of a product, finished or not."""
     rows, columns = (product if isinstance(product, Tensor) else product.acc[0]).shape
     return rows, columns
 
@@ -58,14 +57,11 @@ def empty_operand(
     rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
 ) -> Operand:
     """An uninitialised input [M, K] of a projection; without a format, numbers of `dtype`."""
+    values = torch.empty(rows, width, dtype=format.dtype if format else dtype, device=device)
     if format is None:
-        return torch.empty(rows, width, dtype=dtype, device=device)
-    groups = 1 if format.block is None else divide_up(width, format.block)
-    return Quantized(
-        torch.empty(rows, width, dtype=format.dtype, device=device),
-        torch.empty(rows, groups, dtype=torch.float32, device=device),
-        format,
-    )
+        return values
+    groups = divide_up(width, format.block or width)
+    return Quantized(values, values.new_empty(rows, groups, dtype=torch.float32), format)
 
 
 @triton.jit

@@ -4,8 +4,8 @@
     cache = k' and v in the compute dtype, or as fp8(clamp(value / kv_scale, -448, 448))
             with k' - kv_center for k'
 
-One launch. A program takes a few heads of one token, of q, k or v. It computes in FP32, rounds the
-results to the compute dtype, and treats each head alone, so nothing depends on M.
+A program takes a few heads of one token. It computes in FP32, rounds the results to the compute
+dtype, and treats each head alone, so nothing depends on M.
 
 Shapes: M tokens, H heads, D head_dim, P positions.
 """
@@ -23,12 +23,7 @@ from torch import Tensor
 from qurl.ops.launch import EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import divide, narrow, store_rounded
 from qurl.quant.linear import Product
-from qurl.rollout.local.kernels.product import (
-    load_channels,
-    load_product,
-    product_args,
-    product_shape,
-)
+from qurl.rollout.local.kernels.product import load_channels, load_product, product_args
 
 _FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4
@@ -61,7 +56,7 @@ def rotate_and_store(
     `rotations` are cos and sin [P, D / 2], `norms` the weights [D] of RMS norms of each head of q
     and of k before the rotation. With a cache, k and v also go to their slots.
     """
-    rows, columns = product_shape(qkv)
+    rows, columns = (qkv if isinstance(qkv, Tensor) else qkv.acc[0]).shape
     cos, sin = rotations
     q_norm, k_norm = norms or (None, None)
     head_dim = 2 * cos.shape[1]
@@ -69,60 +64,56 @@ def rotate_and_store(
     num_heads = all_heads - 2 * num_kv_heads
     assert columns == all_heads * head_dim
     _check(positions, (rows,), torch.int64)
-    _check(cos, cos.shape, torch.float32)
-    _check(sin, cos.shape, torch.float32)
-    _check(q_norm, (head_dim,), torch.float32)
-    _check(k_norm, (head_dim,), torch.float32)
+    for table in rotations:
+        _check(table, cos.shape, torch.float32)
+    for norm in norms or ():
+        _check(norm, (head_dim,), torch.float32)
     q = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=positions.device)
     k, v = q.new_empty(2, rows, num_kv_heads, head_dim) if keep_kv else (None, None)
-    half = next_power_of_2(head_dim // 2)
-    heads = max(_TILE // half, 1)
+    heads = max(_TILE // next_power_of_2(head_dim // 2), 1)
+    inputs = {"positions": positions, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    outputs = {"q_out": q, "k_out": k, "v_out": v}
     args: dict[str, Any] = {
         **product_args(qkv),
+        **inputs,
+        **outputs,
         **_cache_args(cache, rows, num_kv_heads, head_dim),
         "num_rows": rows,
+        "eps": eps,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "HEADS": heads,
-        "HALF": half,
         "num_warps": _NUM_WARPS,
         # Otherwise the compiler saves registers by waiting for some numbers before loading others.
         "maxnreg": 64,
         **overlapping(positions.device),
         **EXACT,
     }
-    outputs = {"q_out": q, "k_out": k, "v_out": v}
-    norm_args = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-    rotate_kernel[(rows, divide_up(all_heads, heads))](
-        positions=positions, cos=cos, sin=sin, **norm_args, **outputs, **args
-    )
+    rotate_kernel[(rows, divide_up(all_heads, heads))](**args)
     return q if k is None or v is None else (q, k, v)
 
 
 def _cache_args(
     cache: PagedCache | None, rows: int, kv_heads: int, head_dim: int
 ) -> dict[str, Any]:
-    """The arguments of `rotate_kernel` for keys and values to store; None stores nothing."""
     if cache is None:
         return {**dict.fromkeys(("kv", "slots", "kv_scale", "kv_center")), "plane_stride": 0}
     kv, slots, scale, center = cache
     _check(slots, (rows,), torch.int64)
     _check(kv[0], (*kv.shape[1:3], kv_heads, head_dim), kv.dtype)
-    assert (kv.dtype == torch.float8_e4m3fn) == (scale is not None)
-    assert (center is None) == (scale is None)
-    _check(scale, (2, kv_heads), torch.float32)
-    _check(center, (kv_heads, head_dim), torch.float32)
+    has_codes = kv.dtype == torch.float8_e4m3fn
+    assert (scale is not None, center is not None) == (has_codes, has_codes)
+    if scale is not None and center is not None:
+        _check(scale, (2, kv_heads), torch.float32)
+        _check(center, (kv_heads, head_dim), torch.float32)
     pointers = {"kv": kv, "slots": slots, "kv_scale": scale, "kv_center": center}
     return {**pointers, "plane_stride": kv.stride(0)}
 
 
-def _check(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Assert that a tensor, if given, is laid out as the kernel expects."""
-    if tensor is not None:
-        assert tuple(tensor.shape) == tuple(shape)
-        assert tensor.dtype == dtype
-        assert tensor.is_contiguous()
+def _check(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
+    assert tensor.is_contiguous()
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -150,16 +141,15 @@ def rotate_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,
     S: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per token and HEADS heads, as tiles [HEADS, HALF] of either half of a head."""
+    """One program per token and HEADS heads, as tiles [HEADS, D / 2] of either half of a head."""
     N: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    lane = tl.arange(0, HALF)[None, :]
+    lane = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))[None, :]
     is_lane = lane < HEAD_DIM // 2
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
@@ -219,7 +209,6 @@ def rotate_kernel(
 
 @triton.jit
 def _load_gain(q_norm, k_norm, is_query, lane, mask):
-    """The norm's weight for heads of q and of k."""
     q_gain = tl.load(q_norm + lane, mask=mask, other=0.0)
     k_gain = tl.load(k_norm + lane, mask=mask, other=0.0)
     return tl.where(is_query, q_gain, k_gain)

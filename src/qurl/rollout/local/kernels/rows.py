@@ -21,14 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.launch import (
-    DTYPES,
-    EXACT,
-    await_inputs,
-    divide_up,
-    next_power_of_2,
-    overlapping,
-)
+from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import divide, magnitude, narrow, scale_for, store_rounded
 from qurl.quant.formats import Format, Quantized
 from qurl.quant.linear import Operand, Product
@@ -63,8 +56,7 @@ def add_norm(
     """
     rows, width = x.shape
     assert x.dtype == weight.dtype == torch.float32
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (x, weight))
     assert delta is None or product_shape(delta) == (rows, width)
     assert clear is None or clear.shape == (rows,)
     operand = empty_operand(rows, width, format, dtype, x.device)
@@ -235,12 +227,11 @@ def map_kernel(
     """
     await_inputs(PDL)
     product = (acc, scale_x, scale_w, bias)
+    SHAPE: tl.constexpr = (K, C, S, DTYPE, GATED, ALTERNATING, RESULT)
     row = tl.program_id(0).to(tl.int64)
     if TILES == 0:
         groups = tl.program_id(1) * G + tl.arange(0, G)[:, None]
-        values = _load_tile(
-            product, row, groups, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-        )
+        values = _load_tile(product, row, groups, num_rows, SHAPE)
         if amax is None:
             _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
         else:
@@ -252,46 +243,35 @@ def map_kernel(
         peak = tl.zeros([1, C], dtype=tl.int32)
         tiles = ()
         for tile in tl.static_range(KEPT):
-            values = _load_tile(
-                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-            )
+            values = _load_tile(product, row, first + tile, num_rows, SHAPE)
             peak = tl.maximum(peak, magnitude(values))
             tiles = tiles + (values,)  # noqa: RUF005 (Triton has no unpacking)
         for tile in tl.range(KEPT, TILES):
-            values = _load_tile(
-                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-            )
+            values = _load_tile(product, row, first + tile, num_rows, SHAPE)
             peak = tl.maximum(peak, magnitude(values))
         scale = scale_for(largest(peak), LARGEST)
         tl.store(out_scale + row + first, scale)
         for tile in tl.static_range(KEPT):
             _store_codes(out, row, first + tile, tiles[tile], scale, K, C)
         for tile in tl.range(KEPT, TILES):
-            values = _load_tile(
-                product, row, first + tile, num_rows, K, C, S, DTYPE, GATED, ALTERNATING, RESULT
-            )
+            values = _load_tile(product, row, first + tile, num_rows, SHAPE)
             _store_codes(out, row, first + tile, values, scale, K, C)
 
 
 @triton.jit
-def _load_tile(
-    product,
-    row,
-    groups,
-    num_rows,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GATED: tl.constexpr,
-    ALTERNATING: tl.constexpr,
-    RESULT: tl.constexpr,
-):
+def _load_tile(product, row, groups, num_rows, SHAPE: tl.constexpr):
     """Values [G, C] of a row, rounded to RESULT, as a quantizer reads them: FP32, zero beyond K.
 
     Group g starts at column C * groups[g].
     """
     acc, scale_x, scale_w, bias = product
+    K: tl.constexpr = SHAPE[0]
+    C: tl.constexpr = SHAPE[1]
+    S: tl.constexpr = SHAPE[2]
+    DTYPE: tl.constexpr = SHAPE[3]
+    GATED: tl.constexpr = SHAPE[4]
+    ALTERNATING: tl.constexpr = SHAPE[5]
+    RESULT: tl.constexpr = SHAPE[6]
     N: tl.constexpr = 2 * K if GATED else K
     WIDTH: tl.constexpr = 2 * C if ALTERNATING else C
     columns = groups * WIDTH + tl.arange(0, WIDTH)[None, :]

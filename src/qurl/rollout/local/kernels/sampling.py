@@ -30,12 +30,7 @@ MAX_BLOCK = 4096
 
 
 def sample_rows(
-    logits: Tensor,
-    temperature: Tensor,
-    keys: Tensor,
-    counters: Tensor,
-    *,
-    block: int = MAX_BLOCK,
+    logits: Tensor, temperature: Tensor, keys: Tensor, counters: Tensor, *, block: int = MAX_BLOCK
 ) -> tuple[Tensor, Tensor]:
     """A token [B] int64 and its log-prob [B] for each row of logits [B, V].
 
@@ -55,41 +50,17 @@ def sample_rows(
     num_blocks = divide_up(vocabulary, block)
     peaks, sums = logits.new_empty(2, rows, num_blocks, dtype=torch.float32)
     tokens, logprobs = keys.new_empty(rows), temperature.new_empty(rows)
-    shared: dict[str, Any] = {
-        "logits": logits,
-        "temperature": temperature,
-        "peaks": peaks,
-        "sums": sums,
-        "V": vocabulary,
-        "BLOCK": block,
-        "NUM_BLOCKS": num_blocks,
-        **overlapping(logits.device),
-    }
-    summary: dict[str, Any] = {**shared, "num_warps": 4}
-    draw: dict[str, Any] = {
-        **shared,
-        "keys": keys,
-        "counters": counters,
-        "tokens": tokens,
-        "logprobs": logprobs,
-        "PADDED_BLOCKS": next_power_of_2(num_blocks),
-        "num_warps": 8,
-    }
-    summarise_kernel[(num_blocks, rows)](**summary)
-    sample_kernel[(rows,)](**draw)
+    inputs = (logits, temperature, peaks, sums)
+    shape: dict[str, Any] = {"V": vocabulary, "BLOCK": block, **overlapping(logits.device)}
+    summarise_kernel[(num_blocks, rows)](*inputs, **shape)
+    shape |= {"num_warps": 8}
+    sample_kernel[(rows,)](*inputs, keys, counters, tokens, logprobs, **shape)
     return tokens, logprobs
 
 
 @triton.jit
 def summarise_kernel(
-    logits,
-    temperature,
-    peaks,
-    sums,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, temperature, peaks, sums, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per block and row: max x and sum exp(x - max x)."""
     await_inputs(PDL)
@@ -99,7 +70,7 @@ def summarise_kernel(
     x = _load_scaled(logits, row, block, divisor, V, BLOCK)
     peak = tl.max(x, 0)
     mass = tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))
-    index = row * NUM_BLOCKS + block
+    index = row * triton.cdiv(V, BLOCK) + block
     tl.store(peaks + index, peak)
     tl.store(sums + index, tl.sum(mass, 0))
 
@@ -116,14 +87,14 @@ def sample_kernel(
     logprobs,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row."""
     await_inputs(PDL)
     row = tl.program_id(0)
     is_greedy, divisor = _load_temperature(temperature)
+    NUM_BLOCKS: tl.constexpr = triton.cdiv(V, BLOCK)
+    PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(NUM_BLOCKS)
     blocks = tl.arange(0, PADDED_BLOCKS)
     index = row * NUM_BLOCKS + blocks
     is_block = blocks < NUM_BLOCKS

@@ -32,23 +32,13 @@ def begin_step(
     assert tokens.stride(0) == positions.stride(0) == 1
     x = torch.empty(batch, width, dtype=torch.float32, device=embedding.device)
     slots = torch.empty(batch, dtype=torch.int64, device=embedding.device)
-    args: dict[str, Any] = {
-        "embedding": embedding,
-        "tokens": tokens,
-        "positions": positions,
-        "table": table,
-        "x": x,
-        "slots": slots,
-        "table_stride": table.stride(0),
-        "num_pages": table.shape[1],
-        "vocabulary": embedding.shape[0],
-        "WIDTH": width,
-        "PAGE_SIZE": page_size,
-        "COLUMNS": min(_COLUMNS, next_power_of_2(width)),
-        "num_warps": 4,
-        **overlapping(embedding.device),
-    }
-    begin_kernel[(batch, divide_up(width, _COLUMNS))](**args)
+    columns = min(_COLUMNS, next_power_of_2(width))
+    shape: dict[str, Any] = {"WIDTH": width, "PAGE_SIZE": page_size, "COLUMNS": columns}
+    shape |= overlapping(embedding.device)
+    sizes = (table.stride(0), table.shape[1], len(embedding))
+    begin_kernel[(batch, divide_up(width, columns))](
+        embedding, tokens, positions, table, x, slots, *sizes, **shape
+    )
     return x, slots
 
 

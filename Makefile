@@ -9,7 +9,8 @@ PIP_ARGS ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
 HAS_GPU  := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
-TORCH    ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+# Without a GPU, the oldest Triton that we support: what it compiles, later ones compile too.
+TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platform_system == "Linux"')
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ $(VENV)/installed: pyproject.toml
 	  $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"; \
 	else \
-	  $(BIN)/python -m pip install -q $(PIP_ARGS) '$(TORCH)'; \
+	  $(BIN)/python -m pip install -q $(PIP_ARGS) $(TORCH); \
 	fi
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
 	@touch $@

@@ -70,7 +70,10 @@ def load_channels(vector, columns, mask):
 
     Only a sync writes these, so they may be loaded before `await_inputs`.
     """
-    return None if vector is None else load_float(vector + columns, mask)
+    values = None  # Triton 3.6 takes no None in a conditional expression
+    if vector is not None:
+        values = load_float(vector + columns, mask)
+    return values
 
 
 @triton.jit

@@ -173,7 +173,9 @@ def rotate_kernel(
         gain_b = _load_gain(q_norm, k_norm, is_query, lane + HEAD_DIM // 2, is_lane)
     await_inputs(PDL)
     angle = tl.load(positions + row) * (HEAD_DIM // 2) + lane
-    slot = None if slots is None else tl.load(slots + row)
+    slot = None
+    if slots is not None:
+        slot = tl.load(slots + row)
     a = load_product(acc, scale_x, scale_a, shift_a, row, at_a, mask, num_rows, N, S, DTYPE)
     b = load_product(acc, scale_x, scale_b, shift_b, row, at_b, mask, num_rows, N, S, DTYPE)
     c = tl.load(cos + angle, mask=is_lane, other=0.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +61,9 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
     parameter = next(model.parameters())
     ids = torch.tensor([[*problem.prompt_ids, *completion.token_ids]], device=parameter.device)
     first = len(problem.prompt_ids)
-    with _wide_residual(model), autocast(parameter.device, parameter.dtype):
+    # FP32 between the layers, as with the trainer's FP32 weights; autocast products stay BF16.
+    widen = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
+    with widen, autocast(parameter.device, parameter.dtype):
         states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
         pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
         scores = [
@@ -70,16 +71,6 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
             for piece, targets in pieces
         ]
     return torch.cat(scores).squeeze(-1)
-
-
-@contextmanager
-def _wide_residual(model: Any) -> Iterator[None]:
-    """FP32 between the layers, as with the trainer's FP32 weights; autocast products stay BF16."""
-    hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:

@@ -164,11 +164,13 @@ class Setup:
         """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
         self.problem = problem
         self.device = device
-        M, N, K = problem.M, problem.N, problem.K
-        first = self._operand(torch.randn(N, K, device=device), is_weight=True)
+        M, N, K, format = problem.M, problem.N, problem.K, problem.format
+        weight = torch.randn(N, K, device=device)
+        first = quantize(weight, format) if format else weight.bfloat16()
         copies = num_copies(N * K * problem.itemsize, l2_bytes)
         self.weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
-        self.x = self._operand(torch.randn(M, K, device=device), is_weight=False)
+        x = torch.randn(M, K, device=device)
+        self.x = quantize_activation(x, format) if format else x.bfloat16()
         has_bias = problem.role == "qkv"
         self.bias = torch.randn(N, device=device).bfloat16() if has_bias else None
         self.amax = torch.zeros(M, device=device)
@@ -247,12 +249,6 @@ class Setup:
             return swiglu(product, format, dtype, True)
         assert isinstance(product, Tensor)
         return product if format is None else quantize_rows(product, format, self.amax)
-
-    def _operand(self, x: Tensor, *, is_weight: bool) -> Operand:
-        format = self.problem.format
-        if format is None:
-            return x.bfloat16()
-        return quantize(x, format) if is_weight else quantize_activation(x, format)
 
     def _is_right(self, y: Tensor) -> bool:
         format = self.problem.format

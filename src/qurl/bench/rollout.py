@@ -181,7 +181,7 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
     figures = measure_rollout(session, contender, workload, judge)
     settings = {
         **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
-        **{**asdict(workload), "workload": workload.name},
+        **{"workload": workload.name, **workload.sizes},
         **{"repeats": bench.repeats, "seed": bench.seed},
     }
     gap = "-" if figures.logprob_gap is None else f"{figures.logprob_gap:.4f}"
@@ -191,7 +191,8 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
         settings=settings,
         speed=asdict(session.speed),
         figures=asdict(figures),
-        engine={**contender.facts(), "plans": session.plans},
+        engine=contender.facts(),
+        plans=session.plans,
         **session.more(contender, workload),
     )
     return figures

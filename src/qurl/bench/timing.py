@@ -6,11 +6,9 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any
 
 import torch
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -24,15 +22,11 @@ def paused_gc() -> Iterator[None]:
         gc.enable()
 
 
-def time_call(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+def time_call(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Seconds until the device has finished, and what `work` returned."""
-    _synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     result = work()
-    _synchronize(device)
+    wait()
     return time.perf_counter() - start, result
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

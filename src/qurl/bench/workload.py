@@ -27,6 +27,10 @@ class Workload:
     new_tokens: int
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, size in vars(self).items() if name != "name"}
+
+    @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.group_size
 
@@ -110,5 +114,4 @@ class EngineContender:
         return [list(rollout.completions) for rollout in result]
 
     def facts(self) -> dict[str, Any]:
-        preemptions = getattr(self.engine, "num_preemptions", None)
-        return {} if preemptions is None else {"num_preemptions": preemptions}
+        return {"num_preemptions": getattr(self.engine, "num_preemptions", None)}

@@ -219,7 +219,7 @@ def test_a_broken_parquet_file(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "x.parquet"
     path.write_bytes(b"not parquet")
-    with pytest.raises(DataError, match="cannot be read: .*not a parquet file"):
+    with pytest.raises(DataError, match=r"cannot be read: .*not a parquet file"):
         load_task(path)
 
 

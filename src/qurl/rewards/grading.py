@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
 from qurl.rewards.pool import Grade, GradingPool, wait_for
-from qurl.rewards.shaping import overlong_penalty
 
 if TYPE_CHECKING:
     from qurl.types import Completion, Graded, Rollout
@@ -117,3 +116,23 @@ def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),
     }
+
+
+def overlong_cache(fraction: float, max_tokens: int) -> int:
+    """Lcache in tokens; any fraction above 0 punishes at least the last token."""
+    return max(1, round(fraction * max_tokens)) if fraction else 0
+
+
+def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
+    """DAPO's soft overlong punishment, which falls over the last `cache` tokens.
+
+        pen(L) = 0                                   L <= Lmax - Lcache
+               = ((Lmax - Lcache) - L) / Lcache      Lmax - Lcache < L <= Lmax
+               = -1                                  L > Lmax
+
+    `cache = 0` turns it off.
+    """
+    start = max_tokens - cache
+    if cache == 0 or length <= start:
+        return 0.0
+    return max(-1.0, (start - length) / cache)

@@ -7,15 +7,12 @@ failure is a RewardError that carries the answer.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import os
 import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,9 +20,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from qurl.errors import ConfigError, RewardError
+from qurl.errors import RewardError
 from qurl.plugins import name_of
-from qurl.rewards.reward import Scorer, is_inline, load_reward
+from qurl.rewards.reward import INLINE, Scorer, load_reward
 
 _START_SECONDS = 120.0
 """A grader's imports may take long on a busy machine; they do not count against its deadline."""
@@ -33,6 +30,8 @@ _ASYNC_GRACE = 1.0
 """Seconds until a process that did not cancel its late async calls is killed."""
 _Calls = Sequence[Sequence[str]]
 """The texts of each call of the reward."""
+_Reply = Mapping[str, Any]
+"""See `Scorer`."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ class GradingPool:
         timeout: float = 10.0,
         timeout_score: float = 0.0,
     ) -> None:
-        if workers < 1 or timeout <= 0:
-            raise ConfigError(f"workers = {workers} and timeout = {timeout} must be positive")
         spec = reward if isinstance(reward, str) else name_of(reward)
         self.reward = spec or getattr(reward, "__qualname__", repr(reward))
         self.timeout = timeout
@@ -78,7 +75,7 @@ class GradingPool:
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._inline: Scorer | None = None
-        if spec is None or is_inline(spec):
+        if spec is None or spec in INLINE:
             self._inline = Scorer(load_reward(spec) if spec else reward)  # type: ignore[arg-type]
             self._is_async, self._is_grouped = False, self._inline.is_grouped
             return
@@ -90,6 +87,7 @@ class GradingPool:
                 if "error" in kind:
                     raise self.failure(kind)
                 self._is_async, self._is_grouped = kind["is_async"], kind["is_grouped"]
+                self._deadline = timeout + (_ASYNC_GRACE if self._is_async else 0)
                 self._idle.put(worker)
         except BaseException:
             self.close()
@@ -121,22 +119,15 @@ class GradingPool:
         """Start to grade the completions of one problem; together the futures hold their grades."""
         calls = [texts] if self._is_grouped else [[text] for text in texts]
         requests = [calls] if self._is_async else [[call] for call in calls]
-        try:
-            return [self._submit(request, answer, extra) for request in requests]
-        except RuntimeError as error:
-            raise RewardError(f"the grading pool of {self.reward!r} is closed") from error
+        return [self._submit(request, answer, extra) for request in requests]
 
     def _submit(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
         if self._inline is None:
             return self._threads.submit(self._grade, calls, answer, extra)
-        [texts], scorer, future = calls, self._inline, Future()
-
-        def value() -> Any:
-            found = scorer.call(texts, answer, extra)
-            return asyncio.run(found) if scorer.is_async else found
-
+        future = Future()
         try:
-            future.set_result(self._read(scorer.reply(texts, value), texts, answer))
+            replies = self._inline(calls, answer, extra)
+            future.set_result(self._read(replies, calls, answer))
         except RewardError as error:
             future.set_exception(error)
         return future
@@ -144,24 +135,27 @@ class GradingPool:
     def _grade(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
         worker = self._idle.get()
         try:
-            replies = worker.ask(calls, answer, extra, self.timeout)
+            replies = worker.ask((calls, answer, dict(extra), self.timeout), self._deadline)
         finally:
             self._idle.put(worker)
         if len(replies) < len(calls):  # One hung or crashed; each gets a deadline of its own.
             return [g for call in calls for g in self._grade([call], answer, extra)]
-        pairs = zip(replies, calls, strict=True)
-        return [grade for reply, texts in pairs for grade in self._read(reply, texts, answer)]
+        return self._read(replies, calls, answer)
 
-    def _read(self, reply: Mapping[str, Any], texts: Sequence[str], answer: str) -> list[Grade]:
-        if "error" in reply:
-            raise self.failure(reply, texts, answer)
-        if "timed_out" in reply:
-            return [Grade(self.timeout_score, timed_out=True)] * len(texts)
-        return [Grade(values.pop("score"), values) for values in reply["values"]]
+    def _read(self, replies: Sequence[_Reply], calls: _Calls, answer: str) -> list[Grade]:
+        grades = []
+        for reply, texts in zip(replies, calls, strict=True):
+            if "error" in reply:
+                raise self.failure(reply, texts, answer)
+            if "timed_out" in reply:
+                grades += [Grade(self.timeout_score, timed_out=True)] * len(texts)
+            else:
+                grades += [Grade(values.pop("score"), values) for values in reply["values"]]
+        return grades
 
     def failure(
         self,
-        reply: Mapping[str, Any],
+        reply: _Reply,
         texts: Sequence[str] = (),
         answer: str = "",
         kind: type[RewardError] = RewardError,
@@ -184,8 +178,7 @@ class _Worker:
         self._launch()
 
     def _launch(self) -> None:
-        self._kind: dict[str, Any] = {}
-        self._deadline = time.monotonic() + _START_SECONDS
+        self._kind: _Reply = {}
         self._socket, theirs = Pipe()
         fd = theirs.fileno()
         # The worker imports what we import, wherever it runs.
@@ -201,20 +194,15 @@ class _Worker:
         )
         theirs.close()
 
-    def wait_ready(self) -> dict[str, Any]:
+    def wait_ready(self) -> _Reply:
         """Wait until the reward is loaded; what kind it is, or an error."""
         if not self._kind:
-            [kind] = self._receive()
-            if "timed_out" in kind:
-                return {"error": f"no start in {_START_SECONDS} s"}
-            if "error" in kind:
-                return kind
-            self._kind = kind
+            [self._kind] = self._receive(_START_SECONDS)
+        if "timed_out" in self._kind:
+            return {"error": f"no start in {_START_SECONDS} s"}
         return self._kind
 
-    def ask(
-        self, calls: _Calls, answer: str, extra: Mapping[str, Any], timeout: float
-    ) -> list[dict[str, Any]]:
+    def ask(self, request: Any, seconds: float) -> list[_Reply]:
         """One reply per call; a single one if the process hung or died."""
         if self._process.poll() is not None:
             self._launch()
@@ -222,17 +210,14 @@ class _Worker:
         if "error" in kind:
             self.kill()
             return [kind]
-        request = {"calls": calls, "answer": answer, "extra": dict(extra), "timeout": timeout}
-        message = json.dumps(request, default=str).encode()
-        self._deadline = time.monotonic() + timeout + (_ASYNC_GRACE if kind["is_async"] else 0)
         with contextlib.suppress(OSError):  # a dead process shows as the end of its replies
-            self._socket.send_bytes(message)
-        return self._receive()
+            self._socket.send(request)
+        return self._receive(seconds)
 
-    def _receive(self) -> list[dict[str, Any]]:
+    def _receive(self, seconds: float) -> list[_Reply]:
         try:
-            if self._socket.poll(max(0.0, self._deadline - time.monotonic())):
-                return json.loads(self._socket.recv_bytes())
+            if self._socket.poll(seconds):
+                return self._socket.recv()
             self.kill()
             return [{"timed_out": True}]
         except (EOFError, OSError):

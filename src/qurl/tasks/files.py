@@ -98,27 +98,23 @@ def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, columns) of each row."""
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")
-    number = 0
+    number, opener = 0, gzip.open if path.suffix == ".gz" else open
     try:
-        if ".jsonl" in path.suffixes:
-            with (gzip.open if path.suffix == ".gz" else open)(
-                path, "rt", encoding="utf-8"
-            ) as lines:
+        if path.suffix == ".parquet":
+            import_extra("pyarrow", "pyarrow", "data", f"reading {path}")
+            from pyarrow import parquet
+
+            yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        elif path.suffix == ".json":
+            rows = json.loads(path.read_bytes())
+            if not isinstance(rows, list):
+                raise ValueError(f"it must hold a list of objects, not a {type(rows).__name__}")
+            yield from enumerate(rows, start=1)
+        else:
+            with opener(path, "rt", encoding="utf-8") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield number, json.loads(line)
-            return
-        rows = _read_parquet(path) if path.suffix == ".parquet" else json.loads(path.read_bytes())
     except (OSError, EOFError, ValueError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
         raise DataError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path}: must hold a list of objects, not a {type(rows).__name__}")
-    yield from enumerate(rows, start=1)
-
-
-def _read_parquet(path: Path) -> list[Any]:
-    import_extra("pyarrow", "pyarrow", "data", f"reading {path}")
-    from pyarrow import parquet
-
-    return parquet.read_table(path).to_pylist()

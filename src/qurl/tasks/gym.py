@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
-from qurl.errors import ConfigError, DataError
+from qurl.errors import ConfigError
 from qurl.plugins import import_extra
 from qurl.tasks.generated import SIZES, Draft
 
@@ -29,13 +28,7 @@ def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft
         return gym.create_dataset(dataset, seed=first, size=size)
 
     def draw(index: int, attempt: int) -> Draft:
-        try:
-            entry = json.loads(json.dumps(source(attempt)[index]))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"gym:{dataset} problem {index} holds data that JSON cannot carry to the grading "
-                f"process: {error}"
-            ) from error
+        entry = source(attempt)[index]
         return Draft(entry["question"].strip(), entry["answer"] or "", extra={"entry": entry})
 
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from qurl.errors import RewardError
 from qurl.rewards import Grade, Grading, GradingPool, reward_metrics
-from qurl.rewards.reward import check_value
+from qurl.rewards.reward import read_grade
 from qurl.types import Completion, Problem, Rollout
 
 GRADERS = '''
@@ -123,8 +123,8 @@ def test_what_a_killed_grader_started_dies_with_it(pool, folder):
         ("raise", "KeyError: 'the grader is broken'", "in odd"),
         ("exit", "SystemExit: bye", "in odd"),
         ("die", "died, exit status 3", ""),
-        ("nan", "score = nan, not a finite number", "check_value"),
-        ("none", "score = None, not a finite number", "check_value"),
+        ("nan", "score = nan, not a finite number", "read_grade"),
+        ("none", "score = None, not a finite number", "read_grade"),
     ],
 )
 def test_a_broken_grader_is_an_error_with_the_evidence(pool, text, message, evidence):
@@ -177,7 +177,7 @@ def test_a_timeout_may_be_worth_what_a_wrong_answer_is(folder, monkeypatch):
 @pytest.mark.parametrize("name", ["mean", "timed_out"])
 def test_details_have_names_of_their_own(name):
     with pytest.raises(RewardError, match=f"{name} would be logged under a name"):
-        check_value({"score": 1.0, name: 2.0})
+        read_grade({"score": 1.0, name: 2.0})
 
 
 def test_a_mapping_gives_details(folder, monkeypatch):

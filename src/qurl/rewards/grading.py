@@ -10,7 +10,8 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool, wait_for
+from qurl.rewards.pool import GradingPool, wait_for
+from qurl.rewards.reward import Grade
 
 if TYPE_CHECKING:
     from qurl.types import Completion, Graded, Rollout
@@ -21,11 +22,11 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
     The first call starts a grading process, and later calls use it again.
     """
-    pool = _math_pool(timeout)
-    [grade] = pool.grade([(answer_text, truth, {})])
+    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
     if grade.timed_out:
-        reply = {"error": f"killed after {timeout} s"}
-        raise pool.failure(reply, [answer_text], truth, kind=RewardTimeout)
+        error = RewardTimeout(f"killed after {timeout} s while grading {answer_text[-300:]!r}")
+        error.text, error.answer = answer_text, truth
+        raise error
     return grade.score
 
 
@@ -77,9 +78,8 @@ class Grading:
         groups = self.grades()
         if groups and all(grade.timed_out for group in groups for grade in group):
             raise RewardTimeout(
-                f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
-                f"completions after {self._pool.timeout:g} s each; raise task.grade_timeout, or "
-                "mend it"
+                f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} completions "
+                f"after {self._pool.timeout:g} s each; raise task.grade_timeout, or mend it"
             )
         graded = []
         for rollout, group in zip(self._rollouts, groups, strict=True):

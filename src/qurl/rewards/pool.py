@@ -15,38 +15,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from qurl.errors import RewardError
 from qurl.plugins import name_of
-from qurl.rewards.reward import INLINE, Scorer, load_reward
+from qurl.rewards.reward import INLINE, Calls, Grade, Outcome, Scorer, failure, load_reward
 
 _START_SECONDS = 120.0
 """A grader's imports may take long on a busy machine; they do not count against its deadline."""
 _ASYNC_GRACE = 1.0
 """Seconds until a process that did not cancel its late async calls is killed."""
-_Calls = Sequence[Sequence[str]]
-"""The texts of each call of the reward."""
-_Reply = Mapping[str, Any]
-"""See `Scorer`."""
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What one answer is worth."""
-
-    score: float
-    details: Mapping[str, float] = field(default_factory=dict)
-    """The other values of a reward that returns a mapping."""
-    timed_out: bool = False
-
-    @property
-    def accuracy(self) -> float:
-        """For filters and evaluation: the score, unless a shaped reward gives it separately."""
-        return self.details.get("accuracy", self.score)
 
 
 class GradingPool:
@@ -72,22 +52,18 @@ class GradingPool:
         self.reward = spec or getattr(reward, "__qualname__", repr(reward))
         self.timeout = timeout
         self.timeout_score = timeout_score
-        self._workers: list[_Worker] = []
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._inline: Scorer | None = None
         if spec is None or spec in INLINE:
-            self._inline = Scorer(load_reward(spec) if spec else reward)  # type: ignore[arg-type]
+            function: Any = load_reward(spec) if spec else reward
+            self._inline = Scorer(function, self.reward)
             self._is_async, self._is_grouped = False, self._inline.is_grouped
             return
         self._threads = ThreadPoolExecutor(workers)  # each waits for one process
         self._workers = [_Worker(spec) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         try:
             for worker in self._workers:
-                kind = worker.wait_ready()
-                if "error" in kind:
-                    raise self.failure(kind)
-                self._is_async, self._is_grouped = kind["is_async"], kind["is_grouped"]
-                self._deadline = timeout + (_ASYNC_GRACE if self._is_async else 0)
+                self._is_async, self._is_grouped = worker.wait_ready()
                 self._idle.put(worker)
         except BaseException:
             self.close()
@@ -121,53 +97,35 @@ class GradingPool:
         requests = [calls] if self._is_async else [[call] for call in calls]
         return [self._submit(request, answer, extra) for request in requests]
 
-    def _submit(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
+    def _submit(self, calls: Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
         if self._inline is None:
             return self._threads.submit(self._grade, calls, answer, extra)
         future = Future()
         try:
-            replies = self._inline(calls, answer, extra)
-            future.set_result(self._read(replies, calls, answer))
+            future.set_result(self._read(self._inline(calls, answer, extra), calls))
         except RewardError as error:
             future.set_exception(error)
         return future
 
-    def _grade(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
+    def _grade(self, calls: Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
+        seconds = self.timeout + (_ASYNC_GRACE if self._is_async else 0)
         worker = self._idle.get()
         try:
-            replies = worker.ask((calls, answer, dict(extra), self.timeout), self._deadline)
+            outcomes = worker.ask((calls, answer, dict(extra), self.timeout), seconds)
         finally:
             self._idle.put(worker)
-        if len(replies) < len(calls):  # One hung or crashed; each gets a deadline of its own.
+        if len(outcomes) < len(calls):  # One hung or crashed; each gets a deadline of its own.
             return [g for call in calls for g in self._grade([call], answer, extra)]
-        return self._read(replies, calls, answer)
+        return self._read(outcomes, calls)
 
-    def _read(self, replies: Sequence[_Reply], calls: _Calls, answer: str) -> list[Grade]:
+    def _read(self, outcomes: Sequence[Outcome], calls: Calls) -> list[Grade]:
         grades = []
-        for reply, texts in zip(replies, calls, strict=True):
-            if "error" in reply:
-                raise self.failure(reply, texts, answer)
-            if "timed_out" in reply:
-                grades += [Grade(self.timeout_score, timed_out=True)] * len(texts)
-            else:
-                grades += [Grade(values.pop("score"), values) for values in reply["values"]]
+        for outcome, texts in zip(outcomes, calls, strict=True):
+            if isinstance(outcome, RewardError):
+                raise outcome
+            late = [Grade(self.timeout_score, timed_out=True)] * len(texts)
+            grades += late if outcome is None else outcome
         return grades
-
-    def failure(
-        self,
-        reply: _Reply,
-        texts: Sequence[str] = (),
-        answer: str = "",
-        kind: type[RewardError] = RewardError,
-    ) -> RewardError:
-        """An error that carries `text`, `answer` and the grader's `traceback`."""
-        text, evidence = "\n\n".join(texts), reply.get("traceback", "")
-        where = f"; it was grading {text[-300:]!r} against {answer!r}" if texts else ""
-        error = kind(f"reward {self.reward!r} failed: {reply['error']}{where}")
-        error.text, error.answer, error.traceback = text, answer, evidence
-        if evidence:
-            error.add_note(evidence)
-        return error
 
 
 class _Worker:
@@ -178,7 +136,7 @@ class _Worker:
         self._launch()
 
     def _launch(self) -> None:
-        self._kind: _Reply = {}
+        self._kind: Any = None
         self._socket, theirs = Pipe()
         fd = theirs.fileno()
         # The worker imports what we import, wherever it runs.
@@ -194,34 +152,36 @@ class _Worker:
         )
         theirs.close()
 
-    def wait_ready(self) -> _Reply:
-        """Wait until the reward is loaded; what kind it is, or an error."""
-        if not self._kind:
-            [self._kind] = self._receive(_START_SECONDS)
-        if "timed_out" in self._kind:
-            return {"error": f"no start in {_START_SECONDS} s"}
+    def wait_ready(self) -> tuple[bool, bool]:
+        """Wait until the reward is loaded, or raise: is it async, is it grouped?"""
+        if self._kind is None:
+            kind = self._receive(_START_SECONDS) or failure(self._reward, "it did not start")
+            if isinstance(kind, RewardError):
+                self.kill()
+                raise kind
+            self._kind = kind
         return self._kind
 
-    def ask(self, request: Any, seconds: float) -> list[_Reply]:
-        """One reply per call; a single one if the process hung or died."""
+    def ask(self, request: tuple[Calls, str, Any, float], seconds: float) -> list[Outcome]:
+        """The outcome of each call; a single one if the process hung or died."""
         if self._process.poll() is not None:
             self._launch()
-        kind = self.wait_ready()
-        if "error" in kind:
-            self.kill()
-            return [kind]
-        with contextlib.suppress(OSError):  # a dead process shows as the end of its replies
+        self.wait_ready()
+        with contextlib.suppress(OSError):  # a dead process shows as the end of its messages
             self._socket.send(request)
-        return self._receive(seconds)
+        [texts, *_], answer, *_ = request
+        outcomes = self._receive(seconds, texts, answer)
+        return outcomes if isinstance(outcomes, list) else [outcomes]
 
-    def _receive(self, seconds: float) -> list[_Reply]:
+    def _receive(self, seconds: float, texts: Sequence[str] = (), answer: str = "") -> Any:
+        """The next message; an error if the process died, None if it hung and was killed."""
         try:
             if self._socket.poll(seconds):
                 return self._socket.recv()
             self.kill()
-            return [{"timed_out": True}]
         except (EOFError, OSError):
-            return [{"error": f"the grading process died, exit status {self._process.wait()}"}]
+            cause = f"the grading process died, exit status {self._process.wait()}"
+            return failure(self._reward, cause, texts, answer)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

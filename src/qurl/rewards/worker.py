@@ -1,7 +1,7 @@
 """The process that grades: `python -m qurl.rewards.worker SPEC FD`.
 
 It talks to `GradingPool` over the socket FD. First it says what kind of reward it has, or why there
-is none. Then it gets the arguments of `Scorer` and answers with a list of one reply per call.
+is none. Then it gets arguments of `Scorer` and answers with the outcomes.
 
 Imports stay light: no torch here.
 """
@@ -14,18 +14,18 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
-from qurl.rewards.reward import Scorer, describe, load_reward
+from qurl.rewards.reward import Scorer, failure, load_reward
 
 
 def main(spec: str, fd: int) -> None:
     os.set_inheritable(fd, False)  # what a grader starts must not keep the socket open
     pool = Connection(fd)
     try:
-        scorer = Scorer(load_reward(spec))
+        scorer = Scorer(load_reward(spec), spec)
     except BaseException as error:
-        pool.send([describe(error)])
+        pool.send(failure(spec, error))
         return
-    pool.send([{"is_grouped": scorer.is_grouped, "is_async": scorer.is_async}])
+    pool.send((scorer.is_async, scorer.is_grouped))
     with asyncio.Runner() as runner:  # one loop for all, so that a reward can keep connections
         while True:
             try:

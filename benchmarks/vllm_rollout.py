@@ -29,7 +29,7 @@ from qurl.bench.limits import find_speed
 from qurl.bench.record import Record
 from qurl.bench.rollout import HEAD, Figures, RolloutBench, Session, measure, plan
 from qurl.bench.shapes import Shape, model_config
-from qurl.bench.workload import Setup, Workload
+from qurl.bench.workload import Contender, Setup, Workload
 from qurl.errors import ConfigError, EngineError, QurlError
 from qurl.types import Completion, Problem, SamplingParams
 
@@ -62,8 +62,12 @@ def run(bench: RolloutBench) -> list[Figures]:
     device = torch.device("cuda")
     setup, workloads = plan_vllm(bench)
     record = Record("rollout", bench.out, device)
-    session = Session(bench, device, find_speed(device), record, profile_rollout)
     contender = VllmContender(setup, workloads)
+
+    def more(_: Contender, workload: Workload) -> dict[str, Any]:
+        return {"engine": contender.facts(), **profile_rollout(contender, workload)}
+
+    session = Session(bench, device, find_speed(device), record, more)
     print(HEAD)
     return [measure(session, contender, workload, judge=None) for workload in workloads]
 
@@ -140,6 +144,7 @@ class VllmContender:
         return [[_to_completion(output) for output in request.outputs] for request in result]
 
     def facts(self) -> dict[str, Any]:
+        """Facts to save with the figures."""
         config = self.llm.llm_engine.vllm_config
         return {
             "version": self._vllm.__version__,

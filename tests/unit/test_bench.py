@@ -386,7 +386,6 @@ def test_help_of_the_benchmarks_needs_no_torch():
         (["rollout", "--workload", "D"], "'D' is not one of A, B, C, Cp"),
         (["rollout", "--new-tokens", "0"], "new_tokens = 0 must be at least 1"),
         (["rollout", "--repeats", "0"], "--repeats 0 must be at least 1"),
-        (["rollout", "--against", "hf", "--kv", "fp8"], "use --kv none"),
         (["sync", "--master", "fp16"], "'fp16' is not one of bf16, fp32"),
         (["sync", "--repeats", "0"], "--repeats 0 must be at least 1"),
     ],
@@ -399,38 +398,32 @@ def test_refusals(args, message, capsys, tmp_path, monkeypatch):
 
 
 def test_a_plan_covers_every_combination():
-    bench = RolloutBench(model="tiny,0.5B", quant="none,int8", kv="none", against="hf")
+    bench = RolloutBench(model="tiny,0.5B", quant="none,int8", kv="none,fp8")
     models, workloads = plan(dataclasses.replace(bench, workload="A,B"))
     assert [w.name for w in workloads] == ["A", "B"]
     assert list(models) == ["tiny", "0.5B"]
     assert list(map(str, models["tiny"])) == [
         "local tiny none kv=none",
-        "hf tiny none kv=none",
+        "local tiny none kv=fp8",
         "local tiny int8 kv=none",
-        "hf tiny int8 kv=none",
+        "local tiny int8 kv=fp8",
     ]
 
 
 def test_rollout_on_a_cpu(tmp_path, capsys):
-    """All of it: our engine in two formats against transformers, checked, timed, saved."""
+    """All of it: two formats, checked, timed, saved."""
     out = tmp_path / "rollout.json"
-    args = flags(model="tiny", quant="none,int8", against="hf", repeats=2, device="cpu", out=out)
+    args = flags(model="tiny", quant="none,int8", repeats=2, device="cpu", out=out)
     sizes = [*flags(prompts=2, group=2), "--prompt-tokens", "5", "--new-tokens", "6"]
     assert main(["bench", "rollout", *args, *sizes]) == 0
     header, *rows, saved = capsys.readouterr().out.splitlines()
     assert header.split()[:5] == ["engine", "model", "quant", "kv", "workload"]
     assert [line.split()[:5] for line in rows] == [
-        [engine, "tiny", quant, "none", "2x2:5+6"]
-        for quant in ("none", "int8")
-        for engine in ("local", "hf")
+        ["local", "tiny", quant, "none", "2x2:5+6"] for quant in ("none", "int8")
     ]
     assert saved == f"saved to {out}"
     results = json.loads(out.read_text())["results"]
-    assert list(results) == [
-        f"{engine} tiny {quant} kv=none 2x2:5+6"
-        for quant in ("none", "int8")
-        for engine in ("local", "hf")
-    ]
+    assert list(results) == [f"local tiny {quant} kv=none 2x2:5+6" for quant in ("none", "int8")]
     for key, (entry,) in results.items():
         figures = entry["figures"]
         assert len(figures["seconds"]) == 2

@@ -43,7 +43,7 @@ ROW = (
 
 @dataclass(frozen=True)
 class RolloutBench:
-    """Tokens per second of the local engine, and of another one for comparison."""
+    """Tokens per second of the local engine."""
 
     model: str = "1.5B"
     """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
@@ -62,8 +62,6 @@ class RolloutBench:
     """Tokens of a prompt, instead of the workload's."""
     new_tokens: int | None = None
     """Tokens of a completion, instead of the workload's."""
-    against: Literal["none", "hf"] = "none"
-    """Also measure this engine: hf is transformers, which is slow, so shorten the workload."""
     repeats: int = 3
     """Measured runs; the median counts."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -151,8 +149,6 @@ def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
     """The engines to build for each model, and the workloads; raises if one cannot be measured."""
     if bench.repeats < 1:
         raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
-    if bench.against == "hf" and bench.kv != "none":
-        raise ConfigError("--against hf keeps keys and values in full precision: use --kv none")
     workloads = [
         WORKLOADS[name].resized(
             num_prompts=bench.prompts,
@@ -162,11 +158,10 @@ def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
         )
         for name in split_list("workload", bench.workload, WORKLOADS)
     ]
-    engines = ("local",) if bench.against == "none" else ("local", bench.against)
     quants = split_list("quant", bench.quant, ("none", *FORMATS))
     kvs = split_list("kv", bench.kv, ("none", "fp8"))
     models = {
-        name: [Setup(e, SHAPES[name], q, kv) for q in quants for kv in kvs for e in engines]
+        name: [Setup("local", SHAPES[name], quant, kv) for quant in quants for kv in kvs]
         for name in split_list("model", bench.model)
     }
     return models, workloads
@@ -191,7 +186,6 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
         settings=settings,
         speed=asdict(session.speed),
         figures=asdict(figures),
-        engine=contender.facts(),
         plans=session.plans,
         **session.more(contender, workload),
     )

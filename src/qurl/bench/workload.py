@@ -95,23 +95,14 @@ class Contender(Protocol):
         """The completions of each problem."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """Facts to save with the figures."""
-        ...
-
 
 class EngineContender:
-    """One of our engines, with room for `max_batch` sequences."""
+    """The local engine, with room for `max_batch` sequences."""
 
     def __init__(self, setup: Setup, model: nn.Module, max_batch: int) -> None:
         self.setup = setup
-        is_local = setup.engine == "local"
-        options: Any = {"max_batch": max_batch, "kv": setup.kv} if is_local else {}
-        self.engine = build_engine(setup.engine, model, quant=setup.quant, **options)
-        self.generate = self.engine.generate
+        engine = build_engine("local", model, quant=setup.quant, kv=setup.kv, max_batch=max_batch)
+        self.generate = engine.generate
 
     def read(self, result: Any) -> list[list[Completion]]:
         return [list(rollout.completions) for rollout in result]
-
-    def facts(self) -> dict[str, Any]:
-        return {"num_preemptions": getattr(self.engine, "num_preemptions", None)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from qurl.answers import last_boxed
 from qurl.errors import DataError
-from qurl.tasks.task import Messages, user_says
+from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 
@@ -61,7 +61,7 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
 
 
 def _read_messages(value: Any, where: str) -> Messages:
-    messages: Any = user_says(value) if isinstance(value, str) else value
+    messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not all(
         isinstance(m, Mapping)
         and isinstance(m.get("role"), str)

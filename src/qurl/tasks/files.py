@@ -56,12 +56,12 @@ class FileTask:
 
     def _fits(self, row: Row) -> bool:
         # A token has at least one byte, so that most prompts are short without tokenising them.
-        messages = self._prompts.instruct(row.messages, row.instruction)
+        prompts = self._prompts
+        messages = prompts.instruct(row.messages, row.instruction)
         num_bytes = sum(len(message["content"].encode()) for message in messages)
-        if num_bytes + _TEMPLATE_ROOM <= self._prompts.max_tokens:
-            return True
-        return self._prompts.admit(
-            self._prompts.encode(row.messages, row.instruction)[1], row.where
+        is_short = num_bytes + _TEMPLATE_ROOM <= prompts.max_tokens
+        return is_short or prompts.admit(
+            prompts.encode(row.messages, row.instruction)[1], row.where
         )
 
     def _notes(self, path: str | Path, rows: list[Row], answerable: list[Row]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from qurl.errors import DataError
-from qurl.tasks.task import Prompts, user_says
+from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
 SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}
@@ -61,7 +61,8 @@ class GeneratedTask:
             draft = self.draw(index, attempt)
             if split_of(draft.key or draft.question) != self.split:
                 continue
-            text, ids = self.prompts.encode(user_says(draft.question), self.instruction)
+            messages = [{"role": "user", "content": draft.question}]
+            text, ids = self.prompts.encode(messages, self.instruction)
             id = f"{self.name}-{self.split}-{index}"
             if self.prompts.admit(ids, f"problem {id}"):
                 return Problem(id, ids, draft.answer, {**draft.extra, "prompt": text})

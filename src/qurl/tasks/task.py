@@ -86,7 +86,3 @@ class Prompts:
                 "or set task.skip_long_prompts"
             )
         return len(ids) <= self.max_tokens
-
-
-def user_says(text: str) -> list[Mapping[str, str]]:
-    return [{"role": "user", "content": text}]

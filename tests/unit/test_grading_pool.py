@@ -123,8 +123,8 @@ def test_what_a_killed_grader_started_dies_with_it(pool, folder):
         ("raise", "KeyError: 'the grader is broken'", "in odd"),
         ("exit", "SystemExit: bye", "in odd"),
         ("die", "died, exit status 3", ""),
-        ("nan", "score = nan, not a finite number", "read_grade"),
-        ("none", "score = None, not a finite number", "read_grade"),
+        ("nan", "score = nan; it must be a finite number", "read_grade"),
+        ("none", "score = None; it must be a finite number", "read_grade"),
     ],
 )
 def test_a_broken_grader_is_an_error_with_the_evidence(pool, text, message, evidence):

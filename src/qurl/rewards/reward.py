@@ -169,6 +169,8 @@ def read_grade(value: Any) -> Grade:
                 "framework's own metrics have, choose another"
             )
         if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(f"the reward returned {name} = {number!r}, not a finite number")
+            raise RewardError(
+                f"the reward returned {name} = {number!r}; it must be a finite number"
+            )
     details = {str(name): float(number) for name, number in named.items()}
     return Grade(details.pop("score"), details)

@@ -117,4 +117,6 @@ def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                         yield number, json.loads(line)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
-        raise DataError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+        is_json = isinstance(error, json.JSONDecodeError)
+        what = "is not valid JSON" if is_json else f"cannot be read: {type(error).__name__}"
+        raise DataError(f"{where}: {what}: {error}") from error

@@ -28,8 +28,8 @@ from benchmarks.measured import (
     with_note,
 )
 from qurl.bench.limits import SPEEDS, Storage, rollout_limit
-from qurl.bench.shapes import get_shape
-from qurl.bench.workload import get_workload
+from qurl.bench.shapes import SHAPES
+from qurl.bench.workload import WORKLOADS as SIZES
 from qurl.rollout.local.kernels.attention import choose_tiling
 
 ROOT = Path(__file__).parents[1]
@@ -64,9 +64,9 @@ class Figures:
 
 def anchor(model: str, workload: str, quant: str, kv: str, thousands: float) -> Figures:
     """vLLM's figures. Its limit is ours: both follow from the bytes alone."""
-    work = get_workload(workload)
+    work = SIZES[workload]
     storage = Storage.of(quant, kv, "cuda")
-    seconds = rollout_limit(get_shape(model), storage, SPEEDS["NVIDIA H200"], work)
+    seconds = rollout_limit(SHAPES[model], storage, SPEEDS["NVIDIA H200"], work)
     tokens_per_s = 1e3 * thousands
     share = tokens_per_s * seconds / work.num_new_tokens
     busy_ms = VLLM_BUSY_MS.get((model, workload, quant, kv))
@@ -203,7 +203,7 @@ def name_of(workload: str) -> str:
 
 
 def describe(workload: str) -> str:
-    work = get_workload(workload)
+    work = SIZES[workload]
     return f"{name_of(workload)} ({work.num_sequences} x {work.prompt_tokens} + {work.new_tokens})"
 
 
@@ -260,7 +260,7 @@ def attention_table(measured: Measured) -> str:
         by_cache = [found.get(cache, {}) for cache in CACHES]
         speeds = [show(r.get("gb_s") and r["gb_s"] / 1e3, ".2f") for r in by_cache]
         times = [show(r.get("us"), ".0f") for r in by_cache]
-        model = next(m for m in MODELS if get_shape(m).heads == heads)
+        model = next(m for m in MODELS if SHAPES[m].heads == heads)
         rows.append([f"{heads} / {kv_heads} ({model})", f"{batch} x {context}", *speeds, *times])
     return table(head, rows)
 

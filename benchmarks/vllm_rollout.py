@@ -1,10 +1,11 @@
 """vLLM's rollout speed on the workloads of `qurl bench rollout`, for comparison.
 
-    python -m benchmarks.vllm_rollout --model 7B --quant int8 --kv none --workload A,B [--profile]
+    python -m benchmarks.vllm_rollout --model 7B --quant int8 --kv none --workload A,B
 
-Takes the flags of `qurl bench rollout` and adds to the same JSON file. vLLM runs in this process
-with the same shapes, formats, prompts and lengths, but with random weights of its own: we check the
-number of tokens and compare speed, not log-probs. Written against vLLM 0.25.
+Takes the flags of `qurl bench rollout`, profiles decode steps too, and adds to the same JSON file.
+vLLM runs in this process with the same shapes, formats, prompts and lengths, but with random
+weights of its own: we check the number of tokens and compare speed, not log-probs. Written against
+vLLM 0.25.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ import torch
 import tyro
 from torch import nn
 
-from qurl.bench.contenders import Setup
+from benchmarks.profile_rollout import profile_rollout
 from qurl.bench.limits import find_speed
 from qurl.bench.record import Record
-from qurl.bench.rollout import COLUMNS, Figures, RolloutBench, Session, measure_setup, plan
+from qurl.bench.rollout import HEAD, Figures, RolloutBench, Session, measure, plan
 from qurl.bench.shapes import Shape, model_config
-from qurl.bench.table import head
-from qurl.bench.workload import Workload
+from qurl.bench.workload import Contender, Setup, Workload
 from qurl.errors import ConfigError, EngineError, QurlError
 from qurl.types import Completion, Problem, SamplingParams
 
@@ -60,16 +60,21 @@ set the size of the KV cache."""
 def run(bench: RolloutBench) -> list[Figures]:
     """Measure vLLM on each workload; print a row for each and save it."""
     device = torch.device("cuda")
-    setup, workloads = plan_vllm(bench, device)
-    record = Record("rollout", bench.out)
-    session = Session(bench, device, find_speed(device, bench.bandwidth), record)
+    setup, workloads = plan_vllm(bench)
+    record = Record("rollout", bench.out, device)
     contender = VllmContender(setup, workloads)
-    print(head(COLUMNS))
-    return [measure_setup(session, contender, setup, w, judge=None) for w in workloads]
+
+    def more(_: Contender, workload: Workload) -> dict[str, Any]:
+        return {"engine": contender.facts(), **profile_rollout(contender, workload)}
+
+    session = Session(bench, device, find_speed(device), record, more)
+    print(HEAD)
+    return [measure(session, contender, workload, judge=None) for workload in workloads]
 
 
-def plan_vllm(bench: RolloutBench, device: torch.device) -> tuple[Setup, list[Workload]]:
-    setups, workloads = plan(bench, device)
+def plan_vllm(bench: RolloutBench) -> tuple[Setup, list[Workload]]:
+    models, workloads = plan(bench)
+    setups = [setup for setups in models.values() for setup in setups]
     if len(setups) > 1:
         raise ConfigError(
             "give one model, one quant and one kv per command: vLLM keeps its memory until the "
@@ -93,6 +98,7 @@ class VllmContender:
     """`vllm.LLM` with random weights."""
 
     def __init__(self, setup: Setup, workloads: Sequence[Workload]) -> None:
+        self.setup = setup
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._vllm = import_vllm()
@@ -138,6 +144,7 @@ class VllmContender:
         return [[_to_completion(output) for output in request.outputs] for request in result]
 
     def facts(self) -> dict[str, Any]:
+        """Facts to save with the figures."""
         config = self.llm.llm_engine.vllm_config
         return {
             "version": self._vllm.__version__,

@@ -15,8 +15,8 @@ from qurl.config import AlgoConfig, Config
 from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.plugins import load_plugin
 from qurl.rewards import Grading, reward_metrics
+from qurl.rewards.grading import overlong_cache
 from qurl.rewards.pool import GradingPool
-from qurl.rewards.shaping import overlong_cache
 from qurl.rollout import Engine
 from qurl.seeds import derive_seed, generator
 from qurl.tasks.task import Task

@@ -16,15 +16,12 @@ from benchmarks.vllm_rollout import (
     kv_bytes,
     plan_vllm,
 )
-from qurl.bench.contenders import Setup
 from qurl.bench.judge import check_completions
 from qurl.bench.rollout import RolloutBench
 from qurl.bench.shapes import SHAPES
-from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
+from qurl.bench.workload import WORKLOADS, Setup, Workload
 from qurl.errors import ConfigError, EngineError
 from qurl.types import Completion
-
-CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -36,11 +33,11 @@ CUDA = torch.device("cuda")
 )
 def test_refusals(flags, message):
     with pytest.raises(ConfigError, match=message):
-        plan_vllm(RolloutBench(**flags), CUDA)
+        plan_vllm(RolloutBench(**flags))
 
 
 def test_one_setup_and_its_workloads():
-    setup, workloads = plan_vllm(RolloutBench("7B", "fp8", "fp8", "A,B"), CUDA)
+    setup, workloads = plan_vllm(RolloutBench("7B", "fp8", "fp8", "A,B"))
     assert setup == Setup("vllm", SHAPES["7B"], "fp8", "fp8")
     assert [w.name for w in workloads] == ["A", "B"]
 
@@ -67,12 +64,12 @@ def test_vllm_contender(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     environment = {"VLLM_HOST_IP": "10.0.0.1"}
     monkeypatch.setattr("os.environ", environment)
-    contender = VllmContender(Setup("vllm", SHAPES["7B"], "int8", "fp8"), [get_workload("A")])
+    contender = VllmContender(Setup("vllm", SHAPES["7B"], "int8", "fp8"), [WORKLOADS["A"]])
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert environment["VLLM_HOST_IP"] == "10.0.0.1"
     workload = Workload("x", 2, 3, 4, new_tokens=2)
-    problems = make_problems(workload, 100, seed=0)
-    result = contender.generate(problems, sampling_params(workload, 0))
+    problems = workload.problems(100, seed=0)
+    result = contender.generate(problems, workload.params(0))
     groups = contender.read(result)
     check_completions(groups, workload)
     assert groups[1][2] == Completion([5, 5], [-1.5, -1.5], "", "length")
@@ -91,7 +88,7 @@ def test_vllm_contender(monkeypatch):
 
 
 def test_kv_bytes_of_the_largest_workload():
-    workloads = [get_workload("B"), get_workload("C")]
+    workloads = [WORKLOADS["B"], WORKLOADS["C"]]
     assert kv_bytes(SHAPES["7B"], "none", workloads) == int(1.1 * 64 * 8704 * 57_344)
 
 

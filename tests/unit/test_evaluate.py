@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qurl.config import build_config
 from qurl.errors import DataError
-from qurl.rewards.pool import Grade
+from qurl.rewards.reward import Grade
 from qurl.run.evaluation import (
     evaluate,
     mean_score,

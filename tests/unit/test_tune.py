@@ -108,10 +108,9 @@ def test_without_triton(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "7B,8B"], "model '8B' is not one of tiny, 0.5B"),
-        (["--kind", "int8,fp8-block"], "'fp8-block' is not a value; there are int8, fp8, bf16"),
-        (["--tokens", "48"], "'48' is not a value; there are 16, 32, 64"),
-        (["--processes", "0"], "--processes 0 must be at least 1"),
+        (["--model", "7B,8B"], "'8B' is not one of tiny, 0.5B"),
+        (["--kind", "int8,fp8-block"], "'fp8-block' is not one of int8, fp8, bf16"),
+        (["--tokens", "48"], "'48' is not one of 16, 32, 64"),
         ([], "measures kernels of a GPU, and there is none here"),
     ],
 )
@@ -185,37 +184,11 @@ def test_copies_exceed_the_l2():
     assert products.num_copies(10**6, 0) == 1
 
 
-def test_a_kernel_is_compiled_once():
-    """The product knows whether K is cut, its consumer into how many parts; M and K neither."""
-    problem = products.Problem("o", "int8", 3584, 3584, 64)
-    other_size = dataclasses.replace(problem, K=18944, M=256)
-    whole, two, four = (products.Plan(64, 64, 128, splits) for splits in (0, 2, 4))
-    compiled = set()
-    pairs = [(problem, whole), (other_size, whole), (problem, two), (problem, four)]
-    assert list(products.covering(pairs, compiled)) == [pairs[0], pairs[2], pairs[3]]
-    assert not list(products.covering(pairs, compiled))
-    others = [
-        (dataclasses.replace(problem, kind="fp8"), whole),
-        (dataclasses.replace(problem, role="qkv"), whole),
-        (dataclasses.replace(problem, role="gate_up"), whole),
-        (dataclasses.replace(problem, N=1536), whole),
-        (problem, dataclasses.replace(whole, stages=3)),
-        (problem, dataclasses.replace(whole, prefetch=2)),
-    ]
-    assert list(products.covering(others, compiled)) == others
-    small, plan = products.shrunk(pairs[1])
-    assert (small.M, plan) == (64, whole)
-    assert small.K < other_size.K
-    assert products.kernels_of(small, plan) == products.kernels_of(*pairs[1])
-
-
 class ScriptedSetup:
     """Plans take the microseconds that they are given; None does not fit."""
 
-    has_library = False
-
-    def __init__(self, problem, times):
-        self.problem, self.times, self.replays = problem, times, []
+    def __init__(self, times):
+        self.times, self.replays = times, []
 
     def check(self, choice):
         return self.times[choice] is not None
@@ -225,10 +198,7 @@ class ScriptedSetup:
             self.replays.append(choice)
             return self.times[choice]
 
-        return types.SimpleNamespace(replay=replay)
-
-    def microseconds(self, clock):
-        return clock.replay()
+        return replay
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
@@ -238,7 +208,6 @@ def test_right_products_pass(kind, role):
     for splits in (0,) if role == "gate_up" else (0, 2):
         assert setup.check(products.Plan(16, 64, 64, splits))
     if kind == "bf16":
-        assert setup.has_library
         assert setup.check(None)
 
 
@@ -262,14 +231,14 @@ def test_one_wrong_number_is_found(role, function, change, monkeypatch):
 
 def test_tables_are_merged(tmp_path):
     path = tmp_path / "plans.json"
-    session = types.SimpleNamespace(table=path, machine=MACHINE)
+    session = tune.Session(CPU, CHIP, {}, path, MACHINE, compile=list)
     problem = products.Problem("o", "int8", 512, 256, 64)
     plan = products.Plan(64, 64, 128, 2)
     assert tune.known_plans(path, MACHINE) == {}
-    tune.save_plan(session, problem, {plan: 2.0})
-    tune.save_plan(session, dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0})
+    session.save(problem, {plan: 2.0})
+    session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0})
     newer = dataclasses.replace(plan, prefetch=4)
-    tune.save_plan(session, problem, {plan: 2.0, newer: 1.0})
+    session.save(problem, {plan: 2.0, newer: 1.0})
     merged = {("int8", 512, 256, 64): newer, ("fp8", 512, 256, 64): None}
     assert open_table(path) == merged
     assert json.loads(path.read_text())["about"] == MACHINE
@@ -278,14 +247,13 @@ def test_tables_are_merged(tmp_path):
 
 
 def test_hopeless_plans_are_not_timed_further():
-    problem = products.Problem("o", "int8", 64, 64, 16)
     first, close, hopeless, large, best = (products.Plan(16, 64, 64, 0, 4, n) for n in range(5))
     times = {first: 10.0, close: 14.0, hopeless: 16.0, large: None, best: 8.0}
-    setup = ScriptedSetup(problem, times)
+    setup = ScriptedSetup(times)
     found = products.measure(setup, list(times))
     assert found == {first: 10.0, close: 14.0, best: 8.0}
     assert products.best_of(found) == best
-    assert setup.replays == [first, first, close, close, hopeless, best, best]
+    assert setup.replays == [*[first] * 4, *[close] * 4, hopeless, *[best] * 4]
 
 
 def test_the_best_plan_of_ours_is_tried_with_prefetch():
@@ -296,35 +264,46 @@ def test_the_best_plan_of_ours_is_tried_with_prefetch():
     assert products.with_prefetch({None: 5.0}) == []
 
 
-@pytest.mark.parametrize(("num_checks", "num_measured"), [(9, 2), (1, 1)])
-def test_products_are_saved_until_the_deadline(
-    tmp_path, capsys, monkeypatch, num_checks, num_measured
-):
-    """In Triton's interpreter, in place of a GPU; the clock passes the deadline when asked."""
+def test_the_best_plans_of_a_group_are_saved_and_shown(tmp_path, capsys, monkeypatch):
+    """In Triton's interpreter, in place of a GPU."""
     plans = [products.Plan(16, 64, 64), products.Plan(16, 64, 64, 2)]
     monkeypatch.setattr(tune, "candidates", lambda problem, chip, known: plans)
-    ticks = iter([0.0] * num_checks + [2.0] * 9)
-    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
     compiled = []
-    pool = types.SimpleNamespace(run=lambda pairs, deadline: compiled.extend(pairs))
     session = tune.Session(
         device=CPU,
         chip=dataclasses.replace(CHIP, l2_bytes=0),
         known={},
         table=tmp_path / "plans.json",
         machine=MACHINE,
-        deadline=1.0,
+        compile=compiled.extend,
     )
     problems = [
         products.Problem("qkv", "int8", 64, 128, 16),
         products.Problem("down", "int8", 64, 64, 16),
     ]
-    assert tune.measure_group(session, problems, pool) == num_measured
+    tune.measure_group(session, problems)
     assert compiled == [(problem, plan) for problem in problems for plan in plans]
     table = open_table(session.table)
-    assert list(table) == sorted(p.table_key for p in problems[:num_measured])
+    assert list(table) == sorted(p.table_key for p in problems)
     assert all(plan in plans for plan in table.values())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:5] for line in lines] == [
-        ["int8", p.role, str(p.N), str(p.K), str(p.M)] for p in problems[:num_measured]
+        ["int8", p.role, str(p.N), str(p.K), str(p.M)] for p in problems
     ]
+
+
+def test_kernels_are_compiled_with_small_problems(monkeypatch):
+    """They depend on neither M nor K."""
+    made = []
+
+    class Setup:
+        def __init__(self, problem, device):
+            made.append(problem)
+
+        def launch(self, plan):
+            made.append(plan)
+
+    monkeypatch.setattr(products, "Setup", Setup)
+    problem, plan = products.Problem("o", "int8", 3584, 18944, 256), products.Plan(64, 64, 128)
+    products.compile_plan(problem, plan, CPU)
+    assert made == [dataclasses.replace(problem, M=64, K=1024), plan]

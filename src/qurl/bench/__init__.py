@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 from qurl.errors import ConfigError, MissingExtra
-
-T = TypeVar("T")
 
 HELP = """\
 usage: qurl bench rollout|sync [--flags]
@@ -49,7 +47,7 @@ def run_tuner(flags: Sequence[str]) -> int:
     return 0
 
 
-def _parse(options: type[T], command: str, flags: Sequence[str]) -> T:
+def _parse(options: Any, command: str, flags: Sequence[str]) -> Any:
     import tyro
 
     return tyro.cli(options, prog=f"qurl {command}", args=list(flags))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qurl.bench.contenders import Setup
-from qurl.bench.workload import Workload
+from qurl.bench.workload import Setup, Workload
 from qurl.errors import EngineError
 from qurl.rollout.canary import canary_bound
 from qurl.trainer.head import apply_head, autocast
@@ -30,39 +27,32 @@ exempt."""
 LOGITS_CHUNK = 1024
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Compares an engine's log-probs with the trainer's."""
-
-    model: Any
-    setup: Setup
-
-    def gap(self, problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> float:
-        """Mean |log-prob difference|; raises if it is larger than rounding explains."""
-        pairs = [(p, c) for p, group in zip(problems, groups, strict=True) for c in group]
-        chosen = pairs[:: max(1, len(pairs) // NUM_CHECKED)][:NUM_CHECKED]
-        expected = torch.stack([score_completion(self.model, p, c).cpu() for p, c in chosen])
-        sampled = torch.tensor([c.logprobs for _, c in chosen])
-        gaps = (expected - sampled).abs()  # [completions, T]
-        parts = [*gaps, *gaps.chunk(NUM_PARTS, dim=1)]
-        worst, bound = max(part.mean().item() for part in parts), self._bound(expected)
-        # max() may drop a NaN, so ask for finite gaps as well.
-        if not (gaps.isfinite().all() and worst <= bound):
-            raise EngineError(
-                f"{self.setup.engine} {self.setup.shape.name} {self.setup.quant} kv="
-                f"{self.setup.kv}: log-probs differ from the trainer's forward by {worst:.4g} in "
-                f"the mean, and rounding explains {bound:.4g}; a wrong engine is not measured"
-            )
-        return gaps.mean().item()
-
-    def _bound(self, expected: Tensor) -> float:
-        bound = canary_bound(self.setup.quant, next(self.model.parameters()).dtype)
-        if self.setup.quant == "int4":
-            return bound
+def logprob_gap(
+    model: Any,
+    setup: Setup,
+    problems: Sequence[Problem],
+    groups: Sequence[Sequence[Completion]],
+) -> float:
+    """Mean |log-prob difference| to the model; raises if it is larger than rounding explains."""
+    pairs = [(p, c) for p, group in zip(problems, groups, strict=True) for c in group]
+    chosen = pairs[:: max(1, len(pairs) // NUM_CHECKED)][:NUM_CHECKED]
+    expected = torch.stack([score_completion(model, p, c).cpu() for p, c in chosen])
+    sampled = torch.tensor([c.logprobs for _, c in chosen])
+    gaps = (expected - sampled).abs()  # [completions, T]
+    worst = max(part.mean().item() for part in [*gaps, *gaps.chunk(NUM_PARTS, dim=1)])
+    bound = canary_bound(setup.quant, next(model.parameters()).dtype)
+    if setup.quant != "int4":
         # Random weights predict almost nothing: even log-probs of other tokens lie within the
         # format's bound, but not within their own spread.
         spread = (expected - expected.mean()).abs().mean().item()
-        return min(bound, RELATIVE_BOUND * spread)
+        bound = min(bound, RELATIVE_BOUND * spread)
+    # max() may drop a NaN, so ask for finite gaps as well.
+    if not (gaps.isfinite().all() and worst <= bound):
+        raise EngineError(
+            f"{setup}: log-probs differ from the trainer's forward by {worst:.4g} in the mean, and "
+            f"rounding explains {bound:.4g}; a wrong engine is not measured"
+        )
+    return gaps.mean().item()
 
 
 @torch.no_grad()
@@ -71,7 +61,9 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
     parameter = next(model.parameters())
     ids = torch.tensor([[*problem.prompt_ids, *completion.token_ids]], device=parameter.device)
     first = len(problem.prompt_ids)
-    with _wide_residual(model), autocast(parameter.device, parameter.dtype):
+    # FP32 between the layers, as with the trainer's FP32 weights; autocast products stay BF16.
+    widen = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
+    with widen, autocast(parameter.device, parameter.dtype):
         states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
         pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
         scores = [
@@ -79,16 +71,6 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
             for piece, targets in pieces
         ]
     return torch.cat(scores).squeeze(-1)
-
-
-@contextmanager
-def _wide_residual(model: Any) -> Iterator[None]:
-    """FP32 between the layers, as with the trainer's FP32 weights; autocast products stay BF16."""
-    hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].float())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from torch.utils.benchmark import Timer
 
 from qurl.bench.shapes import Shape
-from qurl.bench.timing import measure_bandwidth, measure_flops
 from qurl.bench.workload import Workload
+from qurl.ops.device import default_dtype
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,24 @@ class Storage:
         return Storage(1 if is_narrow else wide, wide, wide if kv == "none" else 1, is_narrow)
 
 
-def find_speed(device: torch.device, bandwidth: float | Literal["table", "measured"]) -> Speed:
-    """From the table if it has the device, else measured; a `bandwidth` in TB/s wins."""
-    known = SPEEDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if known is None:
-        wide = measure_flops(device)
-        narrow = wide if device.type == "cpu" else 2 * wide
-    else:
-        wide, narrow = known.flops_wide, known.flops_narrow
-    if isinstance(bandwidth, float | int):
-        return Speed(bandwidth * 1e12, wide, narrow)
-    if known is None or bandwidth == "measured":
-        return Speed(measure_bandwidth(device), wide, narrow)
-    return known
+def find_speed(device: torch.device) -> Speed:
+    """From the table if it has the device, else measured by a copy and a matrix product."""
+    is_cuda = device.type == "cuda"
+    if is_cuda and (known := SPEEDS.get(torch.cuda.get_device_name(device))):
+        return known
+    size = 2**30 if is_cuda else 2**26  # far larger than any cache
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    bandwidth = 2 * size / _seconds("b.copy_(a)", source)
+    side = 8192 if is_cuda else 512
+    matrix = torch.randn(side, side, dtype=default_dtype(device), device=device)
+    flops = 2 * side**3 / _seconds("torch.mm(a, a, out=b)", matrix)
+    return Speed(bandwidth, flops, 2 * flops if is_cuda else flops)
+
+
+def _seconds(statement: str, a: torch.Tensor) -> float:
+    names = {"a": a, "b": torch.empty_like(a), "torch": torch}
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange().median
 
 
 def step_limit(shape: Shape, storage: Storage, speed: Speed, batch: int, context: float) -> float:

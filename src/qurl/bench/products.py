@@ -9,22 +9,20 @@ Shapes: M tokens, N output channels, K input channels.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.pool import Pool
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from qurl.bench.timing import GraphClock
+from qurl.bench.timing import time_call
 from qurl.errors import EngineError
 from qurl.ops.target import Target
 from qurl.quant import FORMATS, Quantized, quantize
@@ -44,7 +42,6 @@ HOPELESS = 1.5
 TOLERANCE = 3e-3
 """Relative error of a floating-point product as a whole: FP8 sums keep 14 bits."""
 
-T = TypeVar("T")
 Times = Mapping[Choice, float]
 """Microseconds of plans with their consumer; None is the vendor's library. Hopeless plans are not
 in it."""
@@ -129,33 +126,34 @@ def _candidates(problem: Problem, chip: Chip) -> Iterator[Plan]:
                 yield Plan(tokens, channels, depth, splits, warps, stages)
 
 
-def best_of(times: Mapping[T, float]) -> T:
+def best_of(times: Times) -> Choice:
     return min(times, key=times.__getitem__)
 
 
 def with_prefetch(times: Times) -> list[Plan]:
     """The best plan of ours with weights prefetched."""
-    own = {plan: us for plan, us in times.items() if plan is not None}
-    return [dataclasses.replace(best_of(own), prefetch=n) for n in PREFETCHES] if own else []
+    own = [plan for plan in times if plan is not None]
+    if not own:
+        return []
+    best = min(own, key=times.__getitem__)
+    return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES]
 
 
 # Measuring
 
 
-def measure(setup: Setup, plans: Sequence[Plan], *, has_library: bool = True) -> Times:
+def measure(setup: Setup, choices: Sequence[Choice]) -> Times:
     """Check all plans and time those that fit the chip."""
-    library: list[Choice] = [None] if has_library and setup.has_library else []
-    choices = [choice for choice in [*library, *plans] if setup.check(choice)]
     times: dict[Choice, float] = {}
     shortest = math.inf
-    for choice in choices:
-        clock = setup.clock(choice)
-        first = clock.replay()
+    for choice in [choice for choice in choices if setup.check(choice)]:
+        replay = setup.clock(choice)
+        first = replay()
         # Compare first replays with each other: they also upload the graph.
         if first > HOPELESS * shortest:
             continue
         shortest = min(shortest, first)
-        times[choice] = setup.microseconds(clock)
+        times[choice] = statistics.median(replay() for _ in range(REPEATS))
     return times
 
 
@@ -166,24 +164,21 @@ class Setup:
         """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
         self.problem = problem
         self.device = device
-        M, N, K = problem.M, problem.N, problem.K
-        first = self._operand(torch.randn(N, K, device=device), is_weight=True)
+        M, N, K, format = problem.M, problem.N, problem.K, problem.format
+        weight = torch.randn(N, K, device=device)
+        first = quantize(weight, format) if format else weight.bfloat16()
         copies = num_copies(N * K * problem.itemsize, l2_bytes)
-        self.weights = [first, *(_clone(first) for _ in range(copies - 1))]
-        self.x = self._operand(torch.randn(M, K, device=device), is_weight=False)
+        self.weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
+        x = torch.randn(M, K, device=device)
+        self.x = quantize_activation(x, format) if format else x.bfloat16()
         has_bias = problem.role == "qkv"
         self.bias = torch.randn(N, device=device).bfloat16() if has_bias else None
         self.amax = torch.zeros(M, device=device)
-
-    @functools.cached_property
-    def residual(self) -> tuple[Tensor, Tensor]:
-        """The residual stream and the norm behind it."""
-        shape = (self.problem.M, self.problem.N)
-        return torch.randn(*shape, device=self.device), torch.ones(shape[1], device=self.device)
-
-    @functools.cached_property
-    def has_library(self) -> bool:
-        return library_product(self.x, self.weights[0], self.bias, torch.bfloat16) is not None
+        if not problem.is_gated:
+            self.residual, self.norm = (
+                torch.randn(M, N, device=device),
+                torch.ones(N, device=device),
+            )
 
     @functools.cached_property
     def expected(self) -> Tensor:
@@ -199,16 +194,17 @@ class Setup:
         return _gated(y) if self.problem.is_gated else y
 
     def launch(self, choice: Choice) -> Product | None:
-        """Compile everything and run it once; None if the plan does not fit the chip."""
+        """Compile everything and run it once; None if the chip or the library cannot do it."""
         try:
             product = self._multiply(choice, self.weights[0])
-            self._consume(product, choice is not None)
+            if product is not None:
+                self._consume(product, choice is not None)
         except OutOfResources:
             return None
         return product
 
     def check(self, choice: Choice) -> bool:
-        """Whether a plan fits the chip; raises if its product is wrong."""
+        """Whether a plan can run here; raises if its product is wrong."""
         product = self.launch(choice)
         if product is None:
             return False
@@ -219,27 +215,26 @@ class Setup:
             raise EngineError(f"{self.problem} with {choice} is wrong: relative error {error:.3g}")
         return True
 
-    def clock(self, choice: Choice) -> GraphClock:
-        """Times a product and its consumer, for each copy of the weights; launch it before."""
+    def clock(self, choice: Choice) -> Callable[[], float]:
+        """Times the product and its consumer, in microseconds; launch it before.
+
+        Each call takes the mean over the copies of the weights.
+        """
 
         def work() -> None:
             for weight in self.weights:
-                self._consume(self._multiply(choice, weight), choice is not None)
+                product = self._multiply(choice, weight)
+                assert product is not None
+                self._consume(product, choice is not None)
 
-        return GraphClock(work, self.device)
+        seconds = capture(work, self.device)
+        return lambda: 1e6 * seconds() / len(self.weights)
 
-    def microseconds(self, clock: GraphClock) -> float:
-        """Time per copy of the weights."""
-        seconds = statistics.median(clock.replay() for _ in range(REPEATS))
-        return 1e6 * seconds / len(self.weights)
-
-    def _multiply(self, choice: Choice, weight: Operand) -> Product:
+    def _multiply(self, choice: Choice, weight: Operand) -> Product | None:
         """The product; our plans turn gate and up into silu(gate) * up."""
         x, bias, dtype = self.x, self.bias, torch.bfloat16
         if choice is None:
-            product = library_product(x, weight, bias, dtype)
-            assert product is not None
-            return product
+            return library_product(x, weight, bias, dtype)
         if self.problem.is_gated:
             amax = self.amax if self.problem.format else None
             return multiply_gated(x, weight, bias, dtype, choice, amax)
@@ -248,18 +243,12 @@ class Setup:
     def _consume(self, product: Product, is_combined: bool) -> Operand:
         format, dtype = self.problem.format, torch.bfloat16
         if not self.problem.is_gated:
-            x, norm = self.residual
-            return add_norm(x, product, norm, 1e-6, format, dtype, clear=self.amax)
+            x = self.residual
+            return add_norm(x, product, self.norm, 1e-6, format, dtype, clear=self.amax)
         if not is_combined:
             return swiglu(product, format, dtype, True)
         assert isinstance(product, Tensor)
         return product if format is None else quantize_rows(product, format, self.amax)
-
-    def _operand(self, x: Tensor, *, is_weight: bool) -> Operand:
-        format = self.problem.format
-        if format is None:
-            return x.bfloat16()
-        return quantize(x, format) if is_weight else quantize_activation(x, format)
 
     def _is_right(self, y: Tensor) -> bool:
         format = self.problem.format
@@ -287,63 +276,25 @@ def _relative_error(y: Tensor, expected: Tensor) -> float:
     return (difference / torch.linalg.vector_norm(expected, dtype=torch.float32)).item()
 
 
-def _clone(operand: Operand) -> Operand:
-    if isinstance(operand, Tensor):
-        return operand.clone()
-    return Quantized(operand.codes.clone(), operand.scale.clone(), operand.format)
+def capture(work: Callable[[], None], device: torch.device) -> Callable[[], float]:
+    """Replays work that is compiled, and returns its seconds; on a CPU, runs the work itself."""
+    if device.type != "cuda":
+        return lambda: time_call(work, device)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return replay
 
 
-# Compiling
-
-Pair = tuple[Problem, Plan]
-
-
-@dataclass(frozen=True)
-class Compilers:
-    """Processes that fill Triton's disk cache: compiling a kernel takes about a second."""
-
-    pool: Pool
-    device: torch.device
-    compiled: set[tuple] = field(default_factory=set)
-
-    def run(self, pairs: Iterable[Pair], deadline: float) -> None:
-        """Compile the kernels of the pairs, until `time.monotonic()` reaches the deadline."""
-        if time.monotonic() >= deadline:
-            return
-        jobs = [shrunk(pair) for pair in covering(pairs, self.compiled)]
-        work = functools.partial(_compile, device=self.device)
-        for _ in self.pool.imap_unordered(work, jobs):
-            if time.monotonic() >= deadline:
-                return
-
-
-def covering(pairs: Iterable[Pair], compiled: set[tuple]) -> Iterator[Pair]:
-    """The pairs that need a kernel not yet in `compiled`, which grows."""
-    for pair in pairs:
-        kernels = kernels_of(*pair)
-        if not kernels <= compiled:
-            compiled |= kernels
-            yield pair
-
-
-def kernels_of(problem: Problem, plan: Plan) -> set[tuple]:
-    """The specializations that a plan launches.
-
-    The product depends on whether K is cut, its consumer on the number of parts.
-    """
-    same_cut = dataclasses.replace(plan, splits=min(plan.splits, 1))
-    return {
-        ("product", problem.kind, problem.is_gated, problem.role == "qkv", same_cut),
-        ("consumer", problem.kind, problem.role, problem.N, plan.splits),
-    }
-
-
-def shrunk(pair: Pair) -> Pair:
-    """A smaller problem with the same kernels, which depend on neither M nor K."""
-    problem, plan = pair
-    return dataclasses.replace(problem, M=plan.tokens, K=1024), plan
-
-
-def _compile(pair: Pair, device: torch.device) -> None:
-    problem, plan = pair
-    Setup(problem, device).launch(plan)
+def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
+    """Put a plan's kernels, which depend on neither M nor K, into Triton's disk cache."""
+    Setup(dataclasses.replace(problem, M=plan.tokens, K=1024), device).launch(plan)

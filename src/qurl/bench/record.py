@@ -1,23 +1,19 @@
-"""Results as JSON. A file collects runs under keys and never loses an earlier result.
+"""Results as JSON: a file collects runs under keys, and measuring a key again appends an entry.
 
-    {"bench": "rollout",
-     "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
-
-Measuring a key again appends an entry. Several commands may add to one file at the same time.
+{"bench": "rollout",
+ "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
 """
 
 from __future__ import annotations
 
 import datetime
-import fcntl
-import functools
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +22,31 @@ import torch
 from qurl import __version__
 from qurl.errors import ConfigError
 
-RESULTS = Path("benchmarks/results")
-PACKAGES = ("torch", "triton", "transformers", "vllm")
-
 
 class Record:
-    """A results file, opened before anything is measured, so that a bad path costs no time."""
+    """A results file, tried before anything is measured, so that a bad path costs no time."""
 
-    def __init__(self, bench: str, path: Path | None = None) -> None:
+    def __init__(self, bench: str, path: Path | None, device: torch.device) -> None:
         """The default path is benchmarks/results/<bench>.json in the working directory."""
         self.bench = bench
-        self.path = path or RESULTS / f"{bench}.json"
-        self._machine = functools.cache(describe_machine)  # it runs git
+        self.path = path or Path("benchmarks", "results", f"{bench}.json")
+        self.machine = describe_machine(device)
         self._read()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path):
-                pass
+            tempfile.TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error}") from error
 
-    def add(self, key: str, device: torch.device, **figures: Any) -> None:
+    def add(self, key: str, **figures: Any) -> None:
         """Save one more entry under `key`."""
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        entry = {"date": date, "machine": self._machine(device), **figures}
-        with locked(self.path):
-            results = self._read()  # another process may have added to it
-            results.setdefault(key, []).append(entry)
-            text = json.dumps({"bench": self.bench, "results": results}, indent=1)
-            replace_text(self.path, text + "\n")
+        results = self._read()  # another command may have added to it
+        results.setdefault(key, []).append({"date": date, "machine": self.machine, **figures})
+        text = json.dumps({"bench": self.bench, "results": results}, indent=1)
+        replace_text(self.path, text + "\n")
 
-    def _read(self) -> dict[str, list[Mapping[str, Any]]]:
+    def _read(self) -> dict[str, list[Any]]:
         if not self.path.exists():
             return {}
         try:
@@ -66,17 +56,9 @@ class Record:
         if not isinstance(content, dict) or content.get("bench") != self.bench:
             raise ConfigError(
                 f"--out {self.path} holds something else than results of qurl bench {self.bench}; "
-                "it is left as it is, give another file"
+                "give another file"
             )
         return content["results"]
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the file, by a lock file beside it that stays."""
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -89,13 +71,16 @@ def replace_text(path: Path, text: str) -> None:
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The hardware and software behind a measurement."""
     is_cuda = device.type == "cuda"
+    versions = {"qurl": __version__}
+    for package in ("torch", "triton", "transformers", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu,
         "cuda": torch.version.cuda if is_cuda else None,
-        "threads": None if is_cuda else torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {"qurl": __version__, **_versions()},
+        "versions": versions,
         "commit": source_commit(),
     }
 
@@ -105,22 +90,9 @@ def source_commit() -> str | None:
     folder = Path(__file__).parent
     if "site-packages" in folder.parts:  # a repository around it is not ours
         return None
-    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", *command], cwd=folder, capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for command in commands
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + ("+" if changes else "")
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    return done.stdout.strip()

@@ -6,24 +6,20 @@ Each configuration is checked on a short run, then measured, then checked on wha
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from qurl.bench.contenders import Contender, EngineContender, Setup
-from qurl.bench.judge import Judge, check_completions
+from qurl.bench.judge import check_completions, logprob_gap
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
-from qurl.bench.profile import describe_profile, profile_decode
 from qurl.bench.record import Record
-from qurl.bench.shapes import Shape, build_model, get_shape
-from qurl.bench.table import Column, head, row, split_list
+from qurl.bench.shapes import SHAPES, build_model, split_list
 from qurl.bench.timing import paused_gc, time_call
-from qurl.bench.workload import Workload, get_workload, make_problems, sampling_params
+from qurl.bench.workload import WORKLOADS, Contender, EngineContender, Setup, Workload
 from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
@@ -35,23 +31,19 @@ SHORT = 64
 WARM_UP = 8
 """New tokens of each warm-up."""
 
-COLUMNS = (
-    Column("engine", "engine"),
-    Column("model", "model"),
-    Column("quant", "quant", width=9),
-    Column("kv", "kv", width=4),
-    Column("workload", "workload", width=12),
-    Column("tokens_per_s", "tokens/s", ",.0f", width=9),
-    Column("ms_per_step", "ms/step", ".3f", width=9),
-    Column("limit_tokens_per_s", "limit", ",.0f", width=9),
-    Column("limit_share", "of limit", ".1%"),
-    Column("logprob_gap", "|dlogp|", ".4f"),
+HEAD = (
+    "engine  model  quant      kv    workload       tokens/s    ms/step      limit  of limit  "
+    "|dlogp|"
+)
+ROW = (
+    "{engine:6}  {model:5}  {quant:9}  {kv:4}  {workload:12}  {tokens_per_s:9,.0f}  "
+    "{ms_per_step:9.3f}  {limit_tokens_per_s:9,.0f}  {limit_share:8.1%}  {gap:>7}"
 )
 
 
 @dataclass(frozen=True)
 class RolloutBench:
-    """Tokens per second of the local engine, and of another one for comparison."""
+    """Tokens per second of the local engine."""
 
     model: str = "1.5B"
     """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
@@ -70,16 +62,8 @@ class RolloutBench:
     """Tokens of a prompt, instead of the workload's."""
     new_tokens: int | None = None
     """Tokens of a completion, instead of the workload's."""
-    against: Literal["none", "hf"] = "none"
-    """Also measure this engine: hf is transformers, which is slow, so shorten the workload."""
     repeats: int = 3
     """Measured runs; the median counts."""
-    warm_up: Literal["lengths", "full"] = "lengths"
-    """Warm up with a few steps at each length that uses another CUDA graph, or with a full run."""
-    profile: bool = False
-    """Add the GPU's busy time of a decode step, by kind of kernel."""
-    bandwidth: float | Literal["table", "measured"] = "table"
-    """Memory bandwidth of the limit: in TB/s, from the table of devices, or measured by a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes the GPU if there is one."""
     seed: int = 0
@@ -101,8 +85,10 @@ class Figures:
     logprob_gap: float | None
     """Mean |difference| of full-length completions to the trainer's forward; None for an engine
     with weights of its own."""
-    logprob_gap_short: float | None
-    """The same for the short run."""
+
+
+More = Callable[[Contender, Workload], Mapping[str, Any]]
+"""Measures something else to save with the figures of a workload."""
 
 
 @dataclass(frozen=True)
@@ -113,128 +99,113 @@ class Session:
     device: torch.device
     speed: Speed
     record: Record
+    more: More = lambda *_: {}
     plans: str | None = None
     """Source of the local engine's plans; None on a CPU."""
 
+    def run(
+        self, contender: Contender, workload: Workload, seed: int, judge: Any = None
+    ) -> tuple[float, float | None]:
+        """Seconds of one generate call, and its log-prob gap if a model judges it."""
+        seed += self.bench.seed
+        problems = workload.problems(contender.setup.shape.vocabulary, seed)
+        params = workload.params(seed)
+        with paused_gc():
+            seconds, result = time_call(lambda: contender.generate(problems, params), self.device)
+        groups = contender.read(result)
+        check_completions(groups, workload)
+        if judge is None:
+            return seconds, None
+        return seconds, logprob_gap(judge, contender.setup, problems, groups)
 
-def run_rollout(bench: RolloutBench) -> list[Figures]:
+
+def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> list[Figures]:
     """Measure every configuration in turn; print a row for each and save it at once."""
     device = pick_device(bench.device)
-    setups, workloads = plan(bench, device)
-    record = Record("rollout", bench.out)
-    session = Session(
-        bench, device, find_speed(device, bench.bandwidth), record, find_plans(device)
-    )
-    print(head(COLUMNS))
+    models, workloads = plan(bench)
+    record, plans = Record("rollout", bench.out, device), None
+    if device.type == "cuda":
+        from qurl.quant.kernels.plans import Plans  # needs Triton
+
+        plans = Plans(Target.of(device)).source
+        print(f"plans of products: {plans}")
+    session = Session(bench, device, find_speed(device), record, more, plans)
+    print(HEAD)
     results = []
-    for shape, group in itertools.groupby(setups, key=lambda setup: setup.shape):
-        results += _measure_shape(session, shape, list(group), workloads)
-    print(f"saved to {session.record.path}")
+    for name, setups in models.items():
+        model = build_model(SHAPES[name], device, seed=bench.seed)
+        for setup in setups:
+            contender = EngineContender(setup, model, max(w.num_sequences for w in workloads))
+            results += [measure(session, contender, workload, model) for workload in workloads]
+            del contender
+            gc.collect()  # engine n is gone before engine n + 1 is built
+            torch.cuda.empty_cache()
+        del model
+    print(f"saved to {record.path}")
     return results
 
 
-def find_plans(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    from qurl.quant.kernels.plans import Plans  # needs Triton
-
-    source = Plans(Target.of(device)).source
-    print(f"plans of products: {source}")
-    return source
-
-
-def plan(bench: RolloutBench, device: torch.device) -> tuple[list[Setup], list[Workload]]:
-    """The engines to build and the workloads for each; raises if one cannot be measured."""
+def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
+    """The engines to build for each model, and the workloads; raises if one cannot be measured."""
     if bench.repeats < 1:
         raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
-    if bench.profile and device.type != "cuda":
-        raise ConfigError("--profile traces a GPU, and this runs on a CPU")
     workloads = [
-        get_workload(
-            name,
+        WORKLOADS[name].resized(
             num_prompts=bench.prompts,
             group_size=bench.group,
             prompt_tokens=bench.prompt_tokens,
             new_tokens=bench.new_tokens,
         )
-        for name in split_list("workload", bench.workload)
+        for name in split_list("workload", bench.workload, WORKLOADS)
     ]
-    setups = [
-        Setup(engine, get_shape(model), quant, kv)
-        for model in split_list("model", bench.model)
-        for quant in split_list("quant", bench.quant, ("none", *FORMATS))
-        for kv in split_list("kv", bench.kv, ("none", "fp8"))
-        for engine in (("local",) if bench.against == "none" else ("local", bench.against))
-    ]
-    if any(setup.engine == "hf" and setup.kv != "none" for setup in setups):
-        raise ConfigError("--against hf keeps keys and values in full precision: use --kv none")
-    return setups, workloads
+    quants = split_list("quant", bench.quant, ("none", *FORMATS))
+    kvs = split_list("kv", bench.kv, ("none", "fp8"))
+    models = {
+        name: [Setup("local", SHAPES[name], quant, kv) for quant in quants for kv in kvs]
+        for name in split_list("model", bench.model)
+    }
+    return models, workloads
 
 
-def _measure_shape(
-    session: Session, shape: Shape, setups: Sequence[Setup], workloads: Sequence[Workload]
-) -> list[Figures]:
-    model = build_model(shape, session.device, seed=session.bench.seed)
-    results = []
-    for setup in setups:
-        contender = EngineContender(setup, model, max(w.num_sequences for w in workloads))
-        judge = Judge(model, setup)
-        results += [measure_setup(session, contender, setup, w, judge) for w in workloads]
-        del contender
-        gc.collect()  # engine n is gone before engine n + 1 is built
-        if session.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return results
+def measure(session: Session, contender: Contender, workload: Workload, judge: Any) -> Figures:
+    """Measure one workload, print its row and save it.
 
-
-def measure_setup(
-    session: Session, contender: Contender, setup: Setup, workload: Workload, judge: Judge | None
-) -> Figures:
-    """Measure one workload, print its row and save it."""
-    figures = measure_rollout(session, contender, setup, workload, judge)
-    bench = session.bench
+    `judge` is the model that the engine has a copy of; None if its weights are its own.
+    """
+    setup, bench = contender.setup, session.bench
+    figures = measure_rollout(session, contender, workload, judge)
     settings = {
         **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
         **{"workload": workload.name, **workload.sizes},
-        **{"repeats": bench.repeats, "warm_up": bench.warm_up, "seed": bench.seed},
-        "garbage_collection": "off",
+        **{"repeats": bench.repeats, "seed": bench.seed},
     }
-    print(row(COLUMNS, settings | asdict(figures)), flush=True)
-    facts = contender.facts()
-    if setup.engine == "local" and session.plans:
-        facts["plans"] = session.plans
-    more: dict[str, Any] = {"engine": facts}
-    try:
-        if bench.profile:
-            more["profile"] = _profile(contender, setup, workload, bench.seed)
-    finally:  # a failed profile must not lose the measurement
-        session.record.add(
-            setup.key(workload),
-            session.device,
-            settings=settings,
-            speed=asdict(session.speed),
-            figures=asdict(figures),
-            **more,
-        )
+    gap = "-" if figures.logprob_gap is None else f"{figures.logprob_gap:.4f}"
+    print(ROW.format(**settings, **asdict(figures), gap=gap), flush=True)
+    session.record.add(
+        f"{setup} {workload.name}",
+        settings=settings,
+        speed=asdict(session.speed),
+        figures=asdict(figures),
+        plans=session.plans,
+        **session.more(contender, workload),
+    )
     return figures
 
 
 def measure_rollout(
-    session: Session, contender: Contender, setup: Setup, workload: Workload, judge: Judge | None
+    session: Session, contender: Contender, workload: Workload, judge: Any
 ) -> Figures:
     """Check on a short run, warm up, measure, and check what was measured."""
-    bench, device = session.bench, session.device
     short = replace(workload, new_tokens=min(SHORT, workload.new_tokens))
-    _, gap_short = _run(contender, setup, short, bench.seed, device, judge)
-    for run in [workload] if bench.warm_up == "full" else warm_ups(workload):
-        _run(contender, setup, run, bench.seed + 1, device)
-    runs = [
-        _run(contender, setup, workload, bench.seed + 2 + i, device, judge if i == 0 else None)
-        for i in range(bench.repeats)
-    ]
+    session.run(contender, short, 0, judge)
+    for run in warm_ups(workload):
+        session.run(contender, run, 1)
+    repeats = range(session.bench.repeats)
+    runs = [session.run(contender, workload, 2 + i, None if i else judge) for i in repeats]
     seconds = tuple(seconds for seconds, _ in runs)
     median = statistics.median(seconds)
-    storage = Storage.of(setup.quant, setup.kv, device.type)
+    setup = contender.setup
+    storage = Storage.of(setup.quant, setup.kv, session.device.type)
     limit = rollout_limit(setup.shape, storage, session.speed, workload)
     return Figures(
         seconds=seconds,
@@ -243,7 +214,6 @@ def measure_rollout(
         limit_tokens_per_s=workload.num_new_tokens / limit,
         limit_share=limit / median,
         logprob_gap=runs[0][1],
-        logprob_gap_short=gap_short,
     )
 
 
@@ -257,32 +227,3 @@ def warm_ups(workload: Workload) -> list[Workload]:
     ends = [last, *(end for end in powers if first + WARM_UP <= end < last)]
     steps = min(WARM_UP, workload.new_tokens)
     return [replace(workload, prompt_tokens=end - steps, new_tokens=steps) for end in ends]
-
-
-def _run(
-    contender: Contender,
-    setup: Setup,
-    workload: Workload,
-    seed: int,
-    device: torch.device,
-    judge: Judge | None = None,
-) -> tuple[float, float | None]:
-    """Seconds of one generate call, and the log-prob gap if there is a judge."""
-    problems = make_problems(workload, setup.shape.vocabulary, seed)
-    params = sampling_params(workload, seed)
-    with paused_gc():
-        seconds, result = time_call(lambda: contender.generate(problems, params), device)
-    groups = contender.read(result)
-    check_completions(groups, workload)
-    return seconds, judge.gap(problems, groups) if judge else None
-
-
-def _profile(contender: Contender, setup: Setup, workload: Workload, seed: int) -> dict[str, Any]:
-    def generate(new_tokens: int) -> Any:
-        run = replace(workload, new_tokens=new_tokens)
-        problems = make_problems(run, setup.shape.vocabulary, seed)
-        return contender.generate(problems, sampling_params(run, seed))
-
-    profile = profile_decode(generate)
-    print(describe_profile(profile), flush=True)
-    return asdict(profile)

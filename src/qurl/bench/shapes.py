@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +74,13 @@ SHAPES: Mapping[str, Shape] = {
 """The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
 
 
-def get_shape(name: str) -> Shape:
-    if name not in SHAPES:
-        raise ConfigError(f"model {name!r} is not one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+def split_list(flag: str, text: str, allowed: Iterable[str] = SHAPES) -> list[str]:
+    """Values separated by commas, without duplicates; by default names of shapes."""
+    values = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for value in values:
+        if value not in allowed:
+            raise ConfigError(f"--{flag} {text}: {value!r} is not one of {', '.join(allowed)}")
+    return values
 
 
 def model_config(shape: Shape) -> dict[str, Any]:

@@ -10,14 +10,13 @@ import gc
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
 from qurl.bench.record import Record
-from qurl.bench.shapes import Shape, build_model, get_shape
-from qurl.bench.table import Column, head, row, split_list
+from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
 from qurl.bench.timing import paused_gc
 from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
@@ -28,16 +27,10 @@ MASTERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 2
 """The first sync of a model may record launches that later ones replay."""
 
-COLUMNS = (
-    Column("model", "model"),
-    Column("quant", "quant", width=9),
-    Column("master", "master"),
-    Column("load_ms", "load ms", ".3f", width=9),
-    Column("verify_ms", "verify ms", ".3f"),
-    Column("gigabytes", "GB moved", ".2f"),
-    Column("gigabytes_per_s", "GB/s", ",.0f", width=7),
-    Column("limit_ms", "limit ms", ".3f", width=9),
-    Column("limit_share", "of limit", ".1%"),
+HEAD = "model  quant      master    load ms  verify ms  GB moved     GB/s   limit ms  of limit"
+ROW = (
+    "{model:5}  {quant:9}  {master:6}  {load_ms:9.3f}  {verify_ms:9.3f}  {gigabytes:8.2f}  "
+    "{gigabytes_per_s:7,.0f}  {limit_ms:9.3f}  {limit_share:8.1%}"
 )
 
 
@@ -53,8 +46,6 @@ class SyncBench:
     """Precision of the trainer's weights: bf16, fp32; several with commas."""
     repeats: int = 5
     """Measured syncs; the median counts."""
-    bandwidth: float | Literal["table", "measured"] = "table"
-    """Memory bandwidth of the limit: in TB/s, from the table of devices, or measured by a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes the GPU if there is one."""
     seed: int = 0
@@ -76,8 +67,6 @@ class SyncFigures:
     gigabytes_per_s: float
     limit_ms: float
     limit_share: float
-    engine_bytes: int
-    """Size of the engine's copy."""
 
 
 def run_sync(bench: SyncBench) -> list[SyncFigures]:
@@ -86,47 +75,43 @@ def run_sync(bench: SyncBench) -> list[SyncFigures]:
     if bench.repeats < 1:
         raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
     cases = [
-        (get_shape(model), master, quant)
+        {"model": model, "quant": quant, "master": master}
         for model in split_list("model", bench.model)
-        for master in split_list("master", bench.master, tuple(MASTERS))
+        for master in split_list("master", bench.master, MASTERS)
         for quant in split_list("quant", bench.quant, ("none", *FORMATS))
     ]
-    record = Record("sync", bench.out)
-    speed = find_speed(device, bench.bandwidth)
-    print(head(COLUMNS))
+    record, speed = Record("sync", bench.out, device), find_speed(device)
+    print(HEAD)
     results = []
-    for shape, master, quant in cases:
-        figures = measure_sync(shape, master, quant, bench, speed, device)
-        case = {"model": shape.name, "quant": quant, "master": master}
-        print(row(COLUMNS, case | asdict(figures)), flush=True)
+    for case in cases:
+        shape, dtype = SHAPES[case["model"]], MASTERS[case["master"]]
+        model = build_model(shape, device, dtype, seed=bench.seed)
+        figures = measure_sync(model, shape, case["quant"], bench.repeats, speed)
+        print(ROW.format(**case, **asdict(figures)), flush=True)
         record.add(
-            f"{shape.name} {quant} master={master}",
-            device,
+            f"{shape.name} {case['quant']} master={case['master']}",
             settings={**case, "repeats": bench.repeats, "seed": bench.seed},
             speed=asdict(speed),
             figures=asdict(figures),
         )
         results.append(figures)
+        del model
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     print(f"saved to {record.path}")
     return results
 
 
-def measure_sync(
-    shape: Shape, master: str, quant: str, bench: SyncBench, speed: Speed, device: torch.device
-) -> SyncFigures:
+def measure_sync(model: Any, shape: Shape, quant: str, repeats: int, speed: Speed) -> SyncFigures:
     """Sync several times; the engine verifies each copy and raises if it is wrong."""
-    dtype = MASTERS[master]
-    model = build_model(shape, device, dtype, seed=bench.seed)
+    master = next(model.parameters())
     engine = build_engine("local", model, quant=quant)
     with paused_gc():
-        reports = [engine.sync(model, version=i) for i in range(WARM_UP + bench.repeats)]
+        reports = [engine.sync(model, version=i) for i in range(WARM_UP + repeats)]
     load = tuple(r.seconds for r in reports[WARM_UP:])
     verify = tuple(r.verify_seconds for r in reports[WARM_UP:])
     median = statistics.median(load)
-    num_bytes = sync_bytes(shape, Storage.of(quant, "none", device.type), dtype.itemsize)
+    num_bytes = sync_bytes(shape, Storage.of(quant, "none", master.device.type), master.itemsize)
     limit = num_bytes / speed.bandwidth
     return SyncFigures(
         load_seconds=load,
@@ -137,5 +122,4 @@ def measure_sync(
         gigabytes_per_s=num_bytes / 1e9 / median,
         limit_ms=1e3 * limit,
         limit_share=limit / median,
-        engine_bytes=reports[-1].bytes,
     )

@@ -1,19 +1,17 @@
 """`qurl tune`: measures plans for the matrix products of a model and writes the best to a table.
 
 The products of one model in one format form a group: many processes compile its kernels, then we
-time all plans one after the other, then the best ones again with weights prefetched.
-
-Shapes: M tokens, N output channels, K input channels.
+time all plans one after the other, then the best ones again with weights prefetched. Plans are
+saved at once, so a command that is killed loses little.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import multiprocessing
-import time
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +20,18 @@ import torch
 
 from qurl.bench.products import (
     Chip,
-    Compilers,
+    Plan,
     Problem,
     Setup,
     Times,
     best_of,
     candidates,
+    compile_plan,
     measure,
     with_prefetch,
 )
-from qurl.bench.record import describe_machine, locked, replace_text
-from qurl.bench.shapes import get_shape
-from qurl.bench.table import Column, head, row, split_list
+from qurl.bench.record import describe_machine, replace_text
+from qurl.bench.shapes import SHAPES, split_list
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.target import Target
 from qurl.quant.kernels.plans import (
@@ -47,16 +45,9 @@ from qurl.quant.kernels.plans import (
 )
 
 KINDS = ("int8", "fp8", "bf16")
-COLUMNS = (
-    Column("kind", "kind"),
-    Column("role", "role", width=7),
-    Column("N", "N", "d", width=6),
-    Column("K", "K", "d", width=6),
-    Column("M", "M", "d", width=5),
-    Column("us", "us", ".1f", width=7),
-    Column("library_us", "library", ".1f"),
-    Column("plan", "plan", width=20),
-)
+MOST_COMPILERS = 12
+HEAD = "kind  role          N       K      M       us  library  plan"
+ROW = "{kind:4}  {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {plan}"
 
 
 @dataclass(frozen=True)
@@ -72,10 +63,6 @@ class Tune:
     table: Path | None = None
     """Table to add the plans to. By default the one in the user's cache that engines read:
     $XDG_CACHE_HOME or ~/.cache, then qurl/plans/<GPU name>.json."""
-    processes: int = 12
-    """Kernels to compile at a time."""
-    limit_s: float = math.inf
-    """Stop after this many seconds and keep what was measured."""
 
 
 @dataclass(frozen=True)
@@ -88,43 +75,42 @@ class Session:
     """The best plans so far."""
     table: Path
     machine: Mapping[str, Any]
-    deadline: float
+    compile: Callable[[Iterable[tuple[Problem, Plan]]], Any]
 
-    def setup(self, problem: Problem) -> Setup:
-        return Setup(problem, self.device, self.chip.l2_bytes)
+    def measure(self, problem: Problem, choices: Sequence[Choice]) -> Times:
+        return measure(Setup(problem, self.device, self.chip.l2_bytes), choices)
+
+    def save(self, problem: Problem, times: Times) -> None:
+        """Add the best plan to the table, and keep those of other products."""
+        plans = {**known_plans(self.table, self.machine), problem.table_key: best_of(times)}
+        replace_text(self.table, write_table(plans, self.machine))
 
 
-def run_tune(options: Tune) -> int:
-    """Measure every product, print a row for each and save its plan; returns how many."""
-    deadline = time.monotonic() + options.limit_s
+def run_tune(options: Tune) -> None:
+    """Measure every product, print a row for each and save its plan."""
     groups = list_problems(options)
     device = find_gpu(any(problem.kind == "fp8" for group in groups for problem in group))
     machine = describe_machine(device)
     table = options.table or user_table(machine["device"])
-    session = Session(
-        device=device,
-        chip=Chip.of(device),
-        known={**Plans(Target.of(device)).table, **known_plans(table, machine)},
-        table=table,
-        machine=machine,
-        deadline=deadline,
-    )
-    print(head(COLUMNS))
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        compilers = Compilers(pool, device)
-        num_measured = sum(measure_group(session, group, compilers) for group in groups)
-    num_problems = sum(map(len, groups))
-    if num_measured < num_problems:
-        print(f"{num_measured} of {num_problems} products were measured in {options.limit_s:g} s")
+    known = {**Plans(Target.of(device)).table, **known_plans(table, machine)}
+    processes = min(MOST_COMPILERS, os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+
+        def compile(pairs: Iterable[tuple[Problem, Plan]]) -> None:
+            # One job for all M and K, which share their kernels.
+            jobs = {(p.role, p.kind, p.N, plan): (p, plan, device) for p, plan in pairs}
+            pool.starmap(compile_plan, jobs.values(), chunksize=1)
+
+        session = Session(device, Chip.of(device), known, table, machine, compile)
+        print(HEAD)
+        for group in groups:
+            measure_group(session, group)
     print(f"saved to {table}")
-    return num_measured
 
 
 def list_problems(options: Tune) -> list[list[Problem]]:
     """The products to measure, one group for each model and format."""
-    if options.processes < 1:
-        raise ConfigError(f"--processes {options.processes} must be at least 1")
-    shapes = [get_shape(model) for model in split_list("model", options.model)]
+    shapes = [SHAPES[model] for model in split_list("model", options.model)]
     kinds = split_list("kind", options.kind, KINDS)
     tokens = [int(m) for m in split_list("tokens", options.tokens, tuple(map(str, BUCKETS)))]
     return [
@@ -145,9 +131,6 @@ def find_gpu(needs_fp8: bool) -> torch.device:
     return device
 
 
-# The table
-
-
 def known_plans(path: Path, machine: Mapping[str, Any]) -> Mapping[TableKey, Choice]:
     """The plans of a table that may not exist yet; raises if ours cannot be added to it."""
     try:
@@ -166,41 +149,26 @@ def known_plans(path: Path, machine: Mapping[str, Any]) -> Mapping[TableKey, Cho
     return plans
 
 
-def save_plan(session: Session, problem: Problem, times: Times) -> None:
-    """Add the best plan to the table, and keep those of other products."""
-    with locked(session.table):
-        known = known_plans(session.table, session.machine)
-        plans = {**known, problem.table_key: best_of(times)}
-        replace_text(session.table, write_table(plans, session.machine))
-
-
-# Measuring
-
-
-def measure_group(session: Session, problems: Sequence[Problem], compilers: Compilers) -> int:
-    """Measure until the deadline; returns the number of products measured."""
-    known, deadline = session.known, session.deadline
-    plans = {p: candidates(p, session.chip, known.get(p.table_key)) for p in problems}
-    compilers.run([(p, plan) for p in problems for plan in plans[p]], deadline)
+def measure_group(session: Session, problems: Sequence[Problem]) -> None:
+    plans = {p: candidates(p, session.chip, session.known.get(p.table_key)) for p in problems}
+    session.compile((p, plan) for p in problems for plan in plans[p])
     measured: dict[Problem, Times] = {}
     for problem in problems:
-        if time.monotonic() >= deadline:
-            break
-        times = measure(session.setup(problem), plans[problem])
+        measured[problem] = times = session.measure(problem, [None, *plans[problem]])
         if not times:
             raise EngineError(f"none of {len(plans[problem])} plans of {problem} fits the GPU")
-        measured[problem] = times
-        save_plan(session, problem, times)  # in case the command is killed
+        session.save(problem, times)
     has_pdl = Target.of(session.device).has_pdl
     ahead = {p: with_prefetch(times) if has_pdl else [] for p, times in measured.items()}
-    compilers.run([(p, plan) for p in ahead for plan in ahead[p]], deadline)
+    session.compile((p, plan) for p in ahead for plan in ahead[p])
     for problem, times in measured.items():
-        if ahead[problem] and time.monotonic() < deadline:
-            more = measure(session.setup(problem), ahead[problem], has_library=False)
-            times = {**times, **more}
-            save_plan(session, problem, times)
-        best = best_of(times)
-        plan = "library" if best is None else " ".join(map(str, asdict(best).values()))
-        figures = {"us": times[best], "library_us": times.get(None), "plan": plan}
-        print(row(COLUMNS, asdict(problem) | figures), flush=True)
-    return len(measured)
+        if ahead[problem]:
+            times = {**times, **session.measure(problem, ahead[problem])}
+            session.save(problem, times)
+        best, library = best_of(times), times.get(None)
+        figures = {
+            "us": times[best],
+            "library": "-" if library is None else f"{library:.1f}",
+            "plan": "library" if best is None else " ".join(map(str, asdict(best).values())),
+        }
+        print(ROW.format(**asdict(problem), **figures), flush=True)

@@ -1,15 +1,19 @@
-"""Workloads: a number of prompts of one length, and of completions of one length."""
+"""What is compared: engines with copies of models, on workloads of fixed lengths."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from qurl.bench.shapes import Shape
 from qurl.errors import ConfigError
-from qurl.types import Problem, SamplingParams
+from qurl.rollout import build_engine
+from qurl.types import Completion, Problem, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -34,48 +38,71 @@ class Workload:
     def num_new_tokens(self) -> int:
         return self.num_sequences * self.new_tokens
 
+    def resized(self, **sizes: int | None) -> Workload:
+        """With other sizes, which become its name; None keeps a size."""
+        given = {field: size for field, size in sizes.items() if size is not None}
+        for field, size in given.items():
+            if size < 1:
+                raise ConfigError(f"{field} = {size} must be at least 1")
+        other = dataclasses.replace(self, **given)
+        if other == self:
+            return self
+        batch = f"{other.num_prompts}x{other.group_size}"
+        return dataclasses.replace(other, name=f"{batch}:{other.prompt_tokens}+{other.new_tokens}")
+
+    def problems(self, vocabulary: int, seed: int) -> list[Problem]:
+        """Random prompts; another seed gives prompts that no prefix cache has seen."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (self.num_prompts, self.prompt_tokens)
+        prompts = torch.randint(vocabulary, size, generator=generator).tolist()
+        return [Problem(f"prompt-{i}", ids) for i, ids in enumerate(prompts)]
+
+    def params(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            self.new_tokens, group_size=self.group_size, seed=seed, ignore_eos=True
+        )
+
 
 WORKLOADS: Mapping[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("A", 32, 8, 512, 1024),
-        Workload("B", 8, 8, 512, 1024),
-        Workload("C", 8, 8, 512, 8192),
-        Workload("Cp", 8, 8, 512, 4096),
-    )
+    "A": Workload("A", 32, 8, 512, 1024),
+    "B": Workload("B", 8, 8, 512, 1024),
+    "C": Workload("C", 8, 8, 512, 8192),
+    "Cp": Workload("Cp", 8, 8, 512, 4096),
 }
 
 
-def get_workload(name: str, **changes: int | None) -> Workload:
-    """A named workload; with changes, its name becomes its sizes."""
-    if name not in WORKLOADS:
-        raise ConfigError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
-    given = {field: value for field, value in changes.items() if value is not None}
-    for field, value in given.items():
-        if value < 1:
-            raise ConfigError(f"{field} = {value} must be at least 1")
-    workload = dataclasses.replace(WORKLOADS[name], **given)
-    if workload == WORKLOADS[name]:
-        return workload
-    batch = f"{workload.num_prompts}x{workload.group_size}"
-    return dataclasses.replace(
-        workload, name=f"{batch}:{workload.prompt_tokens}+{workload.new_tokens}"
-    )
+@dataclass(frozen=True)
+class Setup:
+    """One engine with one copy of one model."""
+
+    engine: str
+    shape: Shape
+    quant: str
+    kv: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.shape.name} {self.quant} kv={self.kv}"
 
 
-def make_problems(workload: Workload, vocabulary: int, seed: int) -> list[Problem]:
-    """Random prompts; another seed gives prompts that no prefix cache has seen."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (workload.num_prompts, workload.prompt_tokens)
-    prompts = torch.randint(vocabulary, size, generator=generator).tolist()
-    return [Problem(f"prompt-{i}", ids) for i, ids in enumerate(prompts)]
+class Contender(Protocol):
+    """An engine under test. Only `generate` is timed."""
+
+    setup: Setup
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any: ...
+
+    def read(self, result: Any) -> list[list[Completion]]:
+        """The completions of each problem."""
+        ...
 
 
-def sampling_params(workload: Workload, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=workload.new_tokens,
-        temperature=1.0,
-        group_size=workload.group_size,
-        seed=seed,
-        ignore_eos=True,
-    )
+class EngineContender:
+    """The local engine, with room for `max_batch` sequences."""
+
+    def __init__(self, setup: Setup, model: nn.Module, max_batch: int) -> None:
+        self.setup = setup
+        engine = build_engine("local", model, quant=setup.quant, kv=setup.kv, max_batch=max_batch)
+        self.generate = engine.generate
+
+    def read(self, result: Any) -> list[list[Completion]]:
+        return [list(rollout.completions) for rollout in result]

@@ -1,9 +1,8 @@
 """Rewards. Nothing here imports torch, so that grading processes start fast."""
 
-from qurl.rewards.grading import Grading, grade_math, reward_metrics
-from qurl.rewards.pool import Grade, GradingPool
-from qurl.rewards.reward import Reward
-from qurl.rewards.shaping import overlong_penalty
+from qurl.rewards.grading import Grading, grade_math, overlong_penalty, reward_metrics
+from qurl.rewards.pool import GradingPool
+from qurl.rewards.reward import Grade, Reward
 
 __all__ = [
     "Grade",

@@ -10,8 +10,8 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import Grade, GradingPool, wait_for
-from qurl.rewards.shaping import overlong_penalty
+from qurl.rewards.pool import GradingPool, wait_for
+from qurl.rewards.reward import Grade
 
 if TYPE_CHECKING:
     from qurl.types import Completion, Graded, Rollout
@@ -22,11 +22,11 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
     The first call starts a grading process, and later calls use it again.
     """
-    pool = _math_pool(timeout)
-    [grade] = pool.grade([(answer_text, truth, {})])
+    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
     if grade.timed_out:
-        reply = {"error": f"killed after {timeout} s"}
-        raise pool.failure(reply, [answer_text], truth, kind=RewardTimeout)
+        error = RewardTimeout(f"killed after {timeout} s while grading {answer_text[-300:]!r}")
+        error.text, error.answer = answer_text, truth
+        raise error
     return grade.score
 
 
@@ -79,8 +79,7 @@ class Grading:
         if groups and all(grade.timed_out for group in groups for grade in group):
             raise RewardTimeout(
                 f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
-                f"completions after {self._pool.timeout:g} s each; raise task.grade_timeout, or "
-                "mend it"
+                f"completions after {self._pool.timeout:g} s; raise task.grade_timeout or mend it"
             )
         graded = []
         for rollout, group in zip(self._rollouts, groups, strict=True):
@@ -117,3 +116,23 @@ def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),
     }
+
+
+def overlong_cache(fraction: float, max_tokens: int) -> int:
+    """Lcache in tokens; any fraction above 0 punishes at least the last token."""
+    return max(1, round(fraction * max_tokens)) if fraction else 0
+
+
+def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
+    """DAPO's soft overlong punishment, which falls over the last `cache` tokens.
+
+        pen(L) = 0                                   L <= Lmax - Lcache
+               = ((Lmax - Lcache) - L) / Lcache      Lmax - Lcache < L <= Lmax
+               = -1                                  L > Lmax
+
+    `cache = 0` turns it off.
+    """
+    start = max_tokens - cache
+    if cache == 0 or length <= start:
+        return 0.0
+    return max(-1.0, (start - length) / cache)

@@ -9,8 +9,6 @@ from typing import Any
 from qurl.plugins import import_extra
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_COMPARE_TUPLES = ("arc_agi", "rearc")
-"""These scorers expect tuples; an entry that came through JSON has lists."""
 
 
 def load_gym_reward(dataset: str) -> Callable[[str, str, Mapping[str, Any]], float]:
@@ -20,18 +18,7 @@ def load_gym_reward(dataset: str) -> Callable[[str, str, Mapping[str, Any]], flo
 
     def score_gym(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         del answer  # The entry holds it, with everything else that the scorer needs.
-        entry = extra["entry"]
-        if dataset in _COMPARE_TUPLES:
-            entry = _with_tuples(entry)
-        tagged = _ANSWER.findall(text)
-        return scorer.score_answer(answer=(tagged[-1] if tagged else text).strip(), entry=entry)
+        found = (_ANSWER.findall(text) or [text])[-1].strip()
+        return scorer.score_answer(answer=found, entry=extra["entry"])
 
     return score_gym
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_with_tuples, value))
-    if isinstance(value, dict):
-        return {k: _with_tuples(v) for k, v in value.items()}
-    return value

@@ -33,14 +33,14 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     candidate = text.strip() if found is None else found
     if any(_same_text(candidate, truth) for truth in truths):
         return 1.0
-    parsed = _parse(text) if found is None else _parse_expression(found)
+    parsed = _parse(text if found is None else f"\\boxed{{{found}}}")
     return float(any(_same_value(parsed, truth) for truth in truths))
 
 
 def warm_up() -> None:
     """Parse a few expressions: the first ones are slow, which must not count against an answer."""
     for expression in (r"\frac{1}{2}", "x=3", r"2\text{ m}", r"\sqrt{2}"):
-        _same_value(_parse_expression(expression), "2")
+        _same_value(_parse(f"\\boxed{{{expression}}}"), "2")
 
 
 def _same_text(candidate: str, truth: str) -> bool:
@@ -49,13 +49,9 @@ def _same_text(candidate: str, truth: str) -> bool:
 
 
 def _same_value(parsed: list[Any], truth: str) -> bool:
-    return math_verify.verify(_parse_expression(truth), parsed, timeout_seconds=None)
-
-
-def _parse_expression(expression: str) -> list[Any]:
-    """Parse all of `expression` as LaTeX; plain numbers and formulas are LaTeX too."""
-    return _parse(f"\\boxed{{{expression}}}")
+    return math_verify.verify(_parse(f"\\boxed{{{truth}}}"), parsed, timeout_seconds=None)
 
 
 def _parse(text: str) -> list[Any]:
+    """Parse the answer in a text; all of a \\boxed{...} is read as LaTeX, as numbers are too."""
     return math_verify.parse(text, parsing_timeout=0)

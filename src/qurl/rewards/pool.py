@@ -7,47 +7,26 @@ failure is a RewardError that carries the answer.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import os
 import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from qurl.errors import ConfigError, RewardError
+from qurl.errors import RewardError
 from qurl.plugins import name_of
-from qurl.rewards.reward import Scorer, is_inline, load_reward
+from qurl.rewards.reward import INLINE, Calls, Grade, Outcome, Scorer, failure, load_reward
 
 _START_SECONDS = 120.0
 """A grader's imports may take long on a busy machine; they do not count against its deadline."""
 _ASYNC_GRACE = 1.0
 """Seconds until a process that did not cancel its late async calls is killed."""
-_Calls = Sequence[Sequence[str]]
-"""The texts of each call of the reward."""
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What one answer is worth."""
-
-    score: float
-    details: Mapping[str, float] = field(default_factory=dict)
-    """The other values of a reward that returns a mapping."""
-    timed_out: bool = False
-
-    @property
-    def accuracy(self) -> float:
-        """For filters and evaluation: the score, unless a shaped reward gives it separately."""
-        return self.details.get("accuracy", self.score)
 
 
 class GradingPool:
@@ -69,27 +48,22 @@ class GradingPool:
         timeout: float = 10.0,
         timeout_score: float = 0.0,
     ) -> None:
-        if workers < 1 or timeout <= 0:
-            raise ConfigError(f"workers = {workers} and timeout = {timeout} must be positive")
         spec = reward if isinstance(reward, str) else name_of(reward)
         self.reward = spec or getattr(reward, "__qualname__", repr(reward))
         self.timeout = timeout
         self.timeout_score = timeout_score
-        self._workers: list[_Worker] = []
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._inline: Scorer | None = None
-        if spec is None or is_inline(spec):
-            self._inline = Scorer(load_reward(spec) if spec else reward)  # type: ignore[arg-type]
+        if spec is None or spec in INLINE:
+            function: Any = load_reward(spec) if spec else reward
+            self._inline = Scorer(function, self.reward)
             self._is_async, self._is_grouped = False, self._inline.is_grouped
             return
         self._threads = ThreadPoolExecutor(workers)  # each waits for one process
         self._workers = [_Worker(spec) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         try:
             for worker in self._workers:
-                kind = worker.wait_ready()
-                if "error" in kind:
-                    raise self.failure(kind)
-                self._is_async, self._is_grouped = kind["is_async"], kind["is_grouped"]
+                self._is_async, self._is_grouped = worker.wait_ready()
                 self._idle.put(worker)
         except BaseException:
             self.close()
@@ -121,59 +95,37 @@ class GradingPool:
         """Start to grade the completions of one problem; together the futures hold their grades."""
         calls = [texts] if self._is_grouped else [[text] for text in texts]
         requests = [calls] if self._is_async else [[call] for call in calls]
-        try:
-            return [self._submit(request, answer, extra) for request in requests]
-        except RuntimeError as error:
-            raise RewardError(f"the grading pool of {self.reward!r} is closed") from error
+        return [self._submit(request, answer, extra) for request in requests]
 
-    def _submit(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
+    def _submit(self, calls: Calls, answer: str, extra: Mapping[str, Any]) -> Future[list[Grade]]:
         if self._inline is None:
             return self._threads.submit(self._grade, calls, answer, extra)
-        [texts], scorer, future = calls, self._inline, Future()
-
-        def value() -> Any:
-            found = scorer.call(texts, answer, extra)
-            return asyncio.run(found) if scorer.is_async else found
-
+        future = Future()
         try:
-            future.set_result(self._read(scorer.reply(texts, value), texts, answer))
+            future.set_result(self._read(self._inline(calls, answer, extra), calls))
         except RewardError as error:
             future.set_exception(error)
         return future
 
-    def _grade(self, calls: _Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
+    def _grade(self, calls: Calls, answer: str, extra: Mapping[str, Any]) -> list[Grade]:
+        seconds = self.timeout + (_ASYNC_GRACE if self._is_async else 0)
         worker = self._idle.get()
         try:
-            replies = worker.ask(calls, answer, extra, self.timeout)
+            outcomes = worker.ask((calls, answer, dict(extra), self.timeout), seconds)
         finally:
             self._idle.put(worker)
-        if len(replies) < len(calls):  # One hung or crashed; each gets a deadline of its own.
+        if len(outcomes) < len(calls):  # One hung or crashed; each gets a deadline of its own.
             return [g for call in calls for g in self._grade([call], answer, extra)]
-        pairs = zip(replies, calls, strict=True)
-        return [grade for reply, texts in pairs for grade in self._read(reply, texts, answer)]
+        return self._read(outcomes, calls)
 
-    def _read(self, reply: Mapping[str, Any], texts: Sequence[str], answer: str) -> list[Grade]:
-        if "error" in reply:
-            raise self.failure(reply, texts, answer)
-        if "timed_out" in reply:
-            return [Grade(self.timeout_score, timed_out=True)] * len(texts)
-        return [Grade(values.pop("score"), values) for values in reply["values"]]
-
-    def failure(
-        self,
-        reply: Mapping[str, Any],
-        texts: Sequence[str] = (),
-        answer: str = "",
-        kind: type[RewardError] = RewardError,
-    ) -> RewardError:
-        """An error that carries `text`, `answer` and the grader's `traceback`."""
-        text, evidence = "\n\n".join(texts), reply.get("traceback", "")
-        where = f"; it was grading {text[-300:]!r} against {answer!r}" if texts else ""
-        error = kind(f"reward {self.reward!r} failed: {reply['error']}{where}")
-        error.text, error.answer, error.traceback = text, answer, evidence
-        if evidence:
-            error.add_note(evidence)
-        return error
+    def _read(self, outcomes: Sequence[Outcome], calls: Calls) -> list[Grade]:
+        grades = []
+        for outcome, texts in zip(outcomes, calls, strict=True):
+            if isinstance(outcome, RewardError):
+                raise outcome
+            late = [Grade(self.timeout_score, timed_out=True)] * len(texts)
+            grades += late if outcome is None else outcome
+        return grades
 
 
 class _Worker:
@@ -184,8 +136,7 @@ class _Worker:
         self._launch()
 
     def _launch(self) -> None:
-        self._kind: dict[str, Any] = {}
-        self._deadline = time.monotonic() + _START_SECONDS
+        self._kind: Any = None
         self._socket, theirs = Pipe()
         fd = theirs.fileno()
         # The worker imports what we import, wherever it runs.
@@ -201,42 +152,36 @@ class _Worker:
         )
         theirs.close()
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait until the reward is loaded; what kind it is, or an error."""
-        if not self._kind:
-            [kind] = self._receive()
-            if "timed_out" in kind:
-                return {"error": f"no start in {_START_SECONDS} s"}
-            if "error" in kind:
-                return kind
+    def wait_ready(self) -> tuple[bool, bool]:
+        """Wait until the reward is loaded, or raise: is it async, is it grouped?"""
+        if self._kind is None:
+            kind = self._receive(_START_SECONDS) or failure(self._reward, "it did not start")
+            if isinstance(kind, RewardError):
+                self.kill()
+                raise kind
             self._kind = kind
         return self._kind
 
-    def ask(
-        self, calls: _Calls, answer: str, extra: Mapping[str, Any], timeout: float
-    ) -> list[dict[str, Any]]:
-        """One reply per call; a single one if the process hung or died."""
+    def ask(self, request: tuple[Calls, str, Any, float], seconds: float) -> list[Outcome]:
+        """The outcome of each call; a single one if the process hung or died."""
         if self._process.poll() is not None:
             self._launch()
-        kind = self.wait_ready()
-        if "error" in kind:
-            self.kill()
-            return [kind]
-        request = {"calls": calls, "answer": answer, "extra": dict(extra), "timeout": timeout}
-        message = json.dumps(request, default=str).encode()
-        self._deadline = time.monotonic() + timeout + (_ASYNC_GRACE if kind["is_async"] else 0)
-        with contextlib.suppress(OSError):  # a dead process shows as the end of its replies
-            self._socket.send_bytes(message)
-        return self._receive()
+        self.wait_ready()
+        with contextlib.suppress(OSError):  # a dead process shows as the end of its messages
+            self._socket.send(request)
+        [texts, *_], answer, *_ = request
+        outcomes = self._receive(seconds, texts, answer)
+        return outcomes if isinstance(outcomes, list) else [outcomes]
 
-    def _receive(self) -> list[dict[str, Any]]:
+    def _receive(self, seconds: float, texts: Sequence[str] = (), answer: str = "") -> Any:
+        """The next message; an error if the process died, None if it hung and was killed."""
         try:
-            if self._socket.poll(max(0.0, self._deadline - time.monotonic())):
-                return json.loads(self._socket.recv_bytes())
+            if self._socket.poll(seconds):
+                return self._socket.recv()
             self.kill()
-            return [{"timed_out": True}]
         except (EOFError, OSError):
-            return [{"error": f"the grading process died, exit status {self._process.wait()}"}]
+            cause = f"the grading process died, exit status {self._process.wait()}"
+            return failure(self._reward, cause, texts, answer)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

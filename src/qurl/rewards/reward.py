@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
 from qurl.errors import ConfigError, RewardError
-from qurl.plugins import load_plugin
+from qurl.plugins import is_users_own, load_plugin
+from qurl.rewards.countdown import score_countdown
 
 RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What one answer is worth."""
+
+    score: float
+    details: Mapping[str, float] = field(default_factory=dict)
+    """The other values of a reward that returns a mapping."""
+    timed_out: bool = False
+
+    @property
+    def accuracy(self) -> float:
+        """For filters and evaluation: the score, unless a shaped reward gives it separately."""
+        return self.details.get("accuracy", self.score)
+
+
+Calls = Sequence[Sequence[str]]
+"""The texts of each call of a reward."""
+Outcome = list[Grade] | RewardError | None
+"""Of a call: a grade for each text, an error, or None if it missed the deadline."""
 
 
 class Reward(Protocol):
@@ -41,30 +66,24 @@ def score_exact(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     return float(text.strip() in [a.strip() for a in accepted])
 
 
-def is_inline(spec: str) -> bool:
-    """Is the reward so cheap and safe that it needs no process of its own?"""
-    return spec in ("exact", "countdown")
+INLINE = {"exact": score_exact, "countdown": score_countdown}
+"""Rewards that are so cheap and safe that they need no process of their own."""
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
     """The function behind math, exact, countdown, gym:<name> or module:function."""
-    if spec == "exact":
-        return score_exact
-    if spec == "countdown":
-        from qurl.rewards.countdown import score_countdown
-
-        return score_countdown
+    if spec in INLINE:
+        return INLINE[spec]
     if spec == "math":
         from qurl.rewards.math import score_math, warm_up
 
         warm_up()
         return score_math
-    module, colon, function = spec.partition(":")
-    if module == "gym":
+    if spec.startswith("gym:"):
         from qurl.rewards.gym import load_gym_reward
 
-        return load_gym_reward(function)
-    if not (module and colon and function):
+        return load_gym_reward(spec.removeprefix("gym:"))
+    if not is_users_own(spec):
         raise ConfigError(
             f"task.reward = {spec!r} is not one of math, exact, countdown, gym:<name>, "
             "module:function"
@@ -73,22 +92,31 @@ def load_reward(spec: str) -> Callable[..., Any]:
 
 
 class Scorer:
-    """A reward of any form. Its replies are what grading processes send:
+    """A reward of any form, called for several texts."""
 
-    {"values": [{"score": ..., ...}, ...]} or {"error": ..., "traceback": ...}
-    """
-
-    def __init__(self, reward: Callable[..., Any]) -> None:
-        self._reward = reward
+    def __init__(self, reward: Callable[..., Any], name: str) -> None:
+        """`name` is for errors."""
+        self._reward, self._name = reward, name
         self.is_async = inspect.iscoroutinefunction(reward)
         self.is_grouped = next(iter(inspect.signature(reward).parameters), "") == "texts"
 
-    def call(self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]) -> Any:
-        """What the reward returns for the texts of one call; a coroutine if it is async."""
-        return self._reward(texts if self.is_grouped else texts[0], answer, extra)
+    def __call__(
+        self,
+        calls: Calls,
+        answer: str,
+        extra: Mapping[str, Any],
+        timeout: float | None = None,
+        run: Callable[..., Any] = asyncio.run,
+    ) -> list[Outcome]:
+        """The outcome of each call. `run` runs async calls together and cancels late ones."""
+        subjects = calls if self.is_grouped else [text for [text] in calls]
+        get_values = [partial(self._reward, subject, answer, extra) for subject in subjects]
+        if self.is_async:
+            get_values = run(_together(get_values, timeout))
+        pairs = zip(calls, get_values, strict=True)
+        return [self._grade(texts, answer, get) if get else None for texts, get in pairs]
 
-    def reply(self, texts: Sequence[str], get_value: Callable[[], Any]) -> dict[str, Any]:
-        """The checked value of a call, or the error that getting it raises."""
+    def _grade(self, texts: Sequence[str], answer: str, get_value: Callable[[], Any]) -> Outcome:
         try:
             value = get_value()
             values = value if self.is_grouped else [value]
@@ -97,30 +125,52 @@ class Scorer:
                     f"the reward returned {value!r} for {len(texts)} texts; it must return a list "
                     "with one score for each"
                 )
-            return {"values": [check_value(v) for v in values]}
+            return [read_grade(v) for v in values]
         except (Exception, SystemExit) as error:
-            return describe(error)
+            return failure(self._name, error, texts, answer)
 
 
-def describe(error: BaseException) -> dict[str, str]:
-    """An error as a reply."""
-    evidence = "".join(traceback.format_exception(error))
-    return {"error": f"{type(error).__name__}: {error}", "traceback": evidence}
+async def _together(
+    calls: Sequence[Callable[[], Any]], timeout: float | None
+) -> list[Callable[[], Any] | None]:
+    """What gets the result of each call; None for those that missed the deadline."""
+    tasks = [asyncio.create_task(call()) for call in calls]
+    _, late = await asyncio.wait(tasks, timeout=timeout)
+    for task in late:
+        task.cancel()
+    return [None if task in late else task.result for task in tasks]
 
 
-def check_value(value: Any) -> dict[str, float]:
-    """One score as a mapping of finite floats that holds `score`, or RewardError."""
+def failure(
+    reward: str, cause: BaseException | str, texts: Sequence[str] = (), answer: str = ""
+) -> RewardError:
+    """An error that carries the text, the answer and the grader's traceback."""
+    text, evidence = "\n\n".join(texts), ""
+    if isinstance(cause, BaseException):
+        evidence = "".join(traceback.format_exception(cause))
+        cause = f"{type(cause).__name__}: {cause}"
+    where = f"; it was grading {text[-300:]!r} against {answer!r}" if texts else ""
+    error = RewardError(f"reward {reward!r} failed: {cause}{where}")
+    error.text, error.answer, error.traceback = text, answer, evidence
+    if evidence:
+        error.add_note(evidence)
+    return error
+
+
+def read_grade(value: Any) -> Grade:
+    """What a reward returned for one text; RewardError if that is no reward."""
     named = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in named:
         raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")
-    if taken := sorted(RESERVED & named.keys()):
-        raise RewardError(
-            f"the reward returned {value!r}; {', '.join(taken)} would be logged under a name that "
-            "the framework's own metrics have, choose another"
-        )
     for name, number in named.items():
+        if name in RESERVED:
+            raise RewardError(
+                f"the reward returned {value!r}; {name} would be logged under a name that the "
+                "framework's own metrics have, choose another"
+            )
         if not isinstance(number, Real) or not math.isfinite(number):
             raise RewardError(
                 f"the reward returned {name} = {number!r}; it must be a finite number"
             )
-    return {str(name): float(number) for name, number in named.items()}
+    details = {str(name): float(number) for name, number in named.items()}
+    return Grade(details.pop("score"), details)

@@ -48,12 +48,12 @@ def load_task(
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
+    limit = f"{limited_by} = {max_prompt_tokens}"
+    prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limit, skip_long_prompts)
     name = name_or_path.__name__ if callable(name_or_path) else str(name_or_path)
-    prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limited_by, skip_long_prompts)
-    if callable(name_or_path):
-        draw, own_instruction, own_reward = _own_generator(name_or_path, seed, difficulty)
-    elif name in _EXPECTED_COLUMNS or name.endswith(files.FORMATS):
-        source = path or ("" if name in _EXPECTED_COLUMNS else name_or_path)
+    is_known = name in _EXPECTED_COLUMNS
+    if not callable(name_or_path) and (is_known or name.endswith(files.FORMATS)):
+        source = path or ("" if is_known else name_or_path)
         if not str(source):
             raise DataError(
                 f"task.name = {name!r} needs task.path: a {', '.join(files.FORMATS)} file with the "
@@ -61,8 +61,7 @@ def load_task(
             )
         label = name if name in ("gsm8k", "math") else Path(source).name.split(".")[0]
         return FileTask(source, label, "math" if reward == "auto" else reward, path_key, prompts)
-    else:
-        draw, own_instruction, own_reward = _generator(name, split, seed, difficulty)
+    draw, own_instruction, own_reward = _generator(name_or_path, split, seed, difficulty)
     # A model without a chat template completes `37+85=`; an instruction would only lengthen that.
     own_instruction = own_instruction if prompts.is_chat else ""
     reward = own_reward if reward == "auto" else reward
@@ -70,32 +69,28 @@ def load_task(
 
 
 def _generator(
-    name: str, split: str, seed: int, difficulty: int
+    name: str | Path | Draw, split: str, seed: int, difficulty: int
 ) -> tuple[Callable[[int, int], Draft], str, str]:
     """The function that draws problems, the instruction for chat models, and the reward."""
-    if name in _GENERATED:
-        task = _GENERATED[name]
+    instruction, reward = "", "exact"
+    if callable(name):
+        draw = name
+    elif task := _GENERATED.get(str(name)):
+        draw, instruction, reward = task.draw, task.INSTRUCTION, task.REWARD
         if difficulty not in task.DIFFICULTIES:
-            raise ConfigError(
-                f"task.difficulty = {difficulty}: {name} takes {task.DIFFICULTIES[0]} to "
-                f"{task.DIFFICULTIES[-1]}"
-            )
-        return _seeded(task.draw, seed, difficulty), task.INSTRUCTION, task.REWARD
-    if name.startswith("gym:"):
+            first, *_, last = task.DIFFICULTIES
+            raise ConfigError(f"task.difficulty = {difficulty}: {name} takes {first} to {last}")
+    elif (name := str(name)).startswith("gym:"):
         return gym.make_draw(name.removeprefix("gym:"), seed, split), gym.INSTRUCTION, name
-    if is_users_own(name):
-        return _own_generator(load_plugin(name, "task.name"), seed, difficulty)
-    raise ConfigError(
-        f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, file, gym:<name>, "
-        f"module:name, nor a file that ends in {', '.join(files.FORMATS)}"
-    )
+    elif is_users_own(name):
+        draw = load_plugin(name, "task.name")
+    else:
+        raise ConfigError(
+            f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, file, "
+            f"gym:<name>, module:name, nor a file that ends in {', '.join(files.FORMATS)}"
+        )
 
+    def seeded(index: int, attempt: int) -> Draft:
+        return draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
 
-def _own_generator(
-    draw: Draw, seed: int, difficulty: int
-) -> tuple[Callable[[int, int], Draft], str, str]:
-    return _seeded(draw, seed, difficulty), "", "exact"
-
-
-def _seeded(draw: Draw, seed: int, difficulty: int) -> Callable[[int, int], Draft]:
-    return lambda index, attempt: draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
+    return seeded, instruction, reward

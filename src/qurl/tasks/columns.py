@@ -14,7 +14,7 @@ from typing import Any
 
 from qurl.answers import last_boxed
 from qurl.errors import DataError
-from qurl.tasks.task import Content
+from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 
@@ -23,73 +23,58 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a row asks, before it is tokenised."""
+class Row:
+    """A checked row, before it is tokenised."""
 
-    content: Content
+    id: str
+    """Empty if the row has none of its own."""
+    where: str
+    """File and row, for errors."""
+    messages: Messages
     instruction: str
     """Empty for a `prompt` column, which already says how to answer."""
     answers: tuple[str, ...]
     """The truth, then other accepted answers; empty if the row has none."""
-    own_id: str
-    """Empty if the row has none."""
+    columns: Mapping[str, Any]
 
 
-def read_question(row: Mapping[str, Any], where: str, *, needs_answer: bool) -> Question:
-    """The question of a row; `where` names the file and the row in errors."""
-    column = next((c for c in QUESTION_COLUMNS if row.get(c) is not None), None)
-    if column is None or (needs_answer and not _truths(row)):
-        answers = ("answer", (*ANSWER_COLUMNS, "reward_model.ground_truth"))
-        what, columns = ("question", QUESTION_COLUMNS) if column is None else answers
+def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
+    """Check a row and find its question, truth and id."""
+    if not isinstance(columns, Mapping):
+        raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
+    column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
+    truths = _truths(columns)
+    if not column or (needs_answer and not truths):
+        what, names = ("answer", ANSWER_COLUMNS) if column else ("question", QUESTION_COLUMNS)
         raise DataError(
-            f"{where}: no {what}; one of {', '.join(columns)} must be there "
-            f"(found: {', '.join(map(str, row)) or 'nothing'})"
+            f"{where}: no {what}; one of {', '.join(names)} must be there "
+            f"(found: {', '.join(map(str, columns)) or 'nothing'})"
         )
-    return Question(
-        content=_read_content(row[column], column, where),
+    return Row(
+        id=_read_id(columns),
+        where=where,
+        messages=_read_messages(columns[column], f"{where}: {column!r}"),
         instruction="" if column == "prompt" else INSTRUCTION,
-        answers=_read_answers(row, where),
-        own_id=_read_id(row),
+        answers=_read_answers(truths, where),
+        columns=columns,
     )
 
 
-def _read_content(value: Any, column: str, where: str) -> Content:
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{where}: {column!r} is empty; give it a question or remove the row")
-        return value
-    if not isinstance(value, list):
+def _read_messages(value: Any, where: str) -> Messages:
+    messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not all(
+        isinstance(m, Mapping)
+        and isinstance(m.get("role"), str)
+        and isinstance(m.get("content"), str)
+        for m in messages
+    ):
         raise DataError(
-            f"{where}: {column!r} is a {type(value).__name__}; it must be text or a list of chat "
-            "messages"
+            f"{where} is {str(value)[:300]}; it must be text or a list of chat messages, objects "
+            "with the texts 'role' and 'content'"
         )
-    texts = [m.get("content") if isinstance(m, Mapping) else "?" for m in value]
-    if not any(str(text or "").strip() for text in texts):
-        raise DataError(f"{where}: {column!r} is empty; give it a message or remove the row")
-    for message in value:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        ):
-            raise DataError(
-                f"{where}: {column!r} holds the message {message!r}; a message is an object with "
-                "the texts 'role' and 'content'"
-            )
-    return [{"role": m["role"], "content": m["content"]} for m in value]
-
-
-def _read_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The answers of the first column that is not empty."""
-    for column, value in _truths(row).items():
-        values = value if isinstance(value, list) else [value]
-        texts = [_read_truth(v, column, where) for v in values if not _is_missing(v)]
-        if answers := tuple(dict.fromkeys(t for t in texts if t)):
-            return answers
-    return ()
-
-
-def _is_missing(value: Any) -> bool:
-    """Null, or the NaN that data frames write for it."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    if not any(m["content"].strip() for m in messages):
+        raise DataError(f"{where} is empty; give it a question or remove the row")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,14 +85,26 @@ def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
     return truths
 
 
+def _read_answers(truths: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The answers of the first column that is not empty."""
+    for column, value in truths.items():
+        values = value if isinstance(value, list) else [value]
+        texts = [_read_truth(v, column, where) for v in values]
+        if answers := tuple(dict.fromkeys(t for t in texts if t)):
+            return answers
+    return ()
+
+
 def _read_truth(value: Any, column: str, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    """The text of an answer; empty for null, and for the NaN that data frames write for it."""
+    if value is None or value != value:
+        return ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (is_number and math.isfinite(value)):
         raise DataError(
-            f"{where}: {column!r} holds a {type(value).__name__}; it must be text, a number, or a "
-            "list of accepted answers"
+            f"{where}: {column!r} is {value!r}; it must be text, a number, or a list of accepted "
+            "answers"
         )
-    if isinstance(value, float) and math.isinf(value):
-        raise DataError(f"{where}: {column!r} is {value}; give it an answer or remove the row")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value).strip()
@@ -118,11 +115,11 @@ def _read_truth(value: Any, column: str, where: str) -> str:
 
 
 def _read_id(row: Mapping[str, Any]) -> str:
-    for column in ("id", "unique_id"):
-        if row.get(column) is not None:
-            return str(row[column])
+    for value in (row.get("id"), row.get("unique_id")):
+        if value is not None:
+            return str(value)
     info = row.get("extra_info")
-    if isinstance(info, Mapping) and info.get("index") is not None:
-        source = row.get("data_source")
-        return f"{source}/{info['index']}" if source else str(info["index"])
-    return ""
+    if not isinstance(info, Mapping) or info.get("index") is None:
+        return ""
+    source = row.get("data_source")
+    return f"{source}/{info['index']}" if source else str(info["index"])

@@ -61,15 +61,11 @@ class GeneratedTask:
             draft = self.draw(index, attempt)
             if split_of(draft.key or draft.question) != self.split:
                 continue
-            problem = self._problem(index, draft)
-            if len(problem.prompt_ids) <= self.prompts.max_tokens:
-                return problem
-            if not self.prompts.skip_long:
-                raise DataError(
-                    f"problem {problem.id} has a prompt of {len(problem.prompt_ids)} tokens, more "
-                    f"than {self.prompts.limit}; change that, lower task.difficulty, or set "
-                    "task.skip_long_prompts"
-                )
+            messages = [{"role": "user", "content": draft.question}]
+            text, ids = self.prompts.encode(messages, self.instruction)
+            id = f"{self.name}-{self.split}-{index}"
+            if self.prompts.admit(ids, f"problem {id}"):
+                return Problem(id, ids, draft.answer, {**draft.extra, "prompt": text})
         raise DataError(
             f"task {self.name} gave no fitting {self.split} problem in {_MAX_ATTEMPTS} attempts: "
             f"it has too few different problems, or prompts longer than {self.prompts.limit}"
@@ -78,15 +74,6 @@ class GeneratedTask:
     def worked_answer(self, problem: Problem) -> str:
         """The text that a warm start teaches; the trainer appends the end-of-sequence token."""
         return problem.answer
-
-    def _problem(self, index: int, draft: Draft) -> Problem:
-        text, ids = self.prompts.encode(draft.question, self.instruction)
-        return Problem(
-            id=f"{self.name}-{self.split}-{index}",
-            prompt_ids=ids,
-            answer=draft.answer,
-            extra={**draft.extra, "prompt": text},
-        )
 
 
 def split_of(key: str) -> str:

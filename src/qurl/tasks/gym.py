@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
-from qurl.errors import ConfigError, DataError
+from qurl.errors import ConfigError
 from qurl.plugins import import_extra
 from qurl.tasks.generated import SIZES, Draft
 
@@ -19,34 +18,23 @@ _MAX_SEED = 2**30
 
 def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft]:
     """Draw from the named data set; each attempt reads a data set with another seed."""
+    gym = import_extra("reasoning_gym", "reasoning-gym", "gym", f"task gym:{dataset}")
     size = SIZES[split]
 
     @functools.cache
     def source(attempt: int) -> Any:
         # Items are seeded by seed + index, so seeds closer than `size` would repeat items.
-        return _create(dataset, seed * _SEED_STRIDE % _MAX_SEED + attempt * size, size)
+        first = seed * _SEED_STRIDE % _MAX_SEED + attempt * size
+        return gym.create_dataset(dataset, seed=first, size=size)
 
     def draw(index: int, attempt: int) -> Draft:
         entry = source(attempt)[index]
-        try:
-            entry = json.loads(json.dumps(entry))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"gym:{dataset} problem {index} holds data that JSON cannot carry to the grading "
-                f"process: {error}"
-            ) from error
-        question = entry["question"].strip()
-        return Draft(question, entry["answer"] or "", extra={"entry": entry})
+        return Draft(entry["question"].strip(), entry["answer"] or "", extra={"entry": entry})
 
-    source(0)  # An unknown name must be an error now, not at the first problem.
-    return draw
-
-
-def _create(dataset: str, seed: int, size: int) -> Any:
-    reasoning_gym = import_extra("reasoning_gym", "reasoning-gym", "gym", f"task gym:{dataset}")
     try:
-        return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+        source(0)  # An unknown name must be an error now, not at the first problem.
     except ValueError as error:
         raise ConfigError(
             f"task.name = 'gym:{dataset}': reasoning-gym cannot make this data set: {error}"
         ) from error
+    return draw

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from qurl.errors import DataError
 from qurl.types import Problem
 
-Content = str | Sequence[Mapping[str, str]]
-"""A question, or chat messages of `role` and `content`."""
+Messages = Sequence[Mapping[str, str]]
+"""A chat: `role` and `content` of each message."""
 
 
 class Task(Protocol):
@@ -43,47 +44,45 @@ class Prompts:
     instruction: str
     """Added to each question; `auto` leaves it to the task."""
     max_tokens: int
-    limited_by: str
-    """The setting that limits them, for errors."""
+    limit: str
+    """The setting that limits them and its value, for errors."""
     skip_long: bool
     """Leave out prompts that are too long instead of raising an error."""
-
-    @property
-    def limit(self) -> str:
-        return f"{self.limited_by} = {self.max_tokens}"
 
     @property
     def is_chat(self) -> bool:
         """Does the tokenizer have a chat template?"""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, content: Content, default_instruction: str) -> tuple[str, tuple[int, ...]]:
+    def encode(self, messages: Messages, default_instruction: str) -> tuple[str, tuple[int, ...]]:
         """The text and the token ids of a prompt; no ids without a tokenizer.
 
-        A chat template renders the content as a conversation that the assistant continues. Other
-        tokenizers read it as plain text.
+        A chat template renders a conversation that the assistant continues. Other tokenizers read
+        plain text.
         """
-        content = self.instruct(content, default_instruction)
+        messages = self.instruct(messages, default_instruction)
         if not self.is_chat:
-            text = text_of(content, "\n\n")
+            text = "\n\n".join(message["content"] for message in messages)
             return text, tuple(self.tokenizer(text).input_ids) if self.tokenizer else ()
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True
         )
         # The template writes the special tokens itself.
         return text, tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def instruct(self, content: Content, default: str) -> Content:
-        """Put the instruction on a line after the question or the last message."""
+    def instruct(self, messages: Messages, default: str) -> Messages:
+        """Put the instruction on a line after the last message."""
         instruction = default if self.instruction == "auto" else self.instruction
         if not instruction:
-            return content
-        if isinstance(content, str):
-            return f"{content}\n{instruction}"
-        *first, last = content
+            return messages
+        *first, last = messages
         return [*first, {**last, "content": f"{last['content']}\n{instruction}"}]
 
-
-def text_of(content: Content, separator: str) -> str:
-    return content if isinstance(content, str) else separator.join(m["content"] for m in content)
+    def admit(self, ids: Sequence[int], where: str) -> bool:
+        """Is a prompt short enough? Raises if it is not and long ones are not skipped."""
+        if len(ids) > self.max_tokens and not self.skip_long:
+            raise DataError(
+                f"{where}: the prompt has {len(ids)} tokens, more than {self.limit}; change that, "
+                "or set task.skip_long_prompts"
+            )
+        return len(ids) <= self.max_tokens

@@ -7,21 +7,16 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+_SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character and newline; no token is added by itself."""
     characters = sorted(string.digits + string.ascii_letters + string.punctuation + " \n")
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    vocabulary = {token: i for i, token in enumerate([*_SPECIAL.values(), *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **_SPECIAL
     )

@@ -1,5 +1,10 @@
 """Where the GPU's time goes in a decode step.
 
+    python -m benchmarks.profile_rollout --model 7B --quant int8 --workload A,B
+
+Takes the flags of `qurl bench rollout`, measures what it does, and adds the profiles to the same
+JSON file.
+
 Kernels may overlap: one can start, and then wait, while the one before it ends. A moment counts
 once, for the kernel that began first, so the times of all kernels add up to the GPU's busy time.
 """
@@ -8,16 +13,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
-from qurl.errors import EngineError
+from qurl.bench.rollout import RolloutBench, run_rollout
+from qurl.bench.workload import Contender, Workload
+from qurl.errors import EngineError, QurlError
 
 NUM_STEPS = 61
 """Length of the profiled run: a prime, which no number of layers divides."""
@@ -58,12 +67,25 @@ class Profile:
     """The most expensive kernels: name, category, launches and microseconds per step."""
 
 
-def profile_decode(generate: Callable[[int], Any]) -> Profile:
-    """Trace `generate(NUM_STEPS)`, which must make this many decode steps."""
-    generate(NUM_STEPS)  # compiles and captures
+def profile_rollout(contender: Contender, workload: Workload) -> dict[str, Any]:
+    """The profile of a workload's decode steps, to save with its figures."""
+    run = replace(workload, new_tokens=NUM_STEPS)
+    problems = run.problems(contender.setup.shape.vocabulary, seed=0)
+    try:
+        profile = profile_decode(lambda: contender.generate(problems, run.params(seed=0)))
+    except EngineError as error:  # must not lose the measurement
+        print(f"  no profile: {error}", file=sys.stderr)
+        return {}
+    print(describe_profile(profile), flush=True)
+    return {"profile": asdict(profile)}
+
+
+def profile_decode(generate: Callable[[], Any]) -> Profile:
+    """Trace a call that makes NUM_STEPS decode steps."""
+    generate()  # compiles and captures
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
-        generate(NUM_STEPS)
+        generate()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -87,7 +109,7 @@ def cut_steps(kernels: Sequence[Kernel]) -> list[Kernel]:
     once = [name for name, count in counts.items() if NUM_STEPS <= count <= NUM_STEPS + 2]
     if not once:
         raise EngineError(
-            f"--profile: none of {len(counts)} kernels ran once per step in {NUM_STEPS} steps, so "
+            f"none of {len(counts)} kernels ran once per step in {NUM_STEPS} steps, so "
             "it is not clear where a step begins"
         )
     starts = [kernel.start for kernel in kernels if kernel.name == once[0]]
@@ -149,3 +171,20 @@ def describe_profile(profile: Profile) -> str:
             f"{kernel['name'][:70]} ({kernel['category']})"
         )
     return "\n".join(lines)
+
+
+def main() -> int:
+    bench = tyro.cli(RolloutBench, prog="python -m benchmarks.profile_rollout")
+    if not torch.cuda.is_available():
+        print("a profile needs a GPU, and there is none here", file=sys.stderr)
+        return 2
+    try:
+        run_rollout(replace(bench, device="cuda"), more=profile_rollout)
+    except QurlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

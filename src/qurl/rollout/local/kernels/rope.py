@@ -158,8 +158,10 @@ def rotate_kernel(
 
     at_a = head * HEAD_DIM + lane
     at_b = at_a + HEAD_DIM // 2
-    scale_a, scale_b = load_channels(scale_w, at_a, mask), load_channels(scale_w, at_b, mask)
-    shift_a, shift_b = load_channels(bias, at_a, mask), load_channels(bias, at_b, mask)
+    scale_a = load_channels(scale_w, at_a, mask)
+    scale_b = load_channels(scale_w, at_b, mask)
+    shift_a = load_channels(bias, at_a, mask)
+    shift_b = load_channels(bias, at_b, mask)
     kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     if kv_scale is not None:
         # [2, H_kv] in the order of the heads.

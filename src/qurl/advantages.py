@@ -120,6 +120,7 @@ def _against_group(kind: str) -> Estimator:
     def estimate(batch: Corrected) -> Tensor:
         return group_advantages(batch.rewards, kind, group=batch.group)[:, None] * batch.mask
 
+    estimate.__name__ = kind
     return estimate
 
 

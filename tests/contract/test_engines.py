@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from qurl.config import build_config
-from qurl.config.rules import find_mistakes, find_warnings
+from qurl.config.rules import find_mistakes
 from qurl.errors import ConfigError, DataError, EngineError, ModelError, SyncError
 from qurl.ops.target import Target
 from qurl.quant import get_format, quantize, quantized_copy
@@ -907,12 +907,6 @@ def test_an_fp8_cache_needs_the_local_engine():
     tree = {"rollout": {"engine": "hf"}, "quant": {"kv": "fp8"}}
     assert any("quant.kv = 'fp8' needs" in m for m in find_mistakes(build_config(tree)))
     assert find_mistakes(build_config({"quant": {"kv": "fp8"}})) == []
-
-
-def test_what_the_reference_engine_ignores_is_said():
-    tree = {"rollout": {"engine": "hf", "deterministic": True}}
-    assert any("rollout.deterministic" in w for w in find_warnings(build_config(tree)))
-    assert not any("rollout." in w for w in find_warnings(build_config({})))
 
 
 def test_models_that_the_local_engine_cannot_run():

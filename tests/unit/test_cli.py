@@ -179,11 +179,12 @@ def test_validate(recipe, tmp_path, capsys):
     assert lines[0] == "ok    keys and values"
     assert lines[1].startswith("note  ACR cannot act")
     assert lines[2] == "ok    device: cpu"
-    assert lines[3] == f"ok    run directory: {tmp_path / 'run'}, a new run"
-    assert lines[4] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
-    assert lines[5].startswith("ok    training problems: 10000 of arithmetic; the first has ")
-    assert lines[6] == "ok    held-out problems: not used (eval.every = 0)"
-    assert lines[7] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[3] == "ok    parts: acr, grpo"
+    assert lines[4] == f"ok    run directory: {tmp_path / 'run'}, a new run"
+    assert lines[5] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
+    assert lines[6].startswith("ok    training problems: 10000 of arithmetic; the first has ")
+    assert lines[7] == "ok    held-out problems: not used (eval.every = 0)"
+    assert lines[8] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -192,11 +193,11 @@ def test_validate_reports_each_failure(recipe, tmp_path, capsys):
     flags = ["--task.name", "file", "--task.path", str(data), "--task.eval_path", str(tmp_path)]
     assert main(["validate", str(recipe), *flags, "--eval.every", "1"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:4] for line in lines] == [*["ok  "] * 4, *["FAIL"] * 3]
-    assert f"data file {data} does not exist" in lines[4]
-    assert lines[4].endswith("set task.path to a file that is there")
-    assert f"data file {tmp_path} is a folder" in lines[5]
-    assert lines[5].endswith("set task.eval_path to a file that is there")
+    assert [line[:4] for line in lines] == [*["ok  "] * 5, *["FAIL"] * 3]
+    assert f"data file {data} does not exist" in lines[5]
+    assert lines[5].endswith("set task.path to a file that is there")
+    assert f"data file {tmp_path} is a folder" in lines[6]
+    assert lines[6].endswith("set task.eval_path to a file that is there")
 
 
 def validate(recipe, capsys, *flags):

@@ -16,10 +16,8 @@ from qurl.trainer.head import apply_head, autocast
 from qurl.trainer.policy import hidden_states
 from qurl.types import Completion, Problem
 
-NUM_CHECKED = 4
-"""Completions to check, spread over the batch."""
-NUM_PARTS = 4
-"""Parts of the completions that must each be right: errors may begin at some length."""
+NUM_CHECKED = 4  # completions, spread over the batch
+NUM_PARTS = 4  # of the completions, each of which must be right: errors may begin at some length
 RELATIVE_BOUND = 0.9
 """Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.67 on
 random weights (FP8, 7B), log-probs of other tokens give about 1.3. W4A4 gives up to 1.2, so it is

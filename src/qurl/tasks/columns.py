@@ -26,15 +26,11 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 class Row:
     """A checked row, before it is tokenised."""
 
-    id: str
-    """Empty if the row has none of its own."""
-    where: str
-    """File and row, for errors."""
+    id: str  # empty if the row has none of its own
+    where: str  # file and row, for errors
     messages: Messages
-    instruction: str
-    """Empty for a `prompt` column, which already says how to answer."""
-    answers: tuple[str, ...]
-    """The truth, then other accepted answers; empty if the row has none."""
+    instruction: str  # empty for a `prompt` column, which already says how to answer
+    answers: tuple[str, ...]  # the truth, then other accepted answers; empty if the row has none
     columns: Mapping[str, Any]
 
 
@@ -63,9 +59,7 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
 def _read_messages(value: Any, where: str) -> Messages:
     messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not all(
-        isinstance(m, Mapping)
-        and isinstance(m.get("role"), str)
-        and isinstance(m.get("content"), str)
+        isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content"))
         for m in messages
     ):
         raise DataError(
@@ -118,8 +112,7 @@ def _read_id(row: Mapping[str, Any]) -> str:
     for value in (row.get("id"), row.get("unique_id")):
         if value is not None:
             return str(value)
-    info = row.get("extra_info")
+    info, source = row.get("extra_info"), row.get("data_source")
     if not isinstance(info, Mapping) or info.get("index") is None:
         return ""
-    source = row.get("data_source")
     return f"{source}/{info['index']}" if source else str(info["index"])

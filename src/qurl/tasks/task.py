@@ -41,25 +41,17 @@ class Prompts:
     """How questions become prompts, and how long those may be."""
 
     tokenizer: Any
-    instruction: str
-    """Added to each question; `auto` leaves it to the task."""
+    instruction: str  # added to each question; `auto` leaves it to the task
     max_tokens: int
-    limit: str
-    """The setting that limits them and its value, for errors."""
-    skip_long: bool
-    """Leave out prompts that are too long instead of raising an error."""
+    limit: str  # the setting that limits them and its value, for errors
+    skip_long: bool  # leave out prompts that are too long instead of raising an error
 
     @property
     def is_chat(self) -> bool:
-        """Does the tokenizer have a chat template?"""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, messages: Messages, default_instruction: str) -> tuple[str, tuple[int, ...]]:
-        """The text and the token ids of a prompt; no ids without a tokenizer.
-
-        A chat template renders a conversation that the assistant continues. Other tokenizers read
-        plain text.
-        """
+        """The text and the token ids of a prompt; no ids without a tokenizer."""
         messages = self.instruct(messages, default_instruction)
         if not self.is_chat:
             text = "\n\n".join(message["content"] for message in messages)

@@ -35,8 +35,7 @@ class Speed:
 
 
 SPEEDS: Mapping[str, Speed] = {
-    # Copies reach 4.3 TB/s (reads alone up to 4.6), cuBLAS 790 TFLOP/s; we assume twice that for
-    # 8 bits.
+    # Copies reach 4.3 TB/s (reads up to 4.6), cuBLAS 790 TFLOP/s; we assume twice that for 8 bits.
     "NVIDIA H200": Speed(bandwidth=4.3e12, flops_wide=790e12, flops_narrow=1580e12),
 }
 """By the name that torch gives the device."""

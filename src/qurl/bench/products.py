@@ -35,10 +35,8 @@ PREFETCHES = (2, 4, 8)
 MOST_PARTS = 16
 MOST_COPIES = 24
 REPEATS = 3
-HOPELESS = 1.5
-"""A plan whose first replay takes this many times the best one's is not timed further."""
-TOLERANCE = 3e-3
-"""Relative error of a floating-point product as a whole: FP8 sums keep 14 bits."""
+HOPELESS = 1.5  # times the best first replay; a slower plan is not timed further
+TOLERANCE = 3e-3  # relative error of a floating-point product: FP8 sums keep 14 bits
 
 Times = Mapping[Choice, float]
 """Microseconds of plans with their consumer; None is the vendor's library. Hopeless plans are not
@@ -128,8 +126,8 @@ def best_of(times: Times) -> Choice:
 
 def with_prefetch(times: Times) -> list[Plan]:
     """The best plan of ours with weights prefetched."""
-    own = {plan: time for plan, time in times.items() if plan is not None}
-    best = best_of(own) if own else None
+    own = [plan for plan in times if plan is not None]
+    best = min(own, key=times.__getitem__, default=None)
     return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES] if best else []
 
 
@@ -218,14 +216,24 @@ class Setup:
             for weight in self.weights:
                 self._run(choice, weight)
 
-        seconds = capture(work, self.device)
-        return lambda: 1e6 * seconds() / len(self.weights)
+        if self.device.type != "cuda":
+            return lambda: 1e6 * time_call(work, self.device)[0] / len(self.weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def replay() -> float:
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return 1e3 * start.elapsed_time(end) / len(self.weights)
+
+        return replay
 
     def _run(self, choice: Choice, weight: Operand) -> Product | None:
-        """Multiply and consume; the product, where our plans turn gate and up into silu(gate) * up.
-
-        None if the library cannot do it.
-        """
+        """Multiply and consume; None if the library cannot. Our plans give silu(gate) * up."""
         format, operands, dtype = self.problem.format, (self.x, weight, self.bias), torch.bfloat16
         if choice is not None and self.problem.is_gated:
             gated = multiply_gated(*operands, dtype, choice, self.amax if format else None)
@@ -252,25 +260,6 @@ def _gated(y: Tensor) -> Tensor:
     """silu(gate) * up of alternating channels, rounded as our plans do."""
     gate, up = y.float().unflatten(-1, (-1, 2)).unbind(-1)
     return (gate / (1 + (-gate).exp()) * up).bfloat16()
-
-
-def capture(work: Callable[[], None], device: torch.device) -> Callable[[], float]:
-    """Replays work that is compiled, and returns its seconds; on a CPU, runs the work itself."""
-    if device.type != "cuda":
-        return lambda: time_call(work, device)[0]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return replay
 
 
 def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:

@@ -1,7 +1,4 @@
-"""`qurl bench rollout`: tokens per second of whole generate calls, against the hardware's limit.
-
-Each configuration is checked on a short run, then measured, then checked on what was measured.
-"""
+"""`qurl bench rollout`: tokens per second of whole generate calls, against the hardware's limit."""
 
 from __future__ import annotations
 
@@ -68,9 +65,7 @@ class Figures:
     ms_per_step: float
     limit_tokens_per_s: float
     limit_share: float
-    logprob_gap: float | None
-    """Mean |difference| of full-length completions to the trainer's forward; None for an engine
-    with weights of its own."""
+    logprob_gap: float | None  # see `judge`; None for an engine with weights of its own
 
 
 More = Callable[[Contender, Workload], Mapping[str, Any]]

@@ -72,8 +72,8 @@ class Session:
 
     def save(self, problem: Problem, times: Times) -> None:
         """Add the best plan to the table, and keep those of other products."""
-        plans = {problem.table_key: products.best_of(times)}
-        plans = {**known_plans(self.table, self.machine), **plans}
+        best = products.best_of(times)
+        plans = {**known_plans(self.table, self.machine), problem.table_key: best}
         replace_text(self.table, write_table(plans, self.machine))
 
 

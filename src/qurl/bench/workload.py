@@ -86,9 +86,7 @@ class Contender(Protocol):
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any: ...
 
-    def read(self, result: Any) -> list[list[Completion]]:
-        """The completions of each problem."""
-        ...
+    def read(self, result: Any) -> list[list[Completion]]: ...  # of each problem
 
 
 class EngineContender:

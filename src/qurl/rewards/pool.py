@@ -78,8 +78,8 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
                     worker.kill()
 
     def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
-        """The grade of each (text, truth, extra), in order, each as a problem of its own."""
-        return wait_for(f for text, *truth in items for f in self.submit([text], *truth))
+        """The grade of each (text, answer, extra), in order, each as a problem of its own."""
+        return wait_for(f for text, a, extra in items for f in self.submit([text], a, extra))
 
     def submit(
         self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]

@@ -27,8 +27,7 @@ class Grade:
     """What one answer is worth."""
 
     score: float
-    details: Mapping[str, float] = field(default_factory=dict)
-    """The other values of a reward that returns a mapping."""
+    details: Mapping[str, float] = field(default_factory=dict)  # a mapping's other values
     timed_out: bool = False
 
     @property
@@ -37,8 +36,7 @@ class Grade:
         return self.details.get("accuracy", self.score)
 
 
-Calls = Sequence[Sequence[str]]
-"""The texts of each call of a reward."""
+Calls = Sequence[Sequence[str]]  # the texts of each call of a reward
 Outcome = list[Grade] | RewardError | None
 """Of a call: a grade for each text, an error, or None if it missed the deadline."""
 

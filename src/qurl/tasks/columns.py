@@ -39,7 +39,10 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
-    truths = _truths(columns)
+    truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
+    nested = columns.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        truths = {"reward_model.ground_truth": nested["ground_truth"], **truths}
     if not column or (needs_answer and not truths):
         what, names = ("answer", ANSWER_COLUMNS) if column else ("question", QUESTION_COLUMNS)
         raise DataError(
@@ -69,14 +72,6 @@ def _read_messages(value: Any, where: str) -> Messages:
     if not any(m["content"].strip() for m in messages):
         raise DataError(f"{where} is empty; give it a question or remove the row")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
-
-
-def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
-    truths = {column: row[column] for column in ANSWER_COLUMNS if column in row}
-    nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and "ground_truth" in nested:
-        return {"reward_model.ground_truth": nested["ground_truth"], **truths}
-    return truths
 
 
 def _read_answers(truths: Mapping[str, Any], where: str) -> tuple[str, ...]:

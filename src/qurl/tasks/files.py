@@ -24,8 +24,7 @@ _TEMPLATE_ROOM = 512  # more tokens than any chat template adds to a question
 class FileTask:
     """The problems of one file. All rows are checked now and tokenised when asked for.
 
-    Prompts that could exceed the limit are tokenised now too, so that a long one is found before
-    the run starts.
+    Prompts that could exceed the limit are tokenised now too, so that it is known before the run.
     """
 
     def __init__(

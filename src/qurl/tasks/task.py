@@ -20,20 +20,14 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     @property
-    def reward(self) -> str:
-        """What `GradingPool` grades this task with."""
-        ...
+    def reward(self) -> str: ...  # what `GradingPool` grades this task with
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Warnings for the user, such as how many rows were left out and why."""
-        ...
+    def notes(self) -> Sequence[str]: ...  # warnings for the user: which rows were left out, why
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Problem:
-        """The problem at `index`, tokenised now; IndexError past the end."""
-        ...
+    def __getitem__(self, index: int) -> Problem: ...  # tokenised now; IndexError past the end
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
 from qurl.objectives import OBJECTIVES
-from qurl.quant.tracking import GROUPS, UpdateSums
+from qurl.quant.tracking import GROUPS, update_ratios
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train
@@ -126,7 +126,7 @@ def is_metric(name):
     kind, metric, *group = name.split("/")
     if f'"{name}"' in SOURCE or f'"{name}_sum"' in SOURCE:
         return True
-    is_ratio = kind == "uaq" and metric in UpdateSums(codes=1.0).ratios()
+    is_ratio = kind == "uaq" and metric in update_ratios([0.0] * 8)
     return is_ratio and set(group) <= set(GROUPS.values())
 
 

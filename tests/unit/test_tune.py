@@ -267,7 +267,7 @@ def test_the_best_plan_of_ours_is_tried_with_prefetch():
 def test_the_best_plans_of_a_group_are_saved_and_shown(tmp_path, capsys, monkeypatch):
     """In Triton's interpreter, in place of a GPU."""
     plans = [products.Plan(16, 64, 64), products.Plan(16, 64, 64, 2)]
-    monkeypatch.setattr(tune, "candidates", lambda problem, chip, known: plans)
+    monkeypatch.setattr(products, "candidates", lambda problem, chip, known: plans)
     compiled = []
     session = tune.Session(
         device=CPU,

@@ -16,23 +16,18 @@ from qurl.trainer.head import apply_head, autocast
 from qurl.trainer.policy import hidden_states
 from qurl.types import Completion, Problem
 
-NUM_CHECKED = 4
-"""Completions to check, spread over the batch."""
-NUM_PARTS = 4
-"""Parts of the completions that must each be right: errors may begin at some length."""
+NUM_CHECKED = 4  # completions, spread over the batch
+NUM_PARTS = 4  # of the completions, each of which must be right: errors may begin at some length
 RELATIVE_BOUND = 0.9
 """Largest gap as a share of the spread of the log-probs. Rounding to 8 bits gives up to 0.67 on
 random weights (FP8, 7B), log-probs of other tokens give about 1.3. W4A4 gives up to 1.2, so it is
 exempt."""
 LOGITS_CHUNK = 1024
 
+Groups = Sequence[Sequence[Completion]]
 
-def logprob_gap(
-    model: Any,
-    setup: Setup,
-    problems: Sequence[Problem],
-    groups: Sequence[Sequence[Completion]],
-) -> float:
+
+def logprob_gap(model: Any, setup: Setup, problems: Sequence[Problem], groups: Groups) -> float:
     """Mean |log-prob difference| to the model; raises if it is larger than rounding explains."""
     pairs = [(p, c) for p, group in zip(problems, groups, strict=True) for c in group]
     chosen = pairs[:: max(1, len(pairs) // NUM_CHECKED)][:NUM_CHECKED]
@@ -73,7 +68,7 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
     return torch.cat(scores).squeeze(-1)
 
 
-def check_completions(groups: Sequence[Sequence[Completion]], workload: Workload) -> None:
+def check_completions(groups: Groups, workload: Workload) -> None:
     """Raise unless there are as many tokens as asked for, with finite log-probs."""
     lengths = [len(c.token_ids) for group in groups for c in group]
     if lengths != [workload.new_tokens] * workload.num_sequences:

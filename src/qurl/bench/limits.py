@@ -6,12 +6,10 @@ One decode step of B sequences at context c takes at least
     W       = P_body b_w + P_head b_h        bytes of weights
     kv      = 2 L n_kv d b_kv                bytes of keys and values per token
 
-BW in bytes/s and F in FLOP/s are what the device reaches in practice. A rollout takes at least the
-sum of t over its contexts. The limit ignores prefill, so a share of it counts prefill as a loss. It
-lets every sequence read all of its keys; an engine that reads a shared prompt once per group may
-beat it.
-
-A sync reads every master weight and writes every weight of the engine's copy once.
+A rollout takes at least the sum of t over its contexts. The limit ignores prefill, so a share of it
+counts prefill as a loss. It lets every sequence read all of its keys; an engine that reads a shared
+prompt once per group may beat it. A sync reads every master weight and writes every weight of the
+engine's copy once.
 """
 
 from __future__ import annotations
@@ -31,17 +29,13 @@ from qurl.ops.device import default_dtype
 class Speed:
     """What a device reaches in practice."""
 
-    bandwidth: float
-    """BW, bytes per second."""
-    flops_wide: float
-    """F of 16-bit numbers; on a CPU of FP32."""
-    flops_narrow: float
-    """F of 8-bit codes."""
+    bandwidth: float  # BW, bytes per second
+    flops_wide: float  # F of 16-bit numbers; on a CPU of FP32
+    flops_narrow: float  # F of 8-bit codes
 
 
 SPEEDS: Mapping[str, Speed] = {
-    # Copies reach 4.3 TB/s (reads alone up to 4.6), cuBLAS 790 TFLOP/s; we assume twice that for
-    # 8 bits.
+    # Copies reach 4.3 TB/s (reads up to 4.6), cuBLAS 790 TFLOP/s; we assume twice that for 8 bits.
     "NVIDIA H200": Speed(bandwidth=4.3e12, flops_wide=790e12, flops_narrow=1580e12),
 }
 """By the name that torch gives the device."""
@@ -54,8 +48,7 @@ class Storage:
     body: int
     head: int
     kv: int
-    is_narrow: bool
-    """Whether the projections multiply 8-bit codes in 8-bit units."""
+    is_narrow: bool  # whether the projections multiply 8-bit codes in 8-bit units
 
     @staticmethod
     def of(quant: str, kv: str, device_type: str) -> Storage:

@@ -2,9 +2,7 @@
 
 A plan is timed together with the kernel that consumes its product, because a cut of K moves work
 there, in a CUDA graph, over enough copies of the weights to exceed the L2 cache. It must be right
-first: integer products to the bit.
-
-Shapes: M tokens, N output channels, K input channels.
+first: integer products to the bit. Shapes: M tokens, N output channels, K input channels.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ PREFETCHES = (2, 4, 8)
 MOST_PARTS = 16
 MOST_COPIES = 24
 REPEATS = 3
-HOPELESS = 1.5
-"""A plan whose first replay takes this many times the best one's is not timed further."""
-TOLERANCE = 3e-3
-"""Relative error of a floating-point product as a whole: FP8 sums keep 14 bits."""
+HOPELESS = 1.5  # times the best first replay; a slower plan is not timed further
+TOLERANCE = 3e-3  # relative error of a floating-point product: FP8 sums keep 14 bits
 
 Times = Mapping[Choice, float]
 """Microseconds of plans with their consumer; None is the vendor's library. Hopeless plans are not
@@ -80,8 +76,7 @@ class Chip:
     """The sizes that plans must fit."""
 
     num_sms: int
-    shared_bytes: int
-    """Per multiprocessor, for all its programs together."""
+    shared_bytes: int  # per multiprocessor, for all its programs together
     l2_bytes: int
 
     @staticmethod
@@ -107,9 +102,8 @@ def candidates(problem: Problem, chip: Chip, known: Choice = None) -> list[Plan]
 
 def _candidates(problem: Problem, chip: Chip) -> Iterator[Plan]:
     M, N, K = problem.M, problem.N, problem.K
-    token_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)]
-    if M > 256:
-        token_tiles = [128, 256]
+    small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)]
+    token_tiles = [128, 256] if M > 256 else small_tiles
     for tokens, channels, depth_bytes in itertools.product(token_tiles, (64, 128), (128, 256)):
         depth = depth_bytes // problem.itemsize
         tiles = -(-M // tokens) * -(-N // channels)
@@ -133,13 +127,8 @@ def best_of(times: Times) -> Choice:
 def with_prefetch(times: Times) -> list[Plan]:
     """The best plan of ours with weights prefetched."""
     own = [plan for plan in times if plan is not None]
-    if not own:
-        return []
-    best = min(own, key=times.__getitem__)
-    return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES]
-
-
-# Measuring
+    best = min(own, key=times.__getitem__, default=None)
+    return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES] if best else []
 
 
 def measure(setup: Setup, choices: Sequence[Choice]) -> Times:
@@ -162,8 +151,7 @@ class Setup:
 
     def __init__(self, problem: Problem, device: torch.device, l2_bytes: int = 0) -> None:
         """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
-        self.problem = problem
-        self.device = device
+        self.problem, self.device = problem, device
         M, N, K, format = problem.M, problem.N, problem.K, problem.format
         weight = torch.randn(N, K, device=device)
         first = quantize(weight, format) if format else weight.bfloat16()
@@ -175,10 +163,8 @@ class Setup:
         self.bias = torch.randn(N, device=device).bfloat16() if has_bias else None
         self.amax = torch.zeros(M, device=device)
         if not problem.is_gated:
-            self.residual, self.norm = (
-                torch.randn(M, N, device=device),
-                torch.ones(N, device=device),
-            )
+            self.residual = torch.randn(M, N, device=device)
+            self.norm = torch.ones(N, device=device)
 
     @functools.cached_property
     def expected(self) -> Tensor:
@@ -196,12 +182,9 @@ class Setup:
     def launch(self, choice: Choice) -> Product | None:
         """Compile everything and run it once; None if the chip or the library cannot do it."""
         try:
-            product = self._multiply(choice, self.weights[0])
-            if product is not None:
-                self._consume(product, choice is not None)
+            return self._run(choice, self.weights[0])
         except OutOfResources:
             return None
-        return product
 
     def check(self, choice: Choice) -> bool:
         """Whether a plan can run here; raises if its product is wrong."""
@@ -210,54 +193,62 @@ class Setup:
             return False
         y = finish(product)
         y = _gated(y) if self.problem.is_gated and choice is None else y
-        if not self._is_right(y):
-            error = _relative_error(y, self.expected)
+        format, expected = self.problem.format, self.expected
+        difference, norm = (
+            torch.linalg.vector_norm(x, dtype=torch.float32) for x in (y - expected, expected)
+        )
+        error = (difference / norm).item()
+        if format is None or not format.is_integer:
+            is_right = error < TOLERANCE
+        elif self.problem.is_gated:
+            # Gate and up are exact, but exponentials differ by FP32 rounding: one bit of BF16.
+            is_right = torch.allclose(y.float(), expected.float(), rtol=2**-7, atol=1e-30)
+        else:
+            is_right = torch.equal(y, expected)
+        if not is_right:
             raise EngineError(f"{self.problem} with {choice} is wrong: relative error {error:.3g}")
         return True
 
     def clock(self, choice: Choice) -> Callable[[], float]:
-        """Times the product and its consumer, in microseconds; launch it before.
-
-        Each call takes the mean over the copies of the weights.
-        """
+        """Times the product and its consumer, as a mean in microseconds; launch it before."""
 
         def work() -> None:
             for weight in self.weights:
-                product = self._multiply(choice, weight)
-                assert product is not None
-                self._consume(product, choice is not None)
+                self._run(choice, weight)
 
-        seconds = capture(work, self.device)
-        return lambda: 1e6 * seconds() / len(self.weights)
+        if self.device.type != "cuda":
+            return lambda: 1e6 * time_call(work, self.device)[0] / len(self.weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def _multiply(self, choice: Choice, weight: Operand) -> Product | None:
-        """The product; our plans turn gate and up into silu(gate) * up."""
-        x, bias, dtype = self.x, self.bias, torch.bfloat16
+        def replay() -> float:
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return 1e3 * start.elapsed_time(end) / len(self.weights)
+
+        return replay
+
+    def _run(self, choice: Choice, weight: Operand) -> Product | None:
+        """Multiply and consume; None if the library cannot. Our plans give silu(gate) * up."""
+        format, operands, dtype = self.problem.format, (self.x, weight, self.bias), torch.bfloat16
+        if choice is not None and self.problem.is_gated:
+            gated = multiply_gated(*operands, dtype, choice, self.amax if format else None)
+            if format:
+                quantize_rows(gated, format, self.amax)
+            return gated
         if choice is None:
-            return library_product(x, weight, bias, dtype)
-        if self.problem.is_gated:
-            amax = self.amax if self.problem.format else None
-            return multiply_gated(x, weight, bias, dtype, choice, amax)
-        return multiply(x, weight, bias, dtype, choice)
-
-    def _consume(self, product: Product, is_combined: bool) -> Operand:
-        format, dtype = self.problem.format, torch.bfloat16
-        if not self.problem.is_gated:
-            x = self.residual
-            return add_norm(x, product, self.norm, 1e-6, format, dtype, clear=self.amax)
-        if not is_combined:
-            return swiglu(product, format, dtype, True)
-        assert isinstance(product, Tensor)
-        return product if format is None else quantize_rows(product, format, self.amax)
-
-    def _is_right(self, y: Tensor) -> bool:
-        format = self.problem.format
-        if format is None or not format.is_integer:
-            return _relative_error(y, self.expected) < TOLERANCE
-        if not self.problem.is_gated:
-            return torch.equal(y, self.expected)
-        # Gate and up are exact, but exponentials differ by FP32 rounding: one bit of BF16.
-        return torch.allclose(y.float(), self.expected.float(), rtol=2**-7, atol=1e-30)
+            product = library_product(*operands, dtype)
+        else:
+            product = multiply(*operands, dtype, choice)
+        if product is not None and self.problem.is_gated:
+            swiglu(product, format, dtype, True)
+        elif product is not None:
+            add_norm(self.residual, product, self.norm, 1e-6, format, dtype, clear=self.amax)
+        return product
 
 
 def num_copies(num_bytes: int, l2_bytes: int) -> int:
@@ -269,30 +260,6 @@ def _gated(y: Tensor) -> Tensor:
     """silu(gate) * up of alternating channels, rounded as our plans do."""
     gate, up = y.float().unflatten(-1, (-1, 2)).unbind(-1)
     return (gate / (1 + (-gate).exp()) * up).bfloat16()
-
-
-def _relative_error(y: Tensor, expected: Tensor) -> float:
-    difference = torch.linalg.vector_norm(y - expected, dtype=torch.float32)
-    return (difference / torch.linalg.vector_norm(expected, dtype=torch.float32)).item()
-
-
-def capture(work: Callable[[], None], device: torch.device) -> Callable[[], float]:
-    """Replays work that is compiled, and returns its seconds; on a CPU, runs the work itself."""
-    if device.type != "cuda":
-        return lambda: time_call(work, device)[0]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return replay
 
 
 def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:

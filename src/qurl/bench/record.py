@@ -43,8 +43,8 @@ class Record:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         results = self._read()  # another command may have added to it
         results.setdefault(key, []).append({"date": date, "machine": self.machine, **figures})
-        text = json.dumps({"bench": self.bench, "results": results}, indent=1)
-        replace_text(self.path, text + "\n")
+        content = {"bench": self.bench, "results": results}
+        replace_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def _read(self) -> dict[str, list[Any]]:
         if not self.path.exists():

@@ -1,7 +1,4 @@
-"""`qurl bench rollout`: tokens per second of whole generate calls, against the hardware's limit.
-
-Each configuration is checked on a short run, then measured, then checked on what was measured.
-"""
+"""`qurl bench rollout`: tokens per second of whole generate calls, against the hardware's limit."""
 
 from __future__ import annotations
 
@@ -9,27 +6,22 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from qurl.bench.judge import check_completions, logprob_gap
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
 from qurl.bench.record import Record
-from qurl.bench.shapes import SHAPES, build_model, split_list
+from qurl.bench.shapes import SHAPES, Bench, build_model, split_list
 from qurl.bench.timing import paused_gc, time_call
 from qurl.bench.workload import WORKLOADS, Contender, EngineContender, Setup, Workload
-from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.quant.formats import FORMATS
 
-SHORT = 64
-"""New tokens of the run that is checked first."""
-
-WARM_UP = 8
-"""New tokens of each warm-up."""
+SHORT = 64  # new tokens of the run that is checked first
+WARM_UP = 8  # new tokens of each warm-up
 
 HEAD = (
     "engine  model  quant      kv    workload       tokens/s    ms/step      limit  of limit  "
@@ -42,11 +34,9 @@ ROW = (
 
 
 @dataclass(frozen=True)
-class RolloutBench:
+class RolloutBench(Bench):
     """Tokens per second of the local engine."""
 
-    model: str = "1.5B"
-    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
     quant: str = "none,int8"
     """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
     kv: str = "none"
@@ -64,27 +54,18 @@ class RolloutBench:
     """Tokens of a completion, instead of the workload's."""
     repeats: int = 3
     """Measured runs; the median counts."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes the GPU if there is one."""
-    seed: int = 0
-    """Seed of weights, prompts and samples."""
-    out: Path | None = None
-    """JSON file to add results to; by default benchmarks/results/rollout.json."""
 
 
 @dataclass(frozen=True)
 class Figures:
     """The measurements of one configuration."""
 
-    seconds: tuple[float, ...]
-    """Time of each generate call, prefill included."""
+    seconds: tuple[float, ...]  # of each generate call, prefill included
     tokens_per_s: float
     ms_per_step: float
     limit_tokens_per_s: float
     limit_share: float
-    logprob_gap: float | None
-    """Mean |difference| of full-length completions to the trainer's forward; None for an engine
-    with weights of its own."""
+    logprob_gap: float | None  # see `judge`; None for an engine with weights of its own
 
 
 More = Callable[[Contender, Workload], Mapping[str, Any]]
@@ -100,8 +81,7 @@ class Session:
     speed: Speed
     record: Record
     more: More = lambda *_: {}
-    plans: str | None = None
-    """Source of the local engine's plans; None on a CPU."""
+    plans: str | None = None  # source of the local engine's plans; None on a CPU
 
     def run(
         self, contender: Contender, workload: Workload, seed: int, judge: Any = None
@@ -119,7 +99,7 @@ class Session:
         return seconds, logprob_gap(judge, contender.setup, problems, groups)
 
 
-def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> list[Figures]:
+def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> None:
     """Measure every configuration in turn; print a row for each and save it at once."""
     device = pick_device(bench.device)
     models, workloads = plan(bench)
@@ -131,33 +111,28 @@ def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> list[Figures
         print(f"plans of products: {plans}")
     session = Session(bench, device, find_speed(device), record, more, plans)
     print(HEAD)
-    results = []
     for name, setups in models.items():
         model = build_model(SHAPES[name], device, seed=bench.seed)
         for setup in setups:
             contender = EngineContender(setup, model, max(w.num_sequences for w in workloads))
-            results += [measure(session, contender, workload, model) for workload in workloads]
+            for workload in workloads:
+                measure(session, contender, workload, model)
             del contender
             gc.collect()  # engine n is gone before engine n + 1 is built
             torch.cuda.empty_cache()
         del model
     print(f"saved to {record.path}")
-    return results
 
 
 def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
     """The engines to build for each model, and the workloads; raises if one cannot be measured."""
-    if bench.repeats < 1:
-        raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
-    workloads = [
-        WORKLOADS[name].resized(
-            num_prompts=bench.prompts,
-            group_size=bench.group,
-            prompt_tokens=bench.prompt_tokens,
-            new_tokens=bench.new_tokens,
-        )
-        for name in split_list("workload", bench.workload, WORKLOADS)
-    ]
+    bench.check()
+    sizes = {
+        **{"num_prompts": bench.prompts, "group_size": bench.group},
+        **{"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens},
+    }
+    names = split_list("workload", bench.workload, WORKLOADS)
+    workloads = [WORKLOADS[name].resized(**sizes) for name in names]
     quants = split_list("quant", bench.quant, ("none", *FORMATS))
     kvs = split_list("kv", bench.kv, ("none", "fp8"))
     models = {
@@ -168,15 +143,33 @@ def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
 
 
 def measure(session: Session, contender: Contender, workload: Workload, judge: Any) -> Figures:
-    """Measure one workload, print its row and save it.
+    """Check a short run, warm up, measure, check what was measured, print its row and save it.
 
     `judge` is the model that the engine has a copy of; None if its weights are its own.
     """
     setup, bench = contender.setup, session.bench
-    figures = measure_rollout(session, contender, workload, judge)
+    short = replace(workload, new_tokens=min(SHORT, workload.new_tokens))
+    session.run(contender, short, 0, judge)
+    for run in warm_ups(workload):
+        session.run(contender, run, 1)
+    repeats = range(bench.repeats)
+    runs = [session.run(contender, workload, 2 + i, None if i else judge) for i in repeats]
+    seconds = tuple(seconds for seconds, _ in runs)
+    median = statistics.median(seconds)
+    storage = Storage.of(setup.quant, setup.kv, session.device.type)
+    limit = rollout_limit(setup.shape, storage, session.speed, workload)
+    figures = Figures(
+        seconds=seconds,
+        tokens_per_s=workload.num_new_tokens / median,
+        ms_per_step=1e3 * median / workload.new_tokens,
+        limit_tokens_per_s=workload.num_new_tokens / limit,
+        limit_share=limit / median,
+        logprob_gap=runs[0][1],
+    )
+    sizes = asdict(workload)
     settings = {
         **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
-        **{"workload": workload.name, **workload.sizes},
+        **{"workload": sizes.pop("name"), **sizes},
         **{"repeats": bench.repeats, "seed": bench.seed},
     }
     gap = "-" if figures.logprob_gap is None else f"{figures.logprob_gap:.4f}"
@@ -190,31 +183,6 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
         **session.more(contender, workload),
     )
     return figures
-
-
-def measure_rollout(
-    session: Session, contender: Contender, workload: Workload, judge: Any
-) -> Figures:
-    """Check on a short run, warm up, measure, and check what was measured."""
-    short = replace(workload, new_tokens=min(SHORT, workload.new_tokens))
-    session.run(contender, short, 0, judge)
-    for run in warm_ups(workload):
-        session.run(contender, run, 1)
-    repeats = range(session.bench.repeats)
-    runs = [session.run(contender, workload, 2 + i, None if i else judge) for i in repeats]
-    seconds = tuple(seconds for seconds, _ in runs)
-    median = statistics.median(seconds)
-    setup = contender.setup
-    storage = Storage.of(setup.quant, setup.kv, session.device.type)
-    limit = rollout_limit(setup.shape, storage, session.speed, workload)
-    return Figures(
-        seconds=seconds,
-        tokens_per_s=workload.num_new_tokens / median,
-        ms_per_step=1e3 * median / workload.new_tokens,
-        limit_tokens_per_s=workload.num_new_tokens / limit,
-        limit_share=limit / median,
-        logprob_gap=runs[0][1],
-    )
 
 
 def warm_ups(workload: Workload) -> list[Workload]:

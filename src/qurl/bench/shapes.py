@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -22,8 +23,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocabulary: int
-    is_tied: bool
-    """Whether the head is the embedding."""
+    is_tied: bool  # whether the head is the embedding
 
     @property
     def head_dim(self) -> int:
@@ -72,6 +72,28 @@ SHAPES: Mapping[str, Shape] = {
     )
 }
 """The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The flags of every benchmark."""
+
+    model: str = "1.5B"
+    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
+    quant: str = "int8"
+    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
+    repeats: int = 5
+    """Measured runs; the median counts."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes the GPU if there is one."""
+    seed: int = 0
+    """Seed of all that is random."""
+    out: Path | None = None
+    """JSON file to add results to; by default one in benchmarks/results named after the bench."""
+
+    def check(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"--repeats {self.repeats} must be at least 1")
 
 
 def split_list(flag: str, text: str, allowed: Iterable[str] = SHAPES) -> list[str]:

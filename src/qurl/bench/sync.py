@@ -9,16 +9,14 @@ from __future__ import annotations
 import gc
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
 from qurl.bench.record import Record
-from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
+from qurl.bench.shapes import SHAPES, Bench, Shape, build_model, split_list
 from qurl.bench.timing import paused_gc
-from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
@@ -35,23 +33,11 @@ ROW = (
 
 
 @dataclass(frozen=True)
-class SyncBench:
+class SyncBench(Bench):
     """Seconds from trained weights to an engine that samples from them."""
 
-    model: str = "1.5B"
-    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
-    quant: str = "int8"
-    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
     master: str = "bf16,fp32"
     """Precision of the trainer's weights: bf16, fp32; several with commas."""
-    repeats: int = 5
-    """Measured syncs; the median counts."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes the GPU if there is one."""
-    seed: int = 0
-    """Seed of the weights."""
-    out: Path | None = None
-    """JSON file to add results to; by default benchmarks/results/sync.json."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +48,16 @@ class SyncFigures:
     verify_seconds: tuple[float, ...]
     load_ms: float
     verify_ms: float
-    gigabytes: float
-    """Bytes that must be read and written."""
+    gigabytes: float  # that must be read and written
     gigabytes_per_s: float
     limit_ms: float
     limit_share: float
 
 
-def run_sync(bench: SyncBench) -> list[SyncFigures]:
+def run_sync(bench: SyncBench) -> None:
     """Measure every configuration in turn; print a row for each and save it at once."""
     device = pick_device(bench.device)
-    if bench.repeats < 1:
-        raise ConfigError(f"--repeats {bench.repeats} must be at least 1")
+    bench.check()
     cases = [
         {"model": model, "quant": quant, "master": master}
         for model in split_list("model", bench.model)
@@ -82,7 +66,6 @@ def run_sync(bench: SyncBench) -> list[SyncFigures]:
     ]
     record, speed = Record("sync", bench.out, device), find_speed(device)
     print(HEAD)
-    results = []
     for case in cases:
         shape, dtype = SHAPES[case["model"]], MASTERS[case["master"]]
         model = build_model(shape, device, dtype, seed=bench.seed)
@@ -94,12 +77,10 @@ def run_sync(bench: SyncBench) -> list[SyncFigures]:
             speed=asdict(speed),
             figures=asdict(figures),
         )
-        results.append(figures)
         del model
         gc.collect()
         torch.cuda.empty_cache()
     print(f"saved to {record.path}")
-    return results
 
 
 def measure_sync(model: Any, shape: Shape, quant: str, repeats: int, speed: Speed) -> SyncFigures:

@@ -18,18 +18,8 @@ from typing import Any
 
 import torch
 
-from qurl.bench.products import (
-    Chip,
-    Plan,
-    Problem,
-    Setup,
-    Times,
-    best_of,
-    candidates,
-    compile_plan,
-    measure,
-    with_prefetch,
-)
+from qurl.bench import products
+from qurl.bench.products import Chip, Plan, Problem, Times
 from qurl.bench.record import describe_machine, replace_text
 from qurl.bench.shapes import SHAPES, split_list
 from qurl.errors import ConfigError, EngineError
@@ -71,18 +61,19 @@ class Session:
 
     device: torch.device
     chip: Chip
-    known: Mapping[TableKey, Choice]
-    """The best plans so far."""
+    known: Mapping[TableKey, Choice]  # the best plans so far
     table: Path
     machine: Mapping[str, Any]
     compile: Callable[[Iterable[tuple[Problem, Plan]]], Any]
 
     def measure(self, problem: Problem, choices: Sequence[Choice]) -> Times:
-        return measure(Setup(problem, self.device, self.chip.l2_bytes), choices)
+        setup = products.Setup(problem, self.device, self.chip.l2_bytes)
+        return products.measure(setup, choices)
 
     def save(self, problem: Problem, times: Times) -> None:
         """Add the best plan to the table, and keep those of other products."""
-        plans = {**known_plans(self.table, self.machine), problem.table_key: best_of(times)}
+        best = products.best_of(times)
+        plans = {**known_plans(self.table, self.machine), problem.table_key: best}
         replace_text(self.table, write_table(plans, self.machine))
 
 
@@ -99,7 +90,7 @@ def run_tune(options: Tune) -> None:
         def compile(pairs: Iterable[tuple[Problem, Plan]]) -> None:
             # One job for all M and K, which share their kernels.
             jobs = {(p.role, p.kind, p.N, plan): (p, plan, device) for p, plan in pairs}
-            pool.starmap(compile_plan, jobs.values(), chunksize=1)
+            pool.starmap(products.compile_plan, jobs.values(), chunksize=1)
 
         session = Session(device, Chip.of(device), known, table, machine, compile)
         print(HEAD)
@@ -150,7 +141,8 @@ def known_plans(path: Path, machine: Mapping[str, Any]) -> Mapping[TableKey, Cho
 
 
 def measure_group(session: Session, problems: Sequence[Problem]) -> None:
-    plans = {p: candidates(p, session.chip, session.known.get(p.table_key)) for p in problems}
+    chip, known = session.chip, session.known
+    plans = {p: products.candidates(p, chip, known.get(p.table_key)) for p in problems}
     session.compile((p, plan) for p in problems for plan in plans[p])
     measured: dict[Problem, Times] = {}
     for problem in problems:
@@ -159,13 +151,13 @@ def measure_group(session: Session, problems: Sequence[Problem]) -> None:
             raise EngineError(f"none of {len(plans[problem])} plans of {problem} fits the GPU")
         session.save(problem, times)
     has_pdl = Target.of(session.device).has_pdl
-    ahead = {p: with_prefetch(times) if has_pdl else [] for p, times in measured.items()}
+    ahead = {p: products.with_prefetch(times) if has_pdl else [] for p, times in measured.items()}
     session.compile((p, plan) for p in ahead for plan in ahead[p])
     for problem, times in measured.items():
         if ahead[problem]:
             times = {**times, **session.measure(problem, ahead[problem])}
             session.save(problem, times)
-        best, library = best_of(times), times.get(None)
+        best, library = products.best_of(times), times.get(None)
         figures = {
             "us": times[best],
             "library": "-" if library is None else f"{library:.1f}",

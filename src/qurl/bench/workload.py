@@ -27,10 +27,6 @@ class Workload:
     new_tokens: int
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {name: size for name, size in vars(self).items() if name != "name"}
-
-    @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.group_size
 
@@ -58,9 +54,8 @@ class Workload:
         return [Problem(f"prompt-{i}", ids) for i, ids in enumerate(prompts)]
 
     def params(self, seed: int) -> SamplingParams:
-        return SamplingParams(
-            self.new_tokens, group_size=self.group_size, seed=seed, ignore_eos=True
-        )
+        group_size = self.group_size
+        return SamplingParams(self.new_tokens, group_size=group_size, seed=seed, ignore_eos=True)
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -91,9 +86,7 @@ class Contender(Protocol):
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> Any: ...
 
-    def read(self, result: Any) -> list[list[Completion]]:
-        """The completions of each problem."""
-        ...
+    def read(self, result: Any) -> list[list[Completion]]: ...  # of each problem
 
 
 class EngineContender:

@@ -14,8 +14,7 @@ of the format, if any. Sums run over a sample of the output channels of every pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,29 +32,17 @@ GROUPS: Mapping[str, str] = {
 """Projection -> layer group; UAQ scales the `_in` groups."""
 
 
-@dataclass(frozen=True)
-class UpdateSums:
-    """The sums behind the metrics."""
-
-    update: float = 0.0  # ||dtheta||^2
-    before: float = 0.0  # ||theta_{t-1}||^2
-    after: float = 0.0  # ||theta_t||^2
-    error: float = 0.0  # ||Q(theta_t) - theta_t||^2
-    visible: float = 0.0  # ||dQ||^2
-    inner: float = 0.0  # <dQ, dtheta>
-    flips: float = 0.0
-    codes: float = 0.0
-
-    def ratios(self) -> dict[str, float]:
-        """The metrics; 0 if the denominator is 0 (no update, zero weights)."""
-        fractions = {
-            "update_norm": (self.update, self.before),
-            "quant_error": (self.error, self.after),
-            "code_flip_frac": (self.flips, self.codes),
-            "update_cosine": (self.inner, (self.visible * self.update) ** 0.5),
-            "update_proj": (self.inner, self.update),
-        }
-        return {name: a / b if b else 0.0 for name, (a, b) in fractions.items()}
+def update_ratios(sums: Sequence[float]) -> dict[str, float]:
+    """The metrics of `update_sums`; 0 if the denominator is 0 (no update, zero weights)."""
+    update, before, after, error, visible, inner, flips, codes = sums
+    fractions = {
+        "update_norm": (update, before),
+        "quant_error": (error, after),
+        "code_flip_frac": (flips, codes),
+        "update_cosine": (inner, (visible * update) ** 0.5),
+        "update_proj": (inner, update),
+    }
+    return {name: a / b if b else 0.0 for name, (a, b) in fractions.items()}
 
 
 class UpdateTracker:
@@ -76,8 +63,7 @@ class UpdateTracker:
         if not before:
             return {}
         _check_same(before, self._snapshot)
-        stacks = self._stacks()
-        rows = []
+        stacks, rows = self._stacks(), []
         for names in stacks:
             new = torch.cat([self._snapshot[name] for name in names])
             old = torch.cat([before[name].to(new.device) for name in names])
@@ -90,7 +76,7 @@ class UpdateTracker:
         return {
             f"uaq/{metric}{key}": value
             for key, total in totals.items()
-            for metric, value in UpdateSums(*total.tolist()).ratios().items()
+            for metric, value in update_ratios(total.tolist()).items()
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -140,7 +126,11 @@ def _strip(format: Format | None) -> int:
 def update_sums(
     before: Tensor, after: Tensor, format: Format | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The fields of `UpdateSums` for one weight [N, K], in their order, as FP64."""
+    """Sums of one weight [N, K] in FP64.
+
+    ||dtheta||^2, ||theta_{t-1}||^2, ||theta_t||^2, ||Q(theta_t) - theta_t||^2, ||dQ||^2,
+    <dQ, dtheta>, the number of codes that changed, the number of codes.
+    """
     (old, old_codes), (new, new_codes) = (_seen_by_actor(w, format, dtype) for w in (before, after))
     before, after = before.double(), after.double()
     update, visible, error = after - before, new - old, new - after

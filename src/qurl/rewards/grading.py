@@ -14,7 +14,7 @@ from qurl.rewards.pool import GradingPool, wait_for
 from qurl.rewards.reward import Grade
 
 if TYPE_CHECKING:
-    from qurl.types import Completion, Graded, Rollout
+    from qurl.types import Graded, Rollout
 
 
 def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
@@ -98,7 +98,7 @@ class Grading:
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
     """Rewards and lengths of a step's completions, and means of the other values of a reward."""
     rewards = [reward for g in graded for reward in g.rewards]
-    completions: list[Completion] = [c for g in graded for c in g.rollout.completions]
+    completions = [c for g in graded for c in g.rollout.completions]
     lengths = [len(c.token_ids) for c in completions]
     details = [d for g in graded for d in g.details]
     names = dict.fromkeys(name for d in details for name in d)  # a set would not keep the order

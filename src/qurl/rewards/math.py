@@ -6,6 +6,7 @@ math-verify's own time limits are off here because they use signals.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from qurl.answers import find_answer, is_words, normalise
 
 # It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_parse = functools.partial(math_verify.parse, parsing_timeout=0)
 
 
 def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
@@ -50,8 +53,3 @@ def _same_text(candidate: str, truth: str) -> bool:
 
 def _same_value(parsed: list[Any], truth: str) -> bool:
     return math_verify.verify(_parse(f"\\boxed{{{truth}}}"), parsed, timeout_seconds=None)
-
-
-def _parse(text: str) -> list[Any]:
-    """Parse the answer in a text; all of a \\boxed{...} is read as LaTeX, as numbers are too."""
-    return math_verify.parse(text, parsing_timeout=0)

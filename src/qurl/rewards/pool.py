@@ -23,13 +23,11 @@ from qurl.errors import RewardError
 from qurl.plugins import name_of
 from qurl.rewards.reward import INLINE, Calls, Grade, Outcome, Scorer, failure, load_reward
 
-_START_SECONDS = 120.0
-"""A grader's imports may take long on a busy machine; they do not count against its deadline."""
-_ASYNC_GRACE = 1.0
-"""Seconds until a process that did not cancel its late async calls is killed."""
+_START_SECONDS = 120.0  # imports may take long; they do not count against a grader's deadline
+_ASYNC_GRACE = 1.0  # seconds until a process that did not cancel its late async calls is killed
 
 
-class GradingPool:
+class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
     """Grades with one reward, in `workers` processes; cheap built-in rewards need none.
 
         with GradingPool("math") as pool:
@@ -50,8 +48,7 @@ class GradingPool:
     ) -> None:
         spec = reward if isinstance(reward, str) else name_of(reward)
         self.reward = spec or getattr(reward, "__qualname__", repr(reward))
-        self.timeout = timeout
-        self.timeout_score = timeout_score
+        self.timeout, self.timeout_score = timeout, timeout_score
         self._inline: Scorer | None = None
         if spec is None or spec in INLINE:
             function: Any = load_reward(spec) if spec else reward
@@ -69,9 +66,6 @@ class GradingPool:
             self.close()
             raise
 
-    def __enter__(self) -> GradingPool:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -84,10 +78,8 @@ class GradingPool:
                     worker.kill()
 
     def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
-        """The grade of each (text, truth, extra), in order, each as a problem of its own."""
-        return wait_for(
-            f for text, truth, extra in items for f in self.submit([text], truth, extra)
-        )
+        """The grade of each (text, answer, extra), in order, each as a problem of its own."""
+        return wait_for(f for text, a, extra in items for f in self.submit([text], a, extra))
 
     def submit(
         self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from numbers import Real
 from typing import Any, Protocol
 
 from qurl.errors import ConfigError, RewardError
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
+_GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
@@ -25,8 +27,7 @@ class Grade:
     """What one answer is worth."""
 
     score: float
-    details: Mapping[str, float] = field(default_factory=dict)
-    """The other values of a reward that returns a mapping."""
+    details: Mapping[str, float] = field(default_factory=dict)  # a mapping's other values
     timed_out: bool = False
 
     @property
@@ -35,8 +36,7 @@ class Grade:
         return self.details.get("accuracy", self.score)
 
 
-Calls = Sequence[Sequence[str]]
-"""The texts of each call of a reward."""
+Calls = Sequence[Sequence[str]]  # the texts of each call of a reward
 Outcome = list[Grade] | RewardError | None
 """Of a call: a grade for each text, an error, or None if it missed the deadline."""
 
@@ -80,15 +80,26 @@ def load_reward(spec: str) -> Callable[..., Any]:
         warm_up()
         return score_math
     if spec.startswith("gym:"):
-        from qurl.rewards.gym import load_gym_reward
-
-        return load_gym_reward(spec.removeprefix("gym:"))
+        return _load_gym(spec)
     if not is_users_own(spec):
         raise ConfigError(
             f"task.reward = {spec!r} is not one of math, exact, countdown, gym:<name>, "
             "module:function"
         )
     return load_plugin(spec, "task.reward")
+
+
+def _load_gym(spec: str) -> Callable[[str, str, Mapping[str, Any]], float]:
+    """reasoning-gym's scorer of the last <answer>...</answer> of a text, else of all of it."""
+    gym = import_extra("reasoning_gym", "reasoning-gym", "gym", f"task {spec}")
+    scorer = gym.create_dataset(spec.removeprefix("gym:"), seed=0, size=1)
+
+    def score_gym(text: str, answer: str, extra: Mapping[str, Any]) -> float:
+        del answer  # The entry holds it, with everything else that the scorer needs.
+        found = (_GYM_ANSWER.findall(text) or [text])[-1].strip()
+        return scorer.score_answer(answer=found, entry=extra["entry"])
+
+    return score_gym
 
 
 class Scorer:

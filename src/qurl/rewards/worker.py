@@ -2,8 +2,6 @@
 
 It talks to `GradingPool` over the socket FD. First it says what kind of reward it has, or why there
 is none. Then it gets arguments of `Scorer` and answers with the outcomes.
-
-Imports stay light: no torch here.
 """
 
 from __future__ import annotations

@@ -9,14 +9,18 @@ from typing import Any
 
 from qurl.errors import ConfigError, DataError
 from qurl.plugins import is_users_own, load_plugin
-from qurl.tasks import arithmetic, countdown, files, gym
+from qurl.tasks import files, gym
 from qurl.tasks.files import FileTask
 from qurl.tasks.generated import SIZES, Draft, Draw, GeneratedTask
+from qurl.tasks.puzzles import COUNTDOWN_INSTRUCTION, draw_countdown, draw_sum
 from qurl.tasks.task import Prompts, Task
 
 __all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "Task", "load_task"]
 
-_GENERATED = {"arithmetic": arithmetic, "countdown": countdown}
+_GENERATED = {  # instruction for chat models, reward, difficulties
+    "arithmetic": (draw_sum, "Answer with the number only.", "exact", range(2, 13)),
+    "countdown": (draw_countdown, COUNTDOWN_INSTRUCTION, "countdown", range(2, 9)),
+}
 _EXPECTED_COLUMNS = {
     "gsm8k": "'question' and 'answer' (the working, then '#### 72')",
     "math": "'problem' and 'answer' (or 'solution' with a \\boxed answer)",
@@ -76,9 +80,9 @@ def _generator(
     if callable(name):
         draw = name
     elif task := _GENERATED.get(str(name)):
-        draw, instruction, reward = task.draw, task.INSTRUCTION, task.REWARD
-        if difficulty not in task.DIFFICULTIES:
-            first, *_, last = task.DIFFICULTIES
+        draw, instruction, reward, difficulties = task
+        if difficulty not in difficulties:
+            first, *_, last = difficulties
             raise ConfigError(f"task.difficulty = {difficulty}: {name} takes {first} to {last}")
     elif (name := str(name)).startswith("gym:"):
         return gym.make_draw(name.removeprefix("gym:"), seed, split), gym.INSTRUCTION, name

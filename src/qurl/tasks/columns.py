@@ -26,15 +26,11 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 class Row:
     """A checked row, before it is tokenised."""
 
-    id: str
-    """Empty if the row has none of its own."""
-    where: str
-    """File and row, for errors."""
+    id: str  # empty if the row has none of its own
+    where: str  # file and row, for errors
     messages: Messages
-    instruction: str
-    """Empty for a `prompt` column, which already says how to answer."""
-    answers: tuple[str, ...]
-    """The truth, then other accepted answers; empty if the row has none."""
+    instruction: str  # empty for a `prompt` column, which already says how to answer
+    answers: tuple[str, ...]  # the truth, then other accepted answers; empty if the row has none
     columns: Mapping[str, Any]
 
 
@@ -43,7 +39,10 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
-    truths = _truths(columns)
+    truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
+    nested = columns.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        truths = {"reward_model.ground_truth": nested["ground_truth"], **truths}
     if not column or (needs_answer and not truths):
         what, names = ("answer", ANSWER_COLUMNS) if column else ("question", QUESTION_COLUMNS)
         raise DataError(
@@ -63,9 +62,7 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
 def _read_messages(value: Any, where: str) -> Messages:
     messages: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not all(
-        isinstance(m, Mapping)
-        and isinstance(m.get("role"), str)
-        and isinstance(m.get("content"), str)
+        isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content"))
         for m in messages
     ):
         raise DataError(
@@ -75,14 +72,6 @@ def _read_messages(value: Any, where: str) -> Messages:
     if not any(m["content"].strip() for m in messages):
         raise DataError(f"{where} is empty; give it a question or remove the row")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
-
-
-def _truths(row: Mapping[str, Any]) -> dict[str, Any]:
-    truths = {column: row[column] for column in ANSWER_COLUMNS if column in row}
-    nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and "ground_truth" in nested:
-        return {"reward_model.ground_truth": nested["ground_truth"], **truths}
-    return truths
 
 
 def _read_answers(truths: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -118,8 +107,7 @@ def _read_id(row: Mapping[str, Any]) -> str:
     for value in (row.get("id"), row.get("unique_id")):
         if value is not None:
             return str(value)
-    info = row.get("extra_info")
+    info, source = row.get("extra_info"), row.get("data_source")
     if not isinstance(info, Mapping) or info.get("index") is None:
         return ""
-    source = row.get("data_source")
     return f"{source}/{info['index']}" if source else str(info["index"])

@@ -18,24 +18,20 @@ from qurl.types import Problem
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
-_TEMPLATE_ROOM = 512
-"""More tokens than any chat template adds to a question."""
+_TEMPLATE_ROOM = 512  # more tokens than any chat template adds to a question
 
 
 class FileTask:
     """The problems of one file. All rows are checked now and tokenised when asked for.
 
-    Prompts that could exceed the limit are tokenised now too, so that a long one is found before
-    the run starts.
+    Prompts that could exceed the limit are tokenised now too, so that it is known before the run.
     """
 
     def __init__(
         self, path: str | Path, name: str, reward: str, path_key: str, prompts: Prompts
     ) -> None:
         """`path_key` is the setting that names the file, for errors."""
-        self.name = name
-        self.reward = reward
-        self._prompts = prompts
+        self.name, self.reward, self._prompts = name, reward, prompts
         needs_answer = not is_users_own(reward)
         rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
         answerable = [row for row in rows if row.answers or not needs_answer]
@@ -56,13 +52,10 @@ class FileTask:
 
     def _fits(self, row: Row) -> bool:
         # A token has at least one byte, so that most prompts are short without tokenising them.
-        prompts = self._prompts
-        messages = prompts.instruct(row.messages, row.instruction)
-        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        prompts, question = self._prompts, (row.messages, row.instruction)
+        num_bytes = sum(len(m["content"].encode()) for m in prompts.instruct(*question))
         is_short = num_bytes + _TEMPLATE_ROOM <= prompts.max_tokens
-        return is_short or prompts.admit(
-            prompts.encode(row.messages, row.instruction)[1], row.where
-        )
+        return is_short or prompts.admit(prompts.encode(*question)[1], row.where)
 
     def _notes(self, path: str | Path, rows: list[Row], answerable: list[Row]) -> Iterator[str]:
         """Which rows were left out and why, and whether the file has answers at all."""

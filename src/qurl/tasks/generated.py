@@ -16,8 +16,7 @@ from qurl.errors import DataError
 from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
-SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}
-"""Problems per split."""
+SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}  # problems per split
 
 _EVAL_ONE_IN = 8
 _MAX_ATTEMPTS = 500
@@ -48,8 +47,7 @@ class GeneratedTask:
     """The draft of (index, attempt); attempts go on until one falls into the split."""
     split: str
     prompts: Prompts
-    instruction: str
-    """Used unless `prompts` has another one."""
+    instruction: str  # used unless `prompts` has another one
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:

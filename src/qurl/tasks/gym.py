@@ -12,9 +12,6 @@ from qurl.tasks.generated import SIZES, Draft
 
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 
-_SEED_STRIDE = 1_000_003
-_MAX_SEED = 2**30
-
 
 def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft]:
     """Draw from the named data set; each attempt reads a data set with another seed."""
@@ -24,7 +21,7 @@ def make_draw(dataset: str, seed: int, split: str) -> Callable[[int, int], Draft
     @functools.cache
     def source(attempt: int) -> Any:
         # Items are seeded by seed + index, so seeds closer than `size` would repeat items.
-        first = seed * _SEED_STRIDE % _MAX_SEED + attempt * size
+        first = seed * 1_000_003 % 2**30 + attempt * size
         return gym.create_dataset(dataset, seed=first, size=size)
 
     def draw(index: int, attempt: int) -> Draft:

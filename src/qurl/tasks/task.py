@@ -20,20 +20,14 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     @property
-    def reward(self) -> str:
-        """What `GradingPool` grades this task with."""
-        ...
+    def reward(self) -> str: ...  # what `GradingPool` grades this task with
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Warnings for the user, such as how many rows were left out and why."""
-        ...
+    def notes(self) -> Sequence[str]: ...  # warnings for the user: which rows were left out, why
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Problem:
-        """The problem at `index`, tokenised now; IndexError past the end."""
-        ...
+    def __getitem__(self, index: int) -> Problem: ...  # tokenised now; IndexError past the end
 
 
 @dataclass(frozen=True)
@@ -41,25 +35,17 @@ class Prompts:
     """How questions become prompts, and how long those may be."""
 
     tokenizer: Any
-    instruction: str
-    """Added to each question; `auto` leaves it to the task."""
+    instruction: str  # added to each question; `auto` leaves it to the task
     max_tokens: int
-    limit: str
-    """The setting that limits them and its value, for errors."""
-    skip_long: bool
-    """Leave out prompts that are too long instead of raising an error."""
+    limit: str  # the setting that limits them and its value, for errors
+    skip_long: bool  # leave out prompts that are too long instead of raising an error
 
     @property
     def is_chat(self) -> bool:
-        """Does the tokenizer have a chat template?"""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, messages: Messages, default_instruction: str) -> tuple[str, tuple[int, ...]]:
-        """The text and the token ids of a prompt; no ids without a tokenizer.
-
-        A chat template renders a conversation that the assistant continues. Other tokenizers read
-        plain text.
-        """
+        """The text and the token ids of a prompt; no ids without a tokenizer."""
         messages = self.instruct(messages, default_instruction)
         if not self.is_chat:
             text = "\n\n".join(message["content"] for message in messages)

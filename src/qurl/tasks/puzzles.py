@@ -1,4 +1,8 @@
-"""Reach a target from given numbers, each used at most once: `3,7,25:46=` is `25+7*3`."""
+"""The built-in generators. `difficulty` is how many numbers there are.
+
+sum         `3+8+5+9=` is `25`
+countdown   reach a target from given numbers, each used at most once: `3,7,25:46=` is `25+7*3`
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,23 @@ from random import Random
 
 from qurl.tasks.generated import Draft
 
-INSTRUCTION = (
+COUNTDOWN_INSTRUCTION = (
     "The numbers before the colon are yours, the number after it is the target. Write one "
     "expression that equals the target, using each of your numbers at most once, with + - * / and "
     "parentheses. Answer with the expression only."
 )
-REWARD = "countdown"
-DIFFICULTIES = range(2, 9)
-"""How many numbers there are."""
-
 _LARGEST_NUMBER = 25
 _LARGEST_TARGET = 999
 
 
-def draw(rng: Random, difficulty: int) -> Draft:
+def draw_sum(rng: Random, difficulty: int) -> Draft:
+    """A sum of `difficulty` digits; the same digits in another order are the same problem."""
+    terms = [rng.randrange(10) for _ in range(difficulty)]
+    key = "+".join(map(str, sorted(terms)))
+    return Draft("+".join(map(str, terms)) + "=", str(sum(terms)), key)
+
+
+def draw_countdown(rng: Random, difficulty: int) -> Draft:
     """Numbers and a target, made backwards from an expression that uses them all."""
     numbers = [rng.randint(1, _LARGEST_NUMBER) for _ in range(difficulty)]
     expression, target = str(numbers[0]), numbers[0]

@@ -22,9 +22,7 @@ from qurl.objectives import Advantage, Objective
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
-    "grpo": {
-        "algo": {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "kl_coef": 1e-3},
-    },
+    "grpo": {"algo": {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "kl_coef": 1e-3}},
     "dr_grpo": {"algo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"}},
     "rloo": {"algo": {"advantage": "rloo", "aggregation": "token-mean"}},
     "reinforce_pp": {"algo": {"advantage": "reinforce_pp", "aggregation": "token-mean"}},
@@ -185,14 +183,9 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
             choices=(*words, *(word.capitalize() for word in words)),
         )
 
-    changed = tyro.cli(
-        Config,
-        prog="qurl COMMAND [RECIPE|RUN]",
-        default=config,
-        args=flags,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
+    options = {"config": (tyro.conf.FlagConversionOff,), "registry": registry}
+    prog = "qurl COMMAND [RECIPE|RUN]"
+    changed = tyro.cli(Config, prog=prog, default=config, args=flags, **options)
     return build_config(to_dict(changed), source)
 
 

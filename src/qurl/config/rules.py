@@ -42,6 +42,12 @@ def find_mistakes(
     ]
 
 
+def named_part(config: Config, key: str) -> str:
+    """The value of a key of `BUILT_IN`."""
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
 def needs_file(task: str) -> bool:
     """Does a built-in task read its problems from a file?"""
     return not _is_generated(task) and not is_users_own(task)
@@ -53,8 +59,7 @@ def _is_generated(task: str) -> bool:
 
 def _part_mistakes(config: Config) -> Iterator[str]:
     for key, names in BUILT_IN.items():
-        section, _, field = key.partition(".")
-        value = getattr(getattr(config, section), field)
+        value = named_part(config, key)
         is_gym = value.startswith("gym:") and "gym:<name>" in names
         is_file = key == "task.name" and "." in value
         if is_users_own(value):

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 from qurl.config.rules import find_mistakes
 from qurl.config.schema import AlgoConfig, Config
 from qurl.errors import ConfigError
-from qurl.objectives import Advantage, Objective
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
@@ -76,22 +75,14 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     return config
 
 
-def check_combinations(
-    config: Config,
-    source: str = "config",
-    objective: Objective | None = None,
-    advantage: Advantage | None = None,
-) -> None:
-    """Refuse settings that do not go together; give the facts of parts of your own if known."""
-    if mistakes := find_mistakes(config, objective, advantage):
+def check_combinations(config: Config, source: str, *facts: Any) -> None:
+    """Refuse settings that do not go together; `facts` are those of objective and advantage."""
+    if mistakes := find_mistakes(config, *facts):
         raise ConfigError(_listed(mistakes, source))
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw tree of a TOML recipe, or of the config.json of a run directory.
-
-    A run of an earlier version has its old keys carried over.
-    """
+    """The raw tree of a TOML recipe, or of a run's config.json with old keys carried over."""
     path, is_run = Path(path), _is_run(path)
     path = path / "config.json" if is_run else path
     if not path.is_file():
@@ -122,10 +113,7 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
-    """Validate a tree of plain values; all mistakes are reported at once.
-
-    Unlike `load_config`, it applies no preset and does not check combinations.
-    """
+    """Validate a tree of plain values. Presets and combinations are left to `load_config`."""
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:

@@ -74,22 +74,17 @@ class Choices:
         """What the caller gives, or the recipe names; refuses what does not go together."""
         for part, value in given.items():
             if isinstance(value, str):
-                raise ConfigError(
-                    f"train({part}={value!r}) takes the part itself; a name belongs into the "
-                    f"recipe, as {KEYS[part]}"
-                )
+                remedy = f"a name belongs into the recipe, as {KEYS[part]}"
+                raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
         built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
         for part, functions in built_in.items():
-            name = named_part(config, KEYS[part])
+            name, key = named_part(config, KEYS[part]), KEYS[part]
             if given[part] is None:
-                is_own = is_users_own(name)
-                given[part] = load_plugin(name, KEYS[part]) if is_own else functions.get(name)
+                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
         engine, methods = given["engine"], ("sync", "stream", "generate", "score")
-        if isinstance(engine, type) and (lacks := [m for m in methods if not hasattr(engine, m)]):
-            listed = ", ".join(lacks)
-            raise ConfigError(
-                f"rollout.engine: {engine.__name__} lacks {listed} (qurl.rollout.Engine)"
-            )
+        lacks = ", ".join(method for method in methods if not hasattr(engine, method))
+        if isinstance(engine, type) and lacks:
+            raise ConfigError(f"rollout.engine: {engine} lacks {lacks} (see qurl.rollout.Engine)")
         given["task"] = given["task"] or config.task.name
         given["select"] = given["select"] or config.sampling.select
         choices = cls(**given)
@@ -276,15 +271,12 @@ def load_split(
     model_config: Any = None,
     task: Task | Draw | str = "",
 ) -> Task:
-    """A split of the recipe's task, or of a given one, whose prompts leave room for completions.
-
-    A `Task` object is its own training split, and needs a file for the other.
-    """
+    """A split of the recipe's task, or of a given one, whose prompts leave room for completions."""
     options, is_eval = config.task, split == "eval"
     if not isinstance(task, str) and not callable(task):
         if not is_eval:
             return task
-        task = "file"
+        task = "file"  # a `Task` object is its own training split only
     task = task or options.name
     path = options.eval_path if is_eval else options.path
     if is_eval and isinstance(task, str) and needs_file(task) and not path:

@@ -24,11 +24,11 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Self, TextIO
+from typing import IO, Any, TextIO
 
 from qurl.config import Config, read_recipe, to_json
 from qurl.errors import ConfigError, DataError, TrainingError
@@ -49,7 +49,7 @@ CHANGEABLE = (
 
 
 @dataclass
-class Run:
+class Run(AbstractContextManager["Run"]):
     """One open run directory, with its trackers and its progress line."""
 
     path: Path
@@ -136,9 +136,6 @@ class Run:
             tracker.close()
         self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -184,18 +181,9 @@ def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-
-
-def _strict(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become strings."""
-    if isinstance(value, Mapping):
-        return {key: _strict(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    strict = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
+    return json.dumps(strict, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -78,10 +78,8 @@ class Recipe:
             check_family(kind)
         vocabulary = self.model_config.get_text_config().vocab_size
         if num_tokens > vocabulary:
-            raise ModelError(
-                f"model.path = {path!r}: its tokenizer has {num_tokens} tokens, and the model only "
-                f"{vocabulary}"
-            )
+            sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
+            raise ModelError(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
 
     def check_training_task(self) -> str:

@@ -76,11 +76,11 @@ def _algorithm_mistakes(
     config: Config, objective: Objective | None, advantage: Advantage | None
 ) -> Iterator[str]:
     algo, size = config.algo, config.sampling.group_size
-    too_small = f"sampling.group_size = {size} must be at least 2"
     if size < 2 and advantage and advantage.needs_group:
-        yield f"{too_small}: algo.advantage = {algo.advantage!r} compares completions of a problem"
+        need = f"algo.advantage = {algo.advantage!r} compares completions and needs at least 2"
+        yield f"sampling.group_size = {size}: {need}"
     if size < 2 and algo.dynamic_sampling:
-        yield f"{too_small}: algo.dynamic_sampling = true compares completions of a problem"
+        yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
     if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
         yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
     if algo.name == "ppo" and advantage and not advantage.needs_critic:
@@ -118,8 +118,8 @@ def _other_mistakes(config: Config) -> Iterator[str]:
         yield "task.name = 'file' needs task.path"
     for key, path in {"path": task.path, "eval_path": task.eval_path}.items():
         if path and _is_generated(task.name):
-            remedy = "set task.name = 'file', 'gsm8k' or 'math'"
-            yield f"task.{key} = {path!r}, but task.name = {task.name!r} draws its problems; {remedy}"
+            drawn = f"task.name = {task.name!r} draws its problems"
+            yield f"task.{key} = {path!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
     if config.eval.every and needs_file(task.name) and not task.eval_path:
         yield f"eval.every = {config.eval.every}: {NEEDS_EVAL_PATH}"
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
@@ -147,15 +147,11 @@ def find_warnings(
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
     if objective and not objective.is_weighted and (quant.format, quant.kv) != ("none", "none"):
-        yield (
-            f"algo.objective = {algo.objective!r} does not correct the mismatch of quantized "
-            "rollouts; use 'acr' or 'tis' unless you compare objectives"
-        )
+        uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
+        yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
     if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
-        yield (
-            f"critic.pretrain_steps = {config.critic.pretrain_steps} of steps = {config.steps}: "
-            "the policy is never trained"
-        )
+        pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
+        yield f"{pretrained} of steps = {config.steps}: the policy is never trained"
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization only changes the learning rate of the scaled layers"
     if quant.update_scale > 1 and optim.lr >= 1e-5:

@@ -84,7 +84,9 @@ class Choices:
         engine, methods = given["engine"], ("sync", "stream", "generate", "score")
         lacks = ", ".join(method for method in methods if not hasattr(engine, method))
         if isinstance(engine, type) and lacks:
-            raise ConfigError(f"rollout.engine: {engine} lacks {lacks} (see qurl.rollout.Engine)")
+            raise ConfigError(
+                f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
+            )
         given["task"] = given["task"] or config.task.name
         given["select"] = given["select"] or config.sampling.select
         choices = cls(**given)
@@ -318,12 +320,8 @@ def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, 
 
 def build_pool(config: Config, reward: Reward | str) -> GradingPool:
     task = config.task
-    return GradingPool(
-        reward,
-        workers=task.grade_workers,
-        timeout=task.grade_timeout,
-        timeout_score=task.timeout_score,
-    )
+    limits = {"timeout": task.grade_timeout, "timeout_score": task.timeout_score}
+    return GradingPool(reward, workers=task.grade_workers, **limits)
 
 
 def build_actor(

@@ -45,9 +45,8 @@ def describe_budget(config: Config) -> str:
         size = measure_model(config)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        return "\n".join(
-            [*lines, f"  unknown: {config.model.path} is not reachable here ({reason})"]
-        )
+        lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
+        return "\n".join(lines)
     rows = memory_rows(config, size)
     lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
     lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")

@@ -20,10 +20,7 @@ from qurl.trainer.policy import load_model_config, load_tokenizer
 
 
 def validate(source: str | None, flags: Sequence[str]) -> bool:
-    """Check a recipe as far as possible without training; print a line per check.
-
-    Weights are not read, so a model may still turn out to be damaged or too large.
-    """
+    """Check a recipe as far as possible without reading weights; print a line per check."""
     recipe = Recipe(source, flags)
     print("ok    keys and values")
     for warning in find_warnings(recipe.config):

@@ -230,7 +230,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ),
         ({"algo": {"name": "ppo", "advantage": "grpo"}}, "algo.name = 'ppo' means 'gae'"),
         ({"algo": {"kl_in_reward": True}}, "kl_in_reward = true needs algo.advantage = 'gae'"),
-        ({"correction": {"mode": "bypass"}}, "set algo.objective = 'ppo_behav'"),
+        ({"correction": {"mode": "bypass"}}, "'bypass' needs algo.objective = 'ppo_behav'"),
         (
             {"experimental": {"weighted_kl": True}, "algo": {"objective": "ppo_prox"}},
             "experimental.weighted_kl = true: 'ppo_prox' has no importance weight",

@@ -8,13 +8,8 @@ import pytest
 from qurl.config import Config
 from qurl.config.schema import TrackConfig
 from qurl.errors import MissingExtra
-from qurl.run.trackers import (
-    Progress,
-    TensorBoardTracker,
-    WandbTracker,
-    build_trackers,
-    progress_line,
-)
+from qurl.run.directory import Run
+from qurl.run.trackers import Progress, TensorBoardTracker, WandbTracker, progress_line
 
 METRICS = {
     "reward/mean": 0.5123,
@@ -35,9 +30,10 @@ def test_progress_line():
     assert progress_line(9, 9, {"reward/mean": float("nan")}, 0.0) == "step 9/9  reward nan"
 
 
-def test_lines_of_metrics_and_warnings():
+def test_lines_of_metrics_and_warnings(monkeypatch):
     file, ticks = io.StringIO(), iter(range(100))
-    progress = Progress(4, output=file, interval=0, clock=lambda: 10 * next(ticks))
+    monkeypatch.setattr("qurl.run.trackers.time.monotonic", lambda: 10 * next(ticks))
+    progress = Progress(4, output=file)
     progress.log(-1, {"eval/full/accuracy": 0.5})
     progress.log(0, {"reward/mean": 0.25})
     progress.log(1, {"reward/mean": 0.75})
@@ -60,10 +56,11 @@ def test_a_closed_pipe_does_not_end_the_run():
     progress.print("y")
 
 
-def test_lines_come_at_most_once_per_interval():
+def test_lines_come_at_most_once_per_interval(monkeypatch):
     file = io.StringIO()
     now = iter([0.0, 0.5, 1.0, 2.1, 2.2, 2.3])
-    progress = Progress(6, output=file, interval=2.0, clock=lambda: next(now))
+    monkeypatch.setattr("qurl.run.trackers.time.monotonic", lambda: next(now))
+    progress = Progress(6, output=file)
     for row in range(6):
         progress.log(row, {"eval/full/accuracy": 0.5} if row == 2 else {})
     # 1: first; 3: an evaluation; 6: the last step. At 4 only 1.1 s have passed since a line.
@@ -71,7 +68,8 @@ def test_lines_come_at_most_once_per_interval():
 
 
 def test_no_trackers_unless_asked(tmp_path):
-    assert build_trackers(Config(), tmp_path, warn=pytest.fail) == []
+    with Run.open(Config(run_dir=str(tmp_path))) as run:
+        assert run._trackers == []
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_no_trackers_unless_asked(tmp_path):
 def test_a_missing_extra_is_named_at_once(tmp_path, monkeypatch, module, track, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=rf"pip install 'qurl-rl\[{extra}\]'"):
-        build_trackers(replace(Config(), track=track), tmp_path, warn=pytest.fail)
+        Run.open(Config(run_dir=str(tmp_path), track=track))
 
 
 class FakeWriter:

@@ -9,13 +9,7 @@ from qurl.config.recipe import (
     to_dict,
     to_json,
 )
-from qurl.config.schema import (
-    AlgoConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    ScratchConfig,
-)
+from qurl.config.schema import AlgoConfig, Config, ModelConfig, OptimConfig, ScratchConfig
 
 __all__ = [
     "PRESETS",

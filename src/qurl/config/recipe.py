@@ -18,13 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from qurl.config.rules import find_mistakes
 from qurl.config.schema import AlgoConfig, Config
 from qurl.errors import ConfigError
-from qurl.objectives import Advantage, Objective
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ppo": {"algo": {"advantage": "gae", "aggregation": "token-mean", "whiten": True}},
-    "grpo": {
-        "algo": {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "kl_coef": 1e-3},
-    },
+    "grpo": {"algo": {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "kl_coef": 1e-3}},
     "dr_grpo": {"algo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"}},
     "rloo": {"algo": {"advantage": "rloo", "aggregation": "token-mean"}},
     "reinforce_pp": {"algo": {"advantage": "reinforce_pp", "aggregation": "token-mean"}},
@@ -78,22 +75,14 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     return config
 
 
-def check_combinations(
-    config: Config,
-    source: str = "config",
-    objective: Objective | None = None,
-    advantage: Advantage | None = None,
-) -> None:
-    """Refuse settings that do not go together; give the facts of parts of your own if known."""
-    if mistakes := find_mistakes(config, objective, advantage):
+def check_combinations(config: Config, source: str, *facts: Any) -> None:
+    """Refuse settings that do not go together; `facts` are those of objective and advantage."""
+    if mistakes := find_mistakes(config, *facts):
         raise ConfigError(_listed(mistakes, source))
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw tree of a TOML recipe, or of the config.json of a run directory.
-
-    A run of an earlier version has its old keys carried over.
-    """
+    """The raw tree of a TOML recipe, or of a run's config.json with old keys carried over."""
     path, is_run = Path(path), _is_run(path)
     path = path / "config.json" if is_run else path
     if not path.is_file():
@@ -124,10 +113,7 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
-    """Validate a tree of plain values; all mistakes are reported at once.
-
-    Unlike `load_config`, it applies no preset and does not check combinations.
-    """
+    """Validate a tree of plain values. Presets and combinations are left to `load_config`."""
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
@@ -185,14 +171,9 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
             choices=(*words, *(word.capitalize() for word in words)),
         )
 
-    changed = tyro.cli(
-        Config,
-        prog="qurl COMMAND [RECIPE|RUN]",
-        default=config,
-        args=flags,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
+    options = {"config": (tyro.conf.FlagConversionOff,), "registry": registry}
+    prog = "qurl COMMAND [RECIPE|RUN]"
+    changed = tyro.cli(Config, prog=prog, default=config, args=flags, **options)
     return build_config(to_dict(changed), source)
 
 

@@ -42,6 +42,12 @@ def find_mistakes(
     ]
 
 
+def named_part(config: Config, key: str) -> str:
+    """The value of a key of `BUILT_IN`."""
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
 def needs_file(task: str) -> bool:
     """Does a built-in task read its problems from a file?"""
     return not _is_generated(task) and not is_users_own(task)
@@ -53,8 +59,7 @@ def _is_generated(task: str) -> bool:
 
 def _part_mistakes(config: Config) -> Iterator[str]:
     for key, names in BUILT_IN.items():
-        section, _, field = key.partition(".")
-        value = getattr(getattr(config, section), field)
+        value = named_part(config, key)
         is_gym = value.startswith("gym:") and "gym:<name>" in names
         is_file = key == "task.name" and "." in value
         if is_users_own(value):
@@ -72,18 +77,15 @@ def _algorithm_mistakes(
 ) -> Iterator[str]:
     algo, size = config.algo, config.sampling.group_size
     if size < 2 and advantage and advantage.needs_group:
-        yield (
-            f"sampling.group_size = {size}: algo.advantage = {algo.advantage!r} compares "
-            "completions of one problem and needs at least 2"
-        )
+        need = f"algo.advantage = {algo.advantage!r} compares completions and needs at least 2"
+        yield f"sampling.group_size = {size}: {need}"
     if size < 2 and algo.dynamic_sampling:
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
     if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
         yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
-    if advantage and not advantage.needs_critic:
+    if algo.name == "ppo" and advantage and not advantage.needs_critic:
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
-        if algo.name == "ppo":
-            yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
+        yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
     if algo.kl_in_reward and algo.advantage != "gae":
         yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
     if config.experimental.weighted_kl and objective and not objective.is_weighted:
@@ -95,15 +97,9 @@ def _correction_mistakes(config: Config, objective: Objective | None) -> Iterato
     low, high = correction.icepop_low, correction.icepop_high
     if correction.mode == "bypass":
         if objective and objective.against != "behav":
-            yield (
-                f"correction.mode = 'bypass' sets prox := behav, so algo.objective = {name!r} has "
-                "nothing to correct; set algo.objective = 'ppo_behav'"
-            )
+            yield f"correction.mode = 'bypass' needs algo.objective = 'ppo_behav', not {name!r}"
         if correction.reject or correction.veto is not None:
-            yield (
-                "correction.mode = 'bypass' computes no mismatch; remove correction.reject and "
-                "correction.veto"
-            )
+            yield "correction.reject and correction.veto need correction.mode = 'decoupled'"
     if correction.kind == "icepop" and objective and not objective.is_truncated:
         truncated = " or ".join(repr(n) for n, o in OBJECTIVES.items() if o.is_truncated)
         yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
@@ -122,17 +118,13 @@ def _other_mistakes(config: Config) -> Iterator[str]:
         yield "task.name = 'file' needs task.path"
     for key, path in {"path": task.path, "eval_path": task.eval_path}.items():
         if path and _is_generated(task.name):
-            yield (
-                f"task.{key} = {path!r}, but task.name = {task.name!r} draws its problems and "
-                "reads no file; set task.name = 'file', 'gsm8k' or 'math'"
-            )
+            drawn = f"task.name = {task.name!r} draws its problems"
+            yield f"task.{key} = {path!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
     if config.eval.every and needs_file(task.name) and not task.eval_path:
         yield f"eval.every = {config.eval.every}: {NEEDS_EVAL_PATH}"
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
-        yield (
-            f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of "
-            f"2 x model.scratch.heads = {2 * scratch.heads}"
-        )
+        unit = f"2 x model.scratch.heads = {2 * scratch.heads}"
+        yield f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of {unit}"
     if config.quant.kv != "none" and config.rollout.engine == "hf":
         yield f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local'"
     if save.every > 0 and save.keep == 0:
@@ -148,24 +140,18 @@ def find_warnings(
     algo, quant, optim = config.algo, config.quant, config.optim
     if objective and objective.is_widened:
         if config.updates_per_step == 1:
-            yield (
-                "ACR cannot act: with one update per rollout batch the ratio is 1 everywhere and "
-                "acr equals tis; raise batch.minibatches or batch.epochs"
-            )
+            remedy = "acr equals tis; raise batch.minibatches or batch.epochs"
+            yield f"ACR cannot act: with one update per rollout batch all ratios are 1 and {remedy}"
         if algo.cap is None:
             yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
     if objective and not objective.is_weighted and (quant.format, quant.kv) != ("none", "none"):
-        yield (
-            f"algo.objective = {algo.objective!r} does not correct the mismatch of quantized "
-            "rollouts; use 'acr' or 'tis' unless you compare objectives"
-        )
+        uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
+        yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
     if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
-        yield (
-            f"critic.pretrain_steps = {config.critic.pretrain_steps} of steps = {config.steps}: "
-            "the policy is never trained"
-        )
+        pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
+        yield f"{pretrained} of steps = {config.steps}: the policy is never trained"
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization only changes the learning rate of the scaled layers"
     if quant.update_scale > 1 and optim.lr >= 1e-5:
@@ -173,7 +159,5 @@ def find_warnings(
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
     if optim.warmup_steps > config.steps:
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}: the "
-            "learning rate never reaches optim.lr"
-        )
+        warmup = f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}"
+        yield f"{warmup}: the learning rate never reaches optim.lr"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config, check_combinations
-from qurl.config.rules import NEEDS_EVAL_PATH, find_warnings, needs_file
+from qurl.config.rules import BUILT_IN, NEEDS_EVAL_PATH, find_warnings, named_part, needs_file
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage, Objective
@@ -51,16 +51,8 @@ EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
 
-KEYS: Mapping[str, tuple[str, str]] = {
-    "objective": ("algo", "objective"),
-    "advantage": ("algo", "advantage"),
-    "engine": ("rollout", "engine"),
-    "episode": ("rollout", "episode"),
-    "select": ("sampling", "select"),
-    "task": ("task", "name"),
-    "reward": ("task", "reward"),
-}
-"""Section and key of the recipe that name each part."""
+KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
+"""Key of the recipe that names each part of a run."""
 BUILT_IN_FUNCTIONS = (*SURROGATES.values(), *ESTIMATORS.values())
 
 
@@ -82,33 +74,36 @@ class Choices:
         """What the caller gives, or the recipe names; refuses what does not go together."""
         for part, value in given.items():
             if isinstance(value, str):
-                raise ConfigError(
-                    f"train({part}={value!r}) takes the part itself; a name belongs into the "
-                    f"recipe, as {'.'.join(KEYS[part])}"
-                )
-        algo, engine = config.algo, config.rollout.engine
-        if given["engine"] is None and is_users_own(engine):
-            given["engine"] = load_plugin(engine, "rollout.engine")
-        _check_methods(given["engine"])
-        given["objective"] = given["objective"] or _find(algo.objective, "objective", SURROGATES)
-        given["advantage"] = given["advantage"] or _find(algo.advantage, "advantage", ESTIMATORS)
+                remedy = f"a name belongs into the recipe, as {KEYS[part]}"
+                raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
+        built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
+        for part, functions in built_in.items():
+            name, key = named_part(config, KEYS[part]), KEYS[part]
+            if given[part] is None:
+                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
+        engine, methods = given["engine"], ("sync", "stream", "generate", "score")
+        lacks = ", ".join(method for method in methods if not hasattr(engine, method))
+        if isinstance(engine, type) and lacks:
+            raise ConfigError(
+                f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
+            )
         given["task"] = given["task"] or config.task.name
         given["select"] = given["select"] or config.sampling.select
         choices = cls(**given)
-        if algo.kl_in_reward and choices.advantage is not critic_advantages:
+        if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
         check_combinations(config, "config", *choices.facts)
         return choices
 
     def record_in(self, config: Config) -> Config:
         """The config with the names of parts given as objects, as its run directory keeps it."""
-        for part, (section, key) in KEYS.items():
+        for part, key in KEYS.items():
             value = getattr(self, part)
-            name = getattr(config, section)
-            is_named = is_users_own(getattr(name, key)) or value in BUILT_IN_FUNCTIONS
+            is_named = is_users_own(named_part(config, key)) or value in BUILT_IN_FUNCTIONS
             if callable(value) and not is_named:
                 spec = name_of(value) or f"__main__:{getattr(value, '__qualname__', 'part')}"
-                changed = dataclasses.replace(name, **{key: spec})
+                section, _, field = key.partition(".")
+                changed = dataclasses.replace(getattr(config, section), **{field: spec})
                 config = dataclasses.replace(config, **{section: changed})
         return config
 
@@ -116,20 +111,6 @@ class Choices:
     def facts(self) -> tuple[Objective, Advantage]:
         """Facts of the objective and of the advantage, which may carry none."""
         return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
-
-
-def _check_methods(engine: EngineFactory | None) -> None:
-    """Raise if a class that is to be an engine lacks a method of one."""
-    methods = ("sync", "stream", "generate", "score")
-    if isinstance(engine, type) and (lacks := [m for m in methods if not hasattr(engine, m)]):
-        raise ConfigError(
-            f"rollout.engine: {engine.__name__} lacks {', '.join(lacks)} (qurl.rollout.Engine)"
-        )
-
-
-def _find(name: str, key: str, built_in: Mapping[str, Any]) -> Any:
-    """A built-in part, or your own behind `module:name`."""
-    return load_plugin(name, f"algo.{key}") if is_users_own(name) else built_in[name]
 
 
 @dataclass(frozen=True)
@@ -170,7 +151,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     """Load or make everything, and resume from the newest checkpoint if there is one."""
     objective, advantage = choices.facts
     for warning in find_warnings(config, objective, advantage):
-        run.event("warning", warning)
+        run.warn(warning)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
@@ -192,20 +173,18 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     if config.eval.every:
         held_out = held_out_problems(config, load_split(config, "eval", *prompts))
     for note in (*policy.notes, *task.notes):
-        run.event("warning", note)
+        run.warn(note)
     stream = ProblemStream(task, config.seed, choices.select)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
-        first_step = _resume(checkpoint, learner, stream, tracker, run)
+        first_step = _resume(load_checkpoint(checkpoint, learner), stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
-        own = {"engine": choices.engine, "episode": choices.episode}
-        engine = full_engine = build_actor(config, policy, config.quant.format, **own)
+        engine = full_engine = build_actor(config, policy, config.quant.format, choices)
         if config.has_full_engine:
-            # The trainer gets its cache between evaluations: two would leave too little memory.
-            full_engine = build_actor(config, policy, "none", release_kv=True, **own)
+            full_engine = build_actor(config, policy, "none", choices)
         parts = Parts(
             learner=learner,
             advantage=_configured(choices.advantage, config.algo),
@@ -230,21 +209,14 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
 
 
-def _resume(
-    checkpoint: Path,
-    learner: Learner,
-    stream: ProblemStream,
-    tracker: UpdateTracker | None,
-    run: Run,
-) -> int:
+def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, run: Run) -> int:
     """Take over the state of a checkpoint; returns the step to go on with."""
-    state, num_problems = load_checkpoint(checkpoint, learner), len(stream.task)
+    num_problems = len(stream.task)
     stream.load_state_dict(state)
     if (num_saved := state.get("problems", num_problems)) != num_problems:
-        run.event(
-            "warning",
+        run.warn(
             f"the task had {num_saved} problems when the run was saved and has {num_problems} now: "
-            "their order has changed, so some come twice in this epoch",
+            "their order has changed, so some come twice in this epoch"
         )
     if tracker is not None:
         tracker.load_state_dict(state["tracker"])
@@ -266,15 +238,8 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     """Where the untrained weights are; a scratch model is made once and kept with the run."""
     if config.model.path != "scratch":
         return config.model.path
-    folder = run_path / INITIAL
-    if not folder.exists():
-        with staged_folder(folder) as staging:
-            make_scratch_model(config, staging, device)
-    return folder
-
-
-def make_scratch_model(config: Config, folder: Path, device: torch.device) -> None:
-    """Build the tiny model, teach it the task a little, and save it with its tokenizer."""
+    if (run_path / INITIAL).exists():
+        return run_path / INITIAL
     from transformers.utils.logging import disable_progress_bar
 
     tokenizer = build_tokenizer()
@@ -286,9 +251,8 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
         )
 
     def example(row: int) -> Example:
-        problem = task[row]
-        answer: Any = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
-        end: Any = tokenizer.eos_token_id
+        problem, end = task[row], cast(int, tokenizer.eos_token_id)
+        answer = tokenizer.encode(task.worked_answer(problem), add_special_tokens=False)
         return list(problem.prompt_ids), [*answer, end]
 
     with torch.random.fork_rng():
@@ -296,8 +260,10 @@ def make_scratch_model(config: Config, folder: Path, device: torch.device) -> No
         model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
     warm_start_(model, example, len(task), config.model.scratch, config.seed)
     disable_progress_bar()  # it would garble the run's own lines
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with staged_folder(run_path / INITIAL) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return run_path / INITIAL
 
 
 def load_split(
@@ -307,20 +273,18 @@ def load_split(
     model_config: Any = None,
     task: Task | Draw | str = "",
 ) -> Task:
-    """A split of the recipe's task, or of a given one, whose prompts leave room for completions.
-
-    A `Task` object is its own training split, and needs a file for the other.
-    """
+    """A split of the recipe's task, or of a given one, whose prompts leave room for completions."""
     options, is_eval = config.task, split == "eval"
     if not isinstance(task, str) and not callable(task):
         if not is_eval:
             return task
-        task = "file"
+        task = "file"  # a `Task` object is its own training split only
     task = task or options.name
     path = options.eval_path if is_eval else options.path
     if is_eval and isinstance(task, str) and needs_file(task) and not path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     section = "eval" if is_eval and config.eval.max_tokens else "sampling"
+    same = ("difficulty", "instruction", "skip_long_prompts", "reward")
     return load_task(
         task,
         path=path,
@@ -328,10 +292,7 @@ def load_split(
         split=split,
         tokenizer=tokenizer,
         seed=config.seed,
-        difficulty=options.difficulty,
-        instruction=options.instruction,
-        skip_long_prompts=options.skip_long_prompts,
-        reward=options.reward,
+        **{key: getattr(options, key) for key in same},
         **_prompt_limit(config, section, model_config),
     )
 
@@ -350,8 +311,8 @@ def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, 
         return {"max_prompt_tokens": stated}
     if max_tokens >= context:
         raise ConfigError(
-            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: the model's "
-            f"max_position_embeddings is {context}; lower {section}.max_tokens"
+            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: lower it below the "
+            f"model's max_position_embeddings = {context}"
         )
     limited_by = f"max_position_embeddings - {section}.max_tokens = {context} - {max_tokens}"
     return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
@@ -359,35 +320,29 @@ def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, 
 
 def build_pool(config: Config, reward: Reward | str) -> GradingPool:
     task = config.task
-    return GradingPool(
-        reward,
-        workers=task.grade_workers,
-        timeout=task.grade_timeout,
-        timeout_score=task.timeout_score,
-    )
+    limits = {"timeout": task.grade_timeout, "timeout_score": task.timeout_score}
+    return GradingPool(reward, workers=task.grade_workers, **limits)
 
 
 def build_actor(
-    config: Config,
-    policy: Policy,
-    quant: str,
-    *,
-    engine: EngineFactory | None = None,
-    episode: Episode | None = None,
-    release_kv: bool = False,
+    config: Config, policy: Policy, quant: str, choices: Choices | None = None
 ) -> Engine:
-    """The recipe's engine or a given one; `quant.kv` applies in the recipe's own format only."""
-    rollout = config.rollout
+    """The chosen engine or the recipe's; `quant.kv` applies in the recipe's own format only.
+
+    An engine of another format gives its cache back: two would leave the trainer too little memory.
+    """
+    rollout, engine = config.rollout, choices.engine if choices else None
     options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
     if engine is None and rollout.engine == "local":
         options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
-        options["release_kv"] = rollout.release_kv or release_kv
-        options["kv"] = config.quant.kv if quant == config.quant.format else "none"
+        is_main = quant == config.quant.format
+        options["release_kv"] = rollout.release_kv or not is_main
+        options["kv"] = config.quant.kv if is_main else "none"
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
-    turns = episode or rollout.episode
+    turns = (choices.episode if choices else None) or rollout.episode
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
@@ -396,7 +351,7 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
         return None
     if not any(projections(policy.model)):
         kind = type(policy.model).__name__
-        run.event("warning", f"{kind} has no layer named like q_proj: updates are not tracked")
+        run.warn(f"{kind} has no layer named like q_proj: updates are not tracked")
         return None
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves
@@ -406,22 +361,17 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
 
 def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
     """Change weights once, before training: UAQ and dither. Outputs stay, up to rounding."""
-    quant, policy = config.quant, learner.policy
+    quant, options, policy = config.quant, config.experimental, learner.policy
     if (carried := uaq_scale(policy.model)) != 1:
         unscale_(policy.model)
-        run.event(
-            "warning",
+        run.warn(
             f"model.path = {config.model.path!r} carried UAQ with s = {carried:g} from an earlier "
-            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts",
+            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts"
         )
     if quant.update_scale > 1:
-        rescale_(
-            policy.model,
-            quant.update_scale,
-            o_proj=config.experimental.scale_o_proj,
-            down_proj=config.experimental.scale_down_proj,
-        )
-    if not config.experimental.dither:
+        also = {"o_proj": options.scale_o_proj, "down_proj": options.scale_down_proj}
+        rescale_(policy.model, quant.update_scale, **also)
+    if not options.dither:
         return
     if policy.compute_dtype != torch.bfloat16:
         raise ConfigError(
@@ -429,6 +379,6 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
             'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
-        run.event("warning", f"experimental.dither left on their grid: {', '.join(kept)}")
+        run.warn(f"experimental.dither left on their grid: {', '.join(kept)}")
     if learner.critic is not None:
         dither_(learner.critic.backbone, config.seed)

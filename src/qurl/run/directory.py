@@ -23,20 +23,19 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Self, TextIO
+from typing import IO, Any, TextIO
 
 from qurl.config import Config, read_recipe, to_json
 from qurl.errors import ConfigError, DataError, TrainingError
-from qurl.run.trackers import Progress, Tracker, build_trackers
+from qurl.run.trackers import Progress, TensorBoardTracker, Tracker, WandbTracker
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
-EVALS = "evals.jsonl"
-INITIAL, LOCK = "initial", ".lock"
+EVALS, INITIAL = "evals.jsonl", "initial"
 OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 """What a run makes after its config.json."""
 
@@ -50,7 +49,7 @@ CHANGEABLE = (
 
 
 @dataclass
-class Run:
+class Run(AbstractContextManager["Run"]):
     """One open run directory, with its trackers and its progress line."""
 
     path: Path
@@ -71,15 +70,18 @@ class Run:
         _drop(path / EVENTS)  # only a torn line; `rewind` mends the other files
         with replacing(path / CONFIG) as file:
             file.write(to_json(config).encode())
-        run = cls(path, Progress(config.steps, output=output), lock, list(trackers))
-        run._trackers += build_trackers(config, path, warn=run._warn)
+        run = cls(path, Progress(config.steps, output), lock, list(trackers))
+        if config.track.tensorboard:
+            run._trackers.append(TensorBoardTracker(path / "tensorboard"))
+        if config.track.wandb:
+            run._trackers.append(WandbTracker(config, path, warn=run.warn))
         if changes is not None:
             listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
             message = f"run resumed; changed: {listed}" if listed else "run resumed"
             run.event("resume", message, changes=changes)
             if "steps" in changes and config.optim.schedule != "constant":
                 planned = f"optim.schedule = {config.optim.schedule!r} was laid out for"
-                run._warn(f"{planned} {changes['steps'][0]} steps: the learning rate jumps")
+                run.warn(f"{planned} {changes['steps'][0]} steps: the learning rate jumps")
         return run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -96,7 +98,7 @@ class Run:
             except Exception as error:  # metrics.jsonl has it all, so the run goes on
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                self._warn(f"{name} failed at step {step} and is off from here on: {error!r}")
+                self.warn(f"{name} failed at step {step} and is off from here on: {error!r}")
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one rollout to samples.jsonl."""
@@ -114,17 +116,17 @@ class Run:
         if kind in ("warning", "alarm"):
             self.progress.print(f"{kind.upper()}: {message}")
 
-    def rewind(self, step: int) -> None:
-        """Forget what was logged from `step` on, so that a run resumed there writes it again.
+    def warn(self, message: str) -> None:
+        self.event("warning", message)
 
-        Step 0 starts anew, the evaluation of the untrained model included.
-        """
-        first = step or -1
+    def rewind(self, step: int) -> None:
+        """Forget what was logged from `step` on, so that a run resumed there writes it again."""
+        first = step or -1  # step 0 starts anew, with the evaluation of the untrained model
         # evals.jsonl counts updates: the weights of this step have been evaluated already.
         _drop(self.path / SAMPLES, first)
         _drop(self.path / EVALS, first + 1)
         if num_lost := _drop(self.path / METRICS, first):
-            self._warn(
+            self.warn(
                 f"{num_lost} logged steps have no checkpoint after them and are repeated, from "
                 f"step {step} on; save.every says how often one is saved"
             )
@@ -134,30 +136,23 @@ class Run:
             tracker.close()
         self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _warn(self, message: str) -> None:
-        self.event("warning", message)
 
 
 class Stopwatch:
     """Seconds spent under each name since the last `lap`, which returns and clears them."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self._clock()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] += self._clock() - start
+            self._seconds[name] += time.perf_counter() - start
 
     def seconds(self, name: str) -> float:
         """Spent under `name` since the last lap."""
@@ -186,18 +181,9 @@ def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(_strict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-
-
-def _strict(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become strings."""
-    if isinstance(value, Mapping):
-        return {key: _strict(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    strict = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
+    return json.dumps(strict, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
@@ -242,7 +228,7 @@ def lock_run(path: Path) -> IO[str]:
     """Keep other processes out of a run directory; the system lets go when this one ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / LOCK).open("w")
+        file = (path / ".lock").open("w")
     except OSError as error:
         raise ConfigError(f"run_dir = {str(path)!r} cannot be written: {error.strerror}") from error
     try:

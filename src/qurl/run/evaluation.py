@@ -1,7 +1,4 @@
-"""Held-out accuracy in one stated precision: greedy accuracy, avg@k and pass@k, with intervals.
-
-All intervals are 95 % intervals over problems.
-"""
+"""Held-out accuracy in one stated precision: greedy, avg@k and pass@k, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -61,11 +58,8 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """Flat, under eval/<precision>/."""
-        values = {
-            "mean_length": self.mean_length,
-            "frac_truncated": self.frac_truncated,
-            "num_timeouts": float(self.num_timeouts),
-        }
+        names = ("mean_length", "frac_truncated", "num_timeouts")
+        values = {name: float(getattr(self, name)) for name in names}
         for name, score in self.scores.items():
             values |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
         return {f"eval/{self.precision}/{name}": value for name, value in values.items()}
@@ -106,10 +100,9 @@ def _weights_to_evaluate(source: str | None, config: Config) -> str | Path:
 def evaluate(
     config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
 ) -> EvalResult:
-    """One greedy completion of each problem, then `eval.samples` sampled ones.
+    """Grade a greedy completion of each problem, then `eval.samples` sampled ones.
 
-    `precision` only labels the result: the engine decides which weights answer. A completion is
-    correct if its accuracy reaches 1.
+    `precision` only labels the result: the engine decides which weights answer.
     """
     if not problems:
         raise DataError("there are no held-out problems to evaluate on; see task.eval_path")
@@ -150,10 +143,7 @@ def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the n samples hold a correct one: 1 - C(n - c, k) / C(n, k), unbiased.
-
-    In exact integers, so that no size of n loses digits. With k = 1 this is c / n.
-    """
+    """Chance that k of n samples hold a correct one: 1 - C(n - c, k) / C(n, k), exactly."""
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_correct, k)) / draws
 

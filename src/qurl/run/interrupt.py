@@ -10,8 +10,6 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 class Interrupt:
     """Context manager: Ctrl-C, SIGTERM or a closing terminal requests a stop after this step.
@@ -26,7 +24,7 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self._previous[number] = signal.signal(number, self._request)

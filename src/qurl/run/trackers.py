@@ -24,23 +24,12 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def build_trackers(config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> list[Tracker]:
-    """The trackers of the recipe; `warn` gets a message if one works only in part."""
-    trackers: list[Tracker] = []
-    if config.track.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
-    if config.track.wandb:
-        trackers.append(WandbTracker(config, run_dir, warn=warn))
-    return trackers
-
-
 class TensorBoardTracker:
     """Writes TensorBoard event files."""
 
     def __init__(self, directory: Path) -> None:
-        purpose = "track.tensorboard = true"
-        extra = import_extra("torch.utils.tensorboard", "tensorboard", "tensorboard", purpose)
-        self._open = extra.SummaryWriter
+        names = ("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        self._open = import_extra(*names, "track.tensorboard = true").SummaryWriter
         self._directory = directory
         self._writer: Any = None
 
@@ -58,7 +47,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases, or offline if the service cannot be reached."""
+    """Logs to Weights & Biases, or offline with a warning if the service cannot be reached."""
 
     def __init__(self, config: Config, run_dir: Path, *, warn: Callable[[str], None]) -> None:
         wandb = import_extra("wandb", "wandb", "wandb", f"track.wandb = {config.track.wandb!r}")
@@ -92,36 +81,23 @@ class WandbTracker:
 
 
 class Progress:
-    """Prints lines of metrics, at most one every `interval` seconds.
+    """Prints lines of metrics, one in two seconds, and for each evaluation and the last step."""
 
-    An evaluation and the last step always get their line.
-    """
-
-    def __init__(
-        self,
-        num_steps: int,
-        *,
-        output: TextIO | None = None,
-        interval: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, num_steps: int, output: TextIO | None = None) -> None:
         self._num_steps = num_steps
         self._output = output or sys.stdout
-        self._interval = interval
-        self._clock = clock
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         self._last_line = -math.inf
 
     def log(self, row: int, metrics: Mapping[str, float]) -> None:
         """Show a row of metrics.jsonl: row -1 comes before training, row k after k + 1 steps."""
-        done, now = row + 1, self._clock()
+        done, now = row + 1, time.monotonic()
         first, start = self._first = self._first or (done, now)
         seconds_per_step = (now - start) / (done - first) if done > first else None
         eta = seconds_per_step and seconds_per_step * (self._num_steps - done)
         self._latest |= metrics
-        is_due = now - self._last_line >= self._interval
-        if is_due or done >= self._num_steps or find_accuracies(metrics):
+        if now - self._last_line >= 2 or done >= self._num_steps or find_accuracies(metrics):
             self._last_line = now
             self.print(progress_line(done, self._num_steps, self._latest, eta))
 

@@ -20,10 +20,7 @@ from qurl.trainer.policy import load_model_config, load_tokenizer
 
 
 def validate(source: str | None, flags: Sequence[str]) -> bool:
-    """Check a recipe as far as possible without training; print a line per check.
-
-    Weights are not read, so a model may still turn out to be damaged or too large.
-    """
+    """Check a recipe as far as possible without reading weights; print a line per check."""
     recipe = Recipe(source, flags)
     print("ok    keys and values")
     for warning in find_warnings(recipe.config):
@@ -78,10 +75,8 @@ class Recipe:
             check_family(kind)
         vocabulary = self.model_config.get_text_config().vocab_size
         if num_tokens > vocabulary:
-            raise ModelError(
-                f"model.path = {path!r}: its tokenizer has {num_tokens} tokens, and the model only "
-                f"{vocabulary}"
-            )
+            sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
+            raise ModelError(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
 
     def check_training_task(self) -> str:

@@ -17,16 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from qurl.config import read_recipe
 from qurl.errors import DataError
 from qurl.plugins import import_extra
-from qurl.run.directory import (
-    CONFIG,
-    EVENTS,
-    METRICS,
-    SAMPLES,
-    flatten,
-    iter_jsonl,
-    read_jsonl,
-    replacing,
-)
+from qurl.run.directory import EVENTS, METRICS, SAMPLES, flatten, iter_jsonl, read_jsonl, replacing
 from qurl.run.report.charts import Records, build_charts, find_precisions, read_curve
 
 FIRST_SAMPLES, LAST_SAMPLES = 4, 12
@@ -40,12 +31,10 @@ class Headline(NamedTuple):  # one number at the top of the report
 
 def write_report(run_dir: str | Path) -> Path:
     """Write report.html into a run directory; the run may still be going on."""
-    draw_svg = import_extra(
-        "qurl.run.report.figures", "matplotlib", "report", "the report"
-    ).draw_svg
+    figures = import_extra("qurl.run.report.figures", "matplotlib", "report", "the report")
     run_dir = Path(run_dir)
-    if not (run_dir / CONFIG).is_file():
-        raise DataError(f"{run_dir} is not a run directory: it has no {CONFIG}")
+    if not (run_dir / "config.json").is_file():
+        raise DataError(f"{run_dir} is not a run directory: it has no config.json")
     config = flatten(read_recipe(run_dir))
     metrics, events = (
         read_jsonl(path) if path.exists() else [] for path in (run_dir / METRICS, run_dir / EVENTS)
@@ -60,7 +49,7 @@ def write_report(run_dir: str | Path) -> Path:
     page = environment.get_template("plain.html.j2").render(
         name=run_dir.resolve().name,
         headlines=build_headlines(config["steps"], metrics, events),
-        figures=[(chart, draw_svg(chart)) for chart in build_charts(metrics)],
+        figures=[(chart, figures.draw_svg(chart)) for chart in build_charts(metrics)],
         events=events,
         samples=_pick_samples(run_dir / SAMPLES),
         config=config,

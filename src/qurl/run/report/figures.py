@@ -66,15 +66,10 @@ def _draw(chart: Chart) -> Figure:
 def _draw_curve(axes: Axes, curve: Curve, is_smooth: bool) -> None:
     marker = "o" if len(curve.steps) <= 30 else ""
     has_average = is_smooth and len(curve.steps) >= 40
-    (line,) = axes.plot(
-        curve.steps,
-        curve.values,
-        marker=marker,
-        markersize=3,
-        linewidth=0.8 if has_average else 1.5,
-        alpha=0.4 if has_average else 1.0,
-        label="_raw" if has_average else curve.label,
-    )
+    style: dict[str, Any] = {"linewidth": 1.5, "alpha": 1.0, "label": curve.label}
+    if has_average:
+        style = {"linewidth": 0.8, "alpha": 0.4, "label": "_raw"}
+    (line,) = axes.plot(curve.steps, curve.values, marker=marker, markersize=3, **style)
     color = line.get_color()
     if has_average:
         average = _moving_average(curve.values, len(curve.values) // 10)

@@ -13,6 +13,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -72,10 +73,10 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
     def close(self) -> None:
         """End the processes; grades that were not started are cancelled."""
         if self._inline is None:
-            for wait in (False, True):  # again, because a retry may have started a process
-                self._threads.shutdown(wait=wait, cancel_futures=True)
-                for worker in self._workers:
-                    worker.kill()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self._workers:
+                worker.close()
+            self._threads.shutdown()
 
     def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
         """The grade of each (text, answer, extra), in order, each as a problem of its own."""
@@ -125,6 +126,7 @@ class _Worker:
 
     def __init__(self, reward: str) -> None:
         self._reward, self._folder = reward, Path.cwd()
+        self._lock, self._is_closed = threading.Lock(), False
         self._launch()
 
     def _launch(self) -> None:
@@ -156,8 +158,11 @@ class _Worker:
 
     def ask(self, request: tuple[Calls, str, Any, float], seconds: float) -> list[Outcome]:
         """The outcome of each call; a single one if the process hung or died."""
-        if self._process.poll() is not None:
-            self._launch()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the grading pool is closed")
+            if self._process.poll() is not None:
+                self._launch()
         self.wait_ready()
         with contextlib.suppress(OSError):  # a dead process shows as the end of its messages
             self._socket.send(request)
@@ -174,6 +179,12 @@ class _Worker:
         except (EOFError, OSError):
             cause = f"the grading process died, exit status {self._process.wait()}"
             return failure(self._reward, cause, texts, answer)
+
+    def close(self) -> None:
+        """End the process for good."""
+        with self._lock:
+            self._is_closed = True
+        self.kill()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

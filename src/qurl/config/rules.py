@@ -77,8 +77,8 @@ def _algorithm_mistakes(
 ) -> Iterator[str]:
     algo, size = config.algo, config.sampling.group_size
     if size < 2 and advantage and advantage.needs_group:
-        need = f"algo.advantage = {algo.advantage!r} compares completions and needs at least 2"
-        yield f"sampling.group_size = {size}: {need}"
+        reason = f"algo.advantage = {algo.advantage!r} compares completions of one problem"
+        yield f"sampling.group_size = {size}: {reason} and needs at least 2"
     if size < 2 and algo.dynamic_sampling:
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
     if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):

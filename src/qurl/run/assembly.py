@@ -311,8 +311,8 @@ def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, 
         return {"max_prompt_tokens": stated}
     if max_tokens >= context:
         raise ConfigError(
-            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: lower it below the "
-            f"model's max_position_embeddings = {context}"
+            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: the model's "
+            f"max_position_embeddings is {context}; lower {section}.max_tokens"
         )
     limited_by = f"max_position_embeddings - {section}.max_tokens = {context} - {max_tokens}"
     return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}

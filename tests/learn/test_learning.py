@@ -41,8 +41,8 @@ def gain(rows, name="reward/accuracy", span=8):
 @pytest.mark.learn
 @pytest.mark.parametrize("format", ["int8", "fp8", "none"])
 def test_grpo_learns_in_every_format(tmp_path, format):
-    rows = run(tmp_path, steps=60, quant__format=format, algo__name="grpo")
-    assert gain(rows) > 0.15
+    rows = run(tmp_path, steps=40, quant__format=format, algo__name="grpo")
+    assert gain(rows) > 0.1
     largest = max(abs(row["rollout_corr/kl"]) for row in rows if "rollout_corr/kl" in row)
     assert largest < {"int8": 0.02, "fp8": 0.05, "none": 1e-5}[format]
 
@@ -50,8 +50,8 @@ def test_grpo_learns_in_every_format(tmp_path, format):
 @pytest.mark.learn
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp", "dapo"])
 def test_critic_free_algorithms_learn(tmp_path, name):
-    rows = run(tmp_path, steps=60, algo__name=name)
-    assert gain(rows) > 0.15
+    rows = run(tmp_path, steps=40, algo__name=name)
+    assert gain(rows) > 0.1
     if name == "dapo":
         kept = [row["sampling/groups_kept_frac"] for row in rows]
         assert 0 < min(kept) < 1
@@ -59,8 +59,8 @@ def test_critic_free_algorithms_learn(tmp_path, name):
 
 @pytest.mark.learn
 def test_ppo_learns_and_its_critic_follows_the_returns(tmp_path):
-    rows = run(tmp_path, steps=60, algo__name="ppo", critic__lr=2e-3, critic__pretrain_steps=5)
-    assert gain(rows) > 0.12
+    rows = run(tmp_path, steps=40, algo__name="ppo", critic__lr=2e-3, critic__pretrain_steps=5)
+    assert gain(rows) > 0.1
     assert rows[0]["critic/value_mean"] < 0.5 * rows[0]["critic/return_mean"]
     for row in rows[-5:]:  # a fresh critic says 0
         assert row["critic/value_mean"] > 0.5 * row["critic/return_mean"]
@@ -70,7 +70,7 @@ def test_ppo_learns_and_its_critic_follows_the_returns(tmp_path):
 
 @pytest.mark.learn
 def test_uaq_run_learns_and_records_its_updates(tmp_path):
-    rows = run(tmp_path, steps=60, quant__update_scale=1.5)
+    rows = run(tmp_path, steps=40, quant__update_scale=1.5)
     assert gain(rows) > 0.1
     for row in rows[1:]:
         assert row["uaq/update_norm"] > 0

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 pytest.importorskip("triton")
 
@@ -39,18 +40,17 @@ pytestmark = pytest.mark.xdist_group("kernels_compile")
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory, request):
-    """By launch and target, the kernels that were compiled."""
-    out = tmp_path_factory.mktemp("compiled") / "kernels.json"
+def compiled(tmp_path_factory, request, worker_id):
+    """By launch and target, the kernels that were compiled, once for all test processes."""
+    folder = tmp_path_factory.getbasetemp()
+    out = (folder if worker_id == "master" else folder.parent) / "kernels.json"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT / "src")
     env["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
-    subprocess.run(
-        [sys.executable, ROOT / "tests" / "kernels_compile.py", "--json", out],
-        env=env,
-        check=True,
-        timeout=600,
-    )
+    command = [sys.executable, ROOT / "tests" / "kernels_compile.py", "--json", out]
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            subprocess.run(command, env=env, check=True, timeout=600)
     results = {(launch.name, target): [] for launch in LAUNCHES for target in launch.targets}
     for entry in json.loads(out.read_text()):
         results[entry["launch"], entry["target"]].append(entry)

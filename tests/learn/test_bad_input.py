@@ -168,8 +168,8 @@ def test_completions_that_leave_no_room_for_a_prompt(train, llama):
     code, error = train(*llama, "--sampling.max-tokens", "64")
     assert code == 2
     assert error == (
-        "ConfigError: sampling.max_tokens = 64 leaves no room for a prompt: lower it below the "
-        "model's max_position_embeddings = 64\n"
+        "ConfigError: sampling.max_tokens = 64 leaves no room for a prompt: the model's "
+        "max_position_embeddings is 64; lower sampling.max_tokens\n"
     )
 
 
@@ -448,7 +448,7 @@ def test_a_policy_that_carries_uaq_is_trained_without(train, folder):
 
 def test_combinations_are_checked_for_callers_from_python(folder):
     config = build_config({"sampling": {"group_size": 1}, "run_dir": "never"})
-    with pytest.raises(ConfigError, match="compares completions and needs at least 2"):
+    with pytest.raises(ConfigError, match="compares completions of one problem"):
         qurl.train.train(config)
     assert not (folder / "never").exists()
 

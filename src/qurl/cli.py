@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -115,16 +116,8 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
-def bench_command(args: list[str]) -> int:
-    from qurl.bench import run_bench
-
-    return run_bench(args)
-
-
-def tune_command(args: list[str]) -> int:
-    from qurl.bench import run_tuner
-
-    return run_tuner(args)
+def _bench(function: str) -> Callable[[list[str]], int]:
+    return lambda args: getattr(importlib.import_module("qurl.bench"), function)(args)
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
@@ -133,8 +126,8 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "validate": validate_command,
     "report": report_command,
     "export": export_command,
-    "bench": bench_command,
-    "tune": tune_command,
+    "bench": _bench("run_bench"),
+    "tune": _bench("run_tuner"),
 }
 
 

@@ -161,9 +161,12 @@ def policy_loss(
     With rho = 1 all five are plain PPO, and with R = 1 everywhere (one update per rollout batch)
     acr is tis. `cap` counts only if `weight` and `shrink` are not given.
     """
-    surrogate_of = find_surrogate(objective)
+    if isinstance(objective, str) and objective not in SURROGATES:
+        raise ValueError(f"objective = {objective!r} is not one of {', '.join(SURROGATES)}")
+    surrogate_of = SURROGATES[objective] if isinstance(objective, str) else objective
     facts = facts_of(surrogate_of)
-    _check_cap(cap)
+    if cap is not None and cap < 1:
+        raise ValueError(f"cap = {cap} must be at least 1, or on-policy tokens would be rescaled")
     if (weight is None) != (shrink is None):
         raise ValueError("weight and shrink come together, from correction.correct")
     keep = mask.bool()
@@ -176,19 +179,10 @@ def policy_loss(
     base = logp_behav if facts.against == "behav" else logp_prox
     log_ratio = torch.where(keep, logp - base.detach(), 0.0)
     ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).exp()  # [B, T]
-    found = surrogate_of(
-        TokenTerms(
-            ratio=ratio,
-            advantages=advantages,
-            weight=weight,
-            shrink=shrink,
-            keep=keep,
-            lower=1.0 - clip_low,
-            upper=torch.full_like(ratio, 1.0 + clip_high),
-            max_upper=acr_max_bound,
-            dual_clip=dual_clip,
-        )
-    )
+    lower, upper = 1.0 - clip_low, torch.full_like(ratio, 1.0 + clip_high)
+    limits = {"max_upper": acr_max_bound, "dual_clip": dual_clip}
+    terms = TokenTerms(ratio, advantages, weight, shrink, keep, lower, upper, **limits)
+    found = surrogate_of(terms)
     surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
     if surrogate.shape != ratio.shape:
         raise ValueError(
@@ -197,15 +191,6 @@ def policy_loss(
         )
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
     return loss, {**stats, "actor/ppo_kl": _mean(logp_prox - logp, keep)}
-
-
-def find_surrogate(objective: str | Surrogate) -> Surrogate:
-    """The function of a built-in objective, or one's own as it is."""
-    if not isinstance(objective, str):
-        return objective
-    if objective not in SURROGATES:
-        raise ValueError(f"objective = {objective!r} is not one of {', '.join(SURROGATES)}")
-    return SURROGATES[objective]
 
 
 def facts_of(surrogate: Surrogate) -> Objective:
@@ -246,14 +231,11 @@ def aggregate(
     values = torch.where(mask.bool(), values, 0.0)
     if denominator is None:
         denominator = count(mask, aggregation)
-    if aggregation == "token-mean":
-        total = values.sum()
-    elif aggregation == "seq-mean-token-mean":
-        total = (values.sum(-1) / mask.sum(-1).clamp(min=1)).sum()
-    elif aggregation == "seq-mean-token-sum":
-        total = values.sum()
-    else:
-        total = values.sum() / (horizon if horizon is not None else values.shape[-1])
+    if aggregation == "seq-mean-token-mean":
+        values = values.sum(-1) / mask.sum(-1).clamp(min=1)
+    total = values.sum()
+    if aggregation == "seq-mean-token-sum-norm":
+        total = total / (horizon if horizon is not None else values.shape[-1])
     return total / max(denominator, 1)
 
 
@@ -330,13 +312,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
         return 0.0
     total = returns[keep].var()
     return float(1 - (returns - values)[keep].var() / total) if total > 0 else 0.0
-
-
-def _check_cap(cap: float | None) -> None:
-    if cap is not None and cap < 1:
-        raise ValueError(
-            f"cap = {cap} must be at least 1 (it would rescale on-policy tokens), or None"
-        )
 
 
 def _mean(values: Tensor, keep: Tensor) -> Tensor:

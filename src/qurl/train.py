@@ -25,7 +25,7 @@ from qurl.rollout.canary import check_copy
 from qurl.rollout.episode import Episode
 from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
 from qurl.run.crash import keep_evidence
-from qurl.run.directory import Run, Stopwatch
+from qurl.run.directory import Run
 from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.report import write_report
@@ -33,7 +33,6 @@ from qurl.run.trackers import Tracker
 from qurl.sampling import Sampler, Selector, collect
 from qurl.tasks import Draw, Task
 from qurl.trainer.batches import pad, sample_records
-from qurl.types import Batch
 
 
 def train(
@@ -54,16 +53,7 @@ def train(
     plain defaults. Parts given here take the place of those that the recipe names; they have the
     same form (docs/extending.md). `trackers` are called besides those that the recipe asks for.
     """
-    choices = Choices.of(
-        config,
-        objective=objective,
-        advantage=advantage,
-        engine=engine,
-        task=task,
-        reward=reward,
-        select=select,
-        episode=episode,
-    )
+    choices = Choices.of(config, objective, advantage, engine, task, reward, select, episode)
     config = choices.record_in(config)
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
@@ -85,7 +75,9 @@ def train(
                 trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
                     metrics |= score_metrics | mismatch | learner.update(trainable, step)
-                metrics |= performance(config, trainable, timer)
+                num_tokens = trainable.num_tokens * config.batch.epochs
+                metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
+                metrics |= peak_memory(learner.policy.device)
 
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
@@ -143,18 +135,12 @@ def evaluate_policy(
     metrics: dict[str, float] = {}
     with run.timer("eval"):
         for precision in config.eval_precisions:
-            engine = parts.engine_of(precision)
+            engine = parts.full_engine if precision == "full" else parts.engine
             engine.sync(parts.learner.policy.model, version=num_updates)
             result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics
-
-
-def performance(config: Config, batch: Batch, timer: Stopwatch) -> dict[str, float]:
-    tokens = batch.num_tokens * config.batch.epochs
-    speed = {"perf/train_tokens_per_s": tokens / timer.seconds("update")}
-    return speed | peak_memory(batch.mask.device)
 
 
 def warn(run: Run, step: int, metrics: dict[str, float]) -> None:

@@ -51,20 +51,20 @@ class SamplingParams:
     """Sample to `max_tokens` whatever comes (for benchmarks)."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
-        if self.group_size < 1:
-            raise ValueError(f"group_size = {self.group_size} must be at least 1")
-        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature = {self.temperature} must be 0 (greedy), or from {COLDEST:g} on"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p} must lie in (0, 1]")
-        if self.top_k < -1:
-            raise ValueError(f"top_k = {self.top_k} must be positive, or 0 or -1 (all)")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop = {self.stop!r} must be a sequence, such as [{self.stop!r}]")
+        is_warm = self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        rules = {
+            f"max_tokens = {self.max_tokens} must be at least 1": self.max_tokens >= 1,
+            f"group_size = {self.group_size} must be at least 1": self.group_size >= 1,
+            f"temperature = {self.temperature} must be 0 (greedy), or from {COLDEST:g} on": is_warm,
+            f"top_p = {self.top_p} must lie in (0, 1]": 0 < self.top_p <= 1,
+            f"top_k = {self.top_k} must be positive, or 0 or -1 (all)": self.top_k >= -1,
+            f"stop = {self.stop!r} must be a sequence, such as [{self.stop!r}]": (
+                not isinstance(self.stop, str)
+            ),
+        }
+        for mistake, holds in rules.items():
+            if not holds:
+                raise ValueError(mistake)
 
 
 @dataclass(frozen=True)

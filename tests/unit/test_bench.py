@@ -15,11 +15,10 @@ import torch
 from qurl.bench import run_bench
 from qurl.bench.judge import check_completions, logprob_gap, score_completion
 from qurl.bench.limits import SPEEDS, Storage, find_speed, rollout_limit, step_limit, sync_bytes
-from qurl.bench.record import Record, source_commit
+from qurl.bench.record import Record, paused_gc, source_commit
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
 from qurl.bench.shapes import SHAPES, build_model, split_list
 from qurl.bench.sync import SyncBench, run_sync
-from qurl.bench.timing import paused_gc
 from qurl.bench.workload import WORKLOADS, Setup, Workload
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from qurl.bench.timing import time_call
+from qurl.bench.record import time_call
 from qurl.errors import EngineError
 from qurl.ops.target import Target
 from qurl.quant import FORMATS, Quantized, quantize

@@ -1,4 +1,4 @@
-"""Results as JSON: a file collects runs under keys, and measuring a key again appends an entry.
+"""Clocks, and results as JSON: measuring a key again appends an entry.
 
 {"bench": "rollout",
  "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
@@ -7,13 +7,16 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +99,24 @@ def source_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Pause garbage collection, whose duration depends on what else the process holds."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def time_call(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds until the device has finished, and what `work` returned."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return time.perf_counter() - start, result

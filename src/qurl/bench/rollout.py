@@ -12,9 +12,8 @@ import torch
 
 from qurl.bench.judge import check_completions, logprob_gap
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
-from qurl.bench.record import Record
+from qurl.bench.record import Record, paused_gc, time_call
 from qurl.bench.shapes import SHAPES, Bench, build_model, split_list
-from qurl.bench.timing import paused_gc, time_call
 from qurl.bench.workload import WORKLOADS, Contender, EngineContender, Setup, Workload
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
-from qurl.bench.record import Record
+from qurl.bench.record import Record, paused_gc
 from qurl.bench.shapes import SHAPES, Bench, Shape, build_model, split_list
-from qurl.bench.timing import paused_gc
 from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,7 @@ EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
 
+PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""
 BUILT_IN_FUNCTIONS = (*SURROGATES.values(), *ESTIMATORS.values())
@@ -70,8 +72,9 @@ class Choices:
     """None for the last three: as the recipe says."""
 
     @classmethod
-    def of(cls, config: Config, **given: Any) -> Choices:
-        """What the caller gives, or the recipe names; refuses what does not go together."""
+    def of(cls, config: Config, *parts: Any) -> Choices:
+        """Parts in the order of `train`; for None, what the recipe names. Refuses what clashes."""
+        given: dict[str, Any] = dict(zip_longest(PARTS, parts))
         for part, value in given.items():
             if isinstance(value, str):
                 remedy = f"a name belongs into the recipe, as {KEYS[part]}"
@@ -129,9 +132,6 @@ class Parts:
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
-
-    def engine_of(self, precision: str) -> Engine:
-        return self.full_engine if precision == "full" else self.engine
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""

@@ -12,7 +12,7 @@ from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
 from qurl.plugins import is_users_own
 from qurl.rollout.local.architecture import check_family
-from qurl.run.assembly import KEYS, Choices, build_pool, held_out_problems, load_split
+from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
 from qurl.run.directory import find_changes
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
@@ -54,7 +54,7 @@ class Recipe:
         self.task: Task | None = None
 
     def check_parts(self) -> str:
-        choices = Choices.of(self.config, **dict.fromkeys(KEYS))
+        choices = Choices.of(self.config)
         parts = (choices.objective, choices.advantage, choices.engine, choices.episode)
         return ", ".join(part.__name__ for part in parts if part is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ class Meter:
         for name, weights in self._weights.items():
             column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
             mean = sum(x * w for x, w in zip(column, weights, strict=True)) / sum(weights)
-            summary[name] = max(column) if "max" in name else mean
+            is_max = "max" in re.split("[/_]", name)
+            summary[name] = max(column) if is_max else mean
         return summary
 
 

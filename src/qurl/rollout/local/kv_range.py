@@ -4,7 +4,7 @@
 
 The cache stores k - center. Attention needs no correction: q . (k - c) differs from q . k by the
 same number for every key, which softmax ignores. If the bias of k_proj is large (Qwen2.5), k -
-center is a tenth as large as k, and so is the error of its codes.
+center is a tenth as large as k; this halves the log-prob gap of an FP8 cache (docs/log.md).
 
 A key turns with its position. So each key of the sample is turned to positions over the whole
 context: fast channels then have a mean near 0, slow ones a mean that holds everywhere.

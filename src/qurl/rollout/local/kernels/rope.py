@@ -155,7 +155,6 @@ def rotate_kernel(
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
     mask = is_head & is_lane
-
     at_a = head * HEAD_DIM + lane
     at_b = at_a + HEAD_DIM // 2
     scale_a = load_channels(scale_w, at_a, mask)
@@ -192,7 +191,6 @@ def rotate_kernel(
     turned_a, turned_b = turned_a * c - turned_b * s, turned_b * c + turned_a * s
     a = tl.where(is_value, a, turned_a)
     b = tl.where(is_value, b, turned_b)
-
     q_at = q_out + row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + lane
     _store_pair(q_at, a, b, mask & is_query, HEAD_DIM)
     kv_at = kv_head * HEAD_DIM + lane

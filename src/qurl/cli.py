@@ -55,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, DataError)) else 1
     except KeyboardInterrupt:
-        print(
-            "interrupted; a training run that keeps checkpoints resumes with the same command",
-            file=sys.stderr,
-        )
+        message = "interrupted; a training run that keeps checkpoints resumes with the same command"
+        print(message, file=sys.stderr)
         return 130
 
 
@@ -71,8 +69,7 @@ def train_command(args: list[str]) -> int:
     if is_dry_run:
         from qurl.run.budget import describe_budget
 
-        print(to_json(config))
-        print(describe_budget(config))
+        print(to_json(config), describe_budget(config), sep="\n")
         return 0
     from qurl.train import train
 

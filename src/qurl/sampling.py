@@ -25,7 +25,6 @@ from qurl.types import Graded, Problem, SamplingParams
 _REMEMBERED = 8
 """Groups per problem whose accuracies are kept."""
 
-
 Selector = Callable[[int, int, int, Mapping[int, Sequence[float]], int], Sequence[int]]
 """Chooses the indices of the next problems, as `shuffle` does. The choice must depend on the
 arguments alone, so that a resumed run goes on as the original would have."""

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from qurl.answers import find_answer, last_boxed, normalise
 from qurl.errors import ConfigError, RewardError, RewardTimeout
-from qurl.rewards import (
-    Grade,
-    Grading,
-    GradingPool,
-    grade_math,
-    overlong_penalty,
-    reward_metrics,
-)
+from qurl.rewards import Grade, Grading, GradingPool, grade_math, reward_metrics
 from qurl.rewards.countdown import score_countdown
-from qurl.rewards.grading import overlong_cache
+from qurl.rewards.grading import overlong_cache, overlong_penalty
 from qurl.rewards.reward import load_reward, read_grade, score_exact
 from qurl.types import Completion, Problem, Rollout
 

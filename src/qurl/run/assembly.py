@@ -51,7 +51,6 @@ from qurl.types import Problem
 EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
-
 PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""

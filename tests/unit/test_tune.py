@@ -144,7 +144,7 @@ def test_products_to_measure():
         ("bf16", 3584),
     ]
     problem = groups[2][5]
-    assert problem == products.Problem("gate_up", "int8", 37888, 3584, 256)
+    assert problem == products.Gemm("gate_up", "int8", 37888, 3584, 256)
     assert problem.table_key == ("int8", 37888, 3584, 256)
 
 
@@ -164,7 +164,7 @@ def test_candidates_fit_the_chip():
 
 
 def test_the_known_plan_is_tried_first():
-    problem = products.Problem("o", "int8", 1536, 1536, 64)
+    problem = products.Gemm("o", "int8", 1536, 1536, 64)
     others = products.candidates(problem, CHIP)
     known = products.Plan(64, 64, 128, 4, 4, 6, prefetch=4)
     expected = dataclasses.replace(known, prefetch=0)
@@ -204,7 +204,7 @@ class ScriptedSetup:
 @pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("role", ["qkv", "o", "gate_up"])
 def test_right_products_pass(kind, role):
-    setup = products.Setup(products.Problem(role, kind, 64, 128, 16), CPU)
+    setup = products.GemmRun(products.Gemm(role, kind, 64, 128, 16), CPU)
     for splits in (0,) if role == "gate_up" else (0, 2):
         assert setup.check(products.Plan(16, 64, 64, splits))
     if kind == "bf16":
@@ -224,15 +224,15 @@ def test_one_wrong_number_is_found(role, function, change, monkeypatch):
         return y
 
     monkeypatch.setattr(products, function, wrong)
-    setup = products.Setup(products.Problem(role, "int8", 64, 128, 16), CPU)
+    setup = products.GemmRun(products.Gemm(role, "int8", 64, 128, 16), CPU)
     with pytest.raises(EngineError, match="is wrong"):
         setup.check(products.Plan(16, 64, 64))
 
 
 def test_tables_are_merged(tmp_path):
     path = tmp_path / "plans.json"
-    session = tune.Session(CPU, CHIP, {}, path, MACHINE, compile=list)
-    problem = products.Problem("o", "int8", 512, 256, 64)
+    session = tune.Tuning(CPU, CHIP, {}, path, MACHINE, compile=list)
+    problem = products.Gemm("o", "int8", 512, 256, 64)
     plan = products.Plan(64, 64, 128, 2)
     assert tune.known_plans(path, MACHINE) == {}
     session.save(problem, {plan: 2.0})
@@ -269,7 +269,7 @@ def test_the_best_plans_of_a_group_are_saved_and_shown(tmp_path, capsys, monkeyp
     plans = [products.Plan(16, 64, 64), products.Plan(16, 64, 64, 2)]
     monkeypatch.setattr(products, "candidates", lambda problem, chip, known: plans)
     compiled = []
-    session = tune.Session(
+    session = tune.Tuning(
         device=CPU,
         chip=dataclasses.replace(CHIP, l2_bytes=0),
         known={},
@@ -278,8 +278,8 @@ def test_the_best_plans_of_a_group_are_saved_and_shown(tmp_path, capsys, monkeyp
         compile=compiled.extend,
     )
     problems = [
-        products.Problem("qkv", "int8", 64, 128, 16),
-        products.Problem("down", "int8", 64, 64, 16),
+        products.Gemm("qkv", "int8", 64, 128, 16),
+        products.Gemm("down", "int8", 64, 64, 16),
     ]
     tune.measure_group(session, problems)
     assert compiled == [(problem, plan) for problem in problems for plan in plans]
@@ -303,7 +303,7 @@ def test_kernels_are_compiled_with_small_problems(monkeypatch):
         def launch(self, plan):
             made.append(plan)
 
-    monkeypatch.setattr(products, "Setup", Setup)
-    problem, plan = products.Problem("o", "int8", 3584, 18944, 256), products.Plan(64, 64, 128)
+    monkeypatch.setattr(products, "GemmRun", Setup)
+    problem, plan = products.Gemm("o", "int8", 3584, 18944, 256), products.Plan(64, 64, 128)
     products.compile_plan(problem, plan, CPU)
     assert made == [dataclasses.replace(problem, M=64, K=1024), plan]

@@ -44,7 +44,7 @@ in it."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class Gemm:
     """One product of one layer."""
 
     role: str
@@ -87,7 +87,7 @@ class Chip:
         return Chip(Target.of(device).num_sms, shared_bytes, properties.L2_cache_size)
 
 
-def candidates(problem: Problem, chip: Chip, known: Choice = None) -> list[Plan]:
+def candidates(problem: Gemm, chip: Chip, known: Choice = None) -> list[Plan]:
     """Plans to measure, without prefetch; the known one first, so that bad ones end early.
 
     The number of programs per multiprocessor sets the stages, and the cut of K so that all programs
@@ -100,7 +100,7 @@ def candidates(problem: Problem, chip: Chip, known: Choice = None) -> list[Plan]
     return list(dict.fromkeys(plans))
 
 
-def _candidates(problem: Problem, chip: Chip) -> Iterator[Plan]:
+def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     M, N, K = problem.M, problem.N, problem.K
     small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)]
     token_tiles = [128, 256] if M > 256 else small_tiles
@@ -131,7 +131,7 @@ def with_prefetch(times: Times) -> list[Plan]:
     return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES] if best else []
 
 
-def measure(setup: Setup, choices: Sequence[Choice]) -> Times:
+def measure(setup: GemmRun, choices: Sequence[Choice]) -> Times:
     """Check all plans and time those that fit the chip."""
     times: dict[Choice, float] = {}
     shortest = math.inf
@@ -146,10 +146,10 @@ def measure(setup: Setup, choices: Sequence[Choice]) -> Times:
     return times
 
 
-class Setup:
+class GemmRun:
     """Weights, inputs and the consumer of one problem."""
 
-    def __init__(self, problem: Problem, device: torch.device, l2_bytes: int = 0) -> None:
+    def __init__(self, problem: Gemm, device: torch.device, l2_bytes: int = 0) -> None:
         """`l2_bytes` asks for copies of the weights that together exceed twice this size."""
         self.problem, self.device = problem, device
         M, N, K, format = problem.M, problem.N, problem.K, problem.format
@@ -262,6 +262,6 @@ def _gated(y: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).bfloat16()
 
 
-def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
+def compile_plan(problem: Gemm, plan: Plan, device: torch.device) -> None:
     """Put a plan's kernels, which depend on neither M nor K, into Triton's disk cache."""
-    Setup(dataclasses.replace(problem, M=plan.tokens, K=1024), device).launch(plan)
+    GemmRun(dataclasses.replace(problem, M=plan.tokens, K=1024), device).launch(plan)

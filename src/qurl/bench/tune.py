@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qurl.bench import products
-from qurl.bench.products import Chip, Plan, Problem, Times
+from qurl.bench.products import Chip, Gemm, Plan, Times
 from qurl.bench.record import describe_machine, replace_text
 from qurl.bench.shapes import SHAPES, split_list
 from qurl.errors import ConfigError, EngineError
@@ -56,7 +56,7 @@ class Tune:
 
 
 @dataclass(frozen=True)
-class Session:
+class Tuning:
     """What all products of a command share."""
 
     device: torch.device
@@ -64,13 +64,13 @@ class Session:
     known: Mapping[TableKey, Choice]  # the best plans so far
     table: Path
     machine: Mapping[str, Any]
-    compile: Callable[[Iterable[tuple[Problem, Plan]]], Any]
+    compile: Callable[[Iterable[tuple[Gemm, Plan]]], Any]
 
-    def measure(self, problem: Problem, choices: Sequence[Choice]) -> Times:
-        setup = products.Setup(problem, self.device, self.chip.l2_bytes)
+    def measure(self, problem: Gemm, choices: Sequence[Choice]) -> Times:
+        setup = products.GemmRun(problem, self.device, self.chip.l2_bytes)
         return products.measure(setup, choices)
 
-    def save(self, problem: Problem, times: Times) -> None:
+    def save(self, problem: Gemm, times: Times) -> None:
         """Add the best plan to the table, and keep those of other products."""
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}
@@ -87,25 +87,25 @@ def run_tune(options: Tune) -> None:
     processes = min(MOST_COMPILERS, os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
 
-        def compile(pairs: Iterable[tuple[Problem, Plan]]) -> None:
+        def compile(pairs: Iterable[tuple[Gemm, Plan]]) -> None:
             # One job for all M and K, which share their kernels.
             jobs = {(p.role, p.kind, p.N, plan): (p, plan, device) for p, plan in pairs}
             pool.starmap(products.compile_plan, jobs.values(), chunksize=1)
 
-        session = Session(device, Chip.of(device), known, table, machine, compile)
+        session = Tuning(device, Chip.of(device), known, table, machine, compile)
         print(HEAD)
         for group in groups:
             measure_group(session, group)
     print(f"saved to {table}")
 
 
-def list_problems(options: Tune) -> list[list[Problem]]:
+def list_problems(options: Tune) -> list[list[Gemm]]:
     """The products to measure, one group for each model and format."""
     shapes = [SHAPES[model] for model in split_list("model", options.model)]
     kinds = split_list("kind", options.kind, KINDS)
     tokens = [int(m) for m in split_list("tokens", options.tokens, tuple(map(str, BUCKETS)))]
     return [
-        [Problem(role, kind, N, K, M) for role, (N, K) in shape.products.items() for M in tokens]
+        [Gemm(role, kind, N, K, M) for role, (N, K) in shape.products.items() for M in tokens]
         for shape, kind in itertools.product(shapes, kinds)
     ]
 
@@ -140,11 +140,11 @@ def known_plans(path: Path, machine: Mapping[str, Any]) -> Mapping[TableKey, Cho
     return plans
 
 
-def measure_group(session: Session, problems: Sequence[Problem]) -> None:
+def measure_group(session: Tuning, problems: Sequence[Gemm]) -> None:
     chip, known = session.chip, session.known
     plans = {p: products.candidates(p, chip, known.get(p.table_key)) for p in problems}
     session.compile((p, plan) for p in problems for plan in plans[p])
-    measured: dict[Problem, Times] = {}
+    measured: dict[Gemm, Times] = {}
     for problem in problems:
         measured[problem] = times = session.measure(problem, [None, *plans[problem]])
         if not times:

@@ -20,8 +20,10 @@ import yaml
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
-from qurl.objectives import OBJECTIVES
+from qurl.losses import tis
+from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
+from qurl.run.assembly import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train
@@ -529,3 +531,14 @@ def test_parts_given_as_objects_are_in_the_run_directory(monkeypatch, tmp_path):
     assert saved["algo"]["objective"] == "examples.custom_objective:cispo"
     assert saved["algo"]["advantage"] == "grpo"
     assert saved["rollout"]["engine"] == "local"
+
+
+def test_an_object_is_recorded_in_place_of_the_name_that_it_replaces(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(None, ["--algo.objective", "examples.custom_objective:cispo"])
+    named, given = Choices.of(config), Choices.of(config, tis)
+    assert named.record_in(config) == config
+    own = with_facts(OBJECTIVES["tis"])(lambda tokens: tokens.ratio)
+    assert given.objective is tis
+    recorded = Choices.of(config, own).record_in(config).algo.objective
+    assert recorded.startswith("__main__:")

@@ -100,9 +100,9 @@ class Choices:
     def record_in(self, config: Config) -> Config:
         """The config with the names of parts given as objects, as its run directory keeps it."""
         for part, key in KEYS.items():
-            value = getattr(self, part)
-            is_named = is_users_own(named_part(config, key)) or value in BUILT_IN_FUNCTIONS
-            if callable(value) and not is_named:
+            value, name = getattr(self, part), named_part(config, key)
+            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
+            if callable(value) and not is_named and value not in BUILT_IN_FUNCTIONS:
                 spec = name_of(value) or f"__main__:{getattr(value, '__qualname__', 'part')}"
                 section, _, field = key.partition(".")
                 changed = dataclasses.replace(getattr(config, section), **{field: spec})

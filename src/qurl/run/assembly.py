@@ -54,7 +54,7 @@ EngineFactory = Callable[..., Engine]
 PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""
-BUILT_IN_FUNCTIONS = (*SURROGATES.values(), *ESTIMATORS.values())
+NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,12 @@ class Choices:
         for part, key in KEYS.items():
             value, name = getattr(self, part), named_part(config, key)
             is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
-            if callable(value) and not is_named and value not in BUILT_IN_FUNCTIONS:
-                spec = name_of(value) or f"__main__:{getattr(value, '__qualname__', 'part')}"
+            if callable(value) and not is_named:
+                spec = (
+                    NAMES.get(value)
+                    or name_of(value)
+                    or f"__main__:{getattr(value, '__qualname__', 'part')}"
+                )
                 section, _, field = key.partition(".")
                 changed = dataclasses.replace(getattr(config, section), **{field: spec})
                 config = dataclasses.replace(config, **{section: changed})

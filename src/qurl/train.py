@@ -67,7 +67,6 @@ def train(
                 sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
-
                 batch = pad(collected.graded).to(learner.policy.device)
                 with timer("prox"):
                     scored, score_metrics = learner.recompute(batch)

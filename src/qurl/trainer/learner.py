@@ -226,7 +226,6 @@ class Learner:
             objective=self.objective,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
-            cap=algo.cap,
             dual_clip=algo.dual_clip,
             acr_max_bound=self.config.experimental.acr_max_bound,
             weight=batch.weight,

@@ -39,11 +39,11 @@ from qurl.ops import gate, rms_norm, rotation
 from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
-from qurl.quant.kernels import gemm, requantize
+from qurl.quant.kernels import gemm, requantize, rows
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
-from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
+from qurl.rollout.local.kernels import attention, rope, sampling, step
 from qurl.trainer.kernels import token_scores
 
 AMPERE, ADA, HOPPER = 86, 89, 90

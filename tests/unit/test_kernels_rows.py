@@ -7,9 +7,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from qurl.quant.formats import FORMATS, Format, Quantized, quantize_activation
+from qurl.quant.kernels import rows
+from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Partial, Product, finish
-from qurl.rollout.local.kernels import rows
-from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32

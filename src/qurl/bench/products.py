@@ -27,9 +27,9 @@ from qurl.quant import FORMATS, Quantized, quantize
 from qurl.quant.formats import Format, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, TableKey
+from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
 from qurl.quant.linear import multiply as multiply_by_torch
-from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 
 PREFETCHES = (2, 4, 8)
 MOST_PARTS = 16

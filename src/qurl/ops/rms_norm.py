@@ -35,15 +35,27 @@ def normalize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tupl
     return y, inverse
 
 
-def gradients(dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [N, H] in x's dtype and dweight [H] in FP32."""
-    assert dy.shape == x.shape
-    assert dy.is_contiguous()
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    *,
+    onto: Tensor | None = None,
+    rounded: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dx [N, H] in x's dtype, added to `onto` if given, and dweight [H] in FP32.
+
+    `rounded` [N, H] receives dx once more, in its own dtype.
+    """
+    assert all(t is None or t.shape == x.shape for t in (dy, onto, rounded))
+    assert all(t is None or t.is_contiguous() for t in (dy, onto, rounded))
     dx = torch.empty_like(x)
     programs, tile = _tiling(x, weight)
     programs = max(1, min(PROGRAMS, programs))
     parts = x.new_empty(programs, x.shape[1], dtype=torch.float32)
-    norm_gradients_kernel[(programs,)](dy, x, weight, inverse, dx, parts, len(x), **tile)
+    tensors = (dy, x, weight, inverse, onto, dx, rounded, parts)
+    norm_gradients_kernel[(programs,)](*tensors, len(x), **tile)
     return dx, parts.sum(0)
 
 
@@ -74,7 +86,17 @@ def norm_kernel(x, weight, y, inverse, rows, eps, H: tl.constexpr, ROWS: tl.cons
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradients_kernel(
-    dy, x, weight, inverse, dx, parts, rows, H: tl.constexpr, ROWS: tl.constexpr
+    dy,
+    x,
+    weight,
+    inverse,
+    onto,
+    dx,
+    rounded,
+    parts,
+    rows,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Programs take tiles of rows in turn; each stores its sum as a row of `parts`."""
     column = tl.arange(0, triton.next_power_of_2(H))
@@ -91,5 +113,9 @@ def norm_gradients_kernel(
         slope = upstream * factor[None, :]
         shared = tl.sum(slope * unit, 1)[:, None] / H
         result = (slope - unit * shared) * scale
+        if onto is not None:
+            result += load_float(onto + at, is_inside)
         store_rounded(dx + at, result, is_inside)
+        if rounded is not None:
+            store_rounded(rounded + at, result, is_inside)
     tl.store(parts + tl.program_id(0) * H + column, tl.sum(total, 0), mask=column < H)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,24 +23,27 @@ TILE = 2048
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, is_gradient: bool = False
+    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, is_gradient: bool = False
 ) -> Tensor:
-    """y [N, H, D] of x, or with `is_gradient` dx of dy, in `dtype`.
+    """y [N, H, D] of x, or with `is_gradient` dx of dy, written to `out`.
 
-    cos and sin are [P, D]; token n takes row n % P.
+    cos and sin are [P, D]; token n takes row n % P. The heads of a token lie side by side in x and
+    out; their tokens may lie apart.
     """
     tokens, heads, size = x.shape
     assert size % 2 == 0
     assert cos.shape == sin.shape == (len(cos), size)
     assert tokens % len(cos) == 0
     assert cos.dtype == sin.dtype
-    assert all(tensor.is_contiguous() for tensor in (x, cos, sin))
-    out = torch.empty_like(x, dtype=dtype)
+    assert all(tensor.is_contiguous() for tensor in (cos, sin))
+    assert out.shape == x.shape
+    assert all(tensor.stride()[1:] == (size, 1) for tensor in (x, out))
     half = size // 2
     rows = max(1, TILE // next_power_of_2(half))
     shape: dict[str, Any] = {"HEADS": heads, "HALF": half, "IS_GRADIENT": is_gradient, "ROWS": rows}
     grid = (divide_up(tokens * heads, rows),)
-    rotate_pairs_kernel[grid](x, cos, sin, out, tokens * heads, len(cos), **shape)
+    strides = (x.stride(0), out.stride(0))
+    rotate_pairs_kernel[grid](x, cos, sin, out, tokens * heads, len(cos), *strides, **shape)
     return out
 
 
@@ -53,6 +55,8 @@ def rotate_pairs_kernel(
     out,
     rows,
     angles,
+    x_stride,
+    out_stride,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
@@ -62,10 +66,12 @@ def rotate_pairs_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, triton.next_power_of_2(HALF))
     is_inside = (row < rows)[:, None] & (lane < HALF)[None, :]
-    first = row[:, None] * (2 * HALF) + lane[None, :]
+    place = (row % HEADS * (2 * HALF))[:, None] + lane[None, :]
+    first = x + (row // HEADS * x_stride)[:, None] + place
+    target = out + (row // HEADS * out_stride)[:, None] + place
     angle = (row // HEADS % angles)[:, None] * (2 * HALF) + lane[None, :]
-    x1 = load_float(x + first, is_inside)
-    x2 = load_float(x + first + HALF, is_inside)
+    x1 = load_float(first, is_inside)
+    x2 = load_float(first + HALF, is_inside)
     cos1 = load_float(cos + angle, is_inside)
     cos2 = load_float(cos + angle + HALF, is_inside)
     sin1 = load_float(sin + angle, is_inside)
@@ -76,5 +82,5 @@ def rotate_pairs_kernel(
     else:
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-    store_rounded(out + first, y1, is_inside)
-    store_rounded(out + first + HALF, y2, is_inside)
+    store_rounded(target, y1, is_inside)
+    store_rounded(target + HALF, y2, is_inside)

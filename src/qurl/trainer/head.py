@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from qurl.trainer.products import as_factor, multiply
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -123,7 +125,7 @@ class _TokenScores(torch.autograd.Function):
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
-            x, w = (_as_factor(values, scoring.compute_dtype) for values in (states, weight))
+            x, w = (as_factor(values, scoring.compute_dtype) for values in (states, weight))
             logp, log_z, entropy = (x.new_empty(len(x), dtype=scoring.sum_dtype) for _ in range(3))
             for rows in scoring.chunks(len(x)):
                 logp[rows], log_z[rows], entropy[rows] = _score_rows(
@@ -149,16 +151,16 @@ class _TokenScores(torch.autograd.Function):
         d_bias = x.new_zeros(len(weight), dtype=scoring.sum_dtype) if needs_bias else None
         d_weight = None
         with torch.autocast(x.device.type, enabled=False):
-            w = _as_factor(weight, scoring.compute_dtype)
+            w = as_factor(weight, scoring.compute_dtype)
             for rows in scoring.chunks(len(x)):
                 logits = _logits(x[rows], w, bias)
                 chunk = [vector[rows] for vector in vectors]
                 dz = _logit_gradients(logits, ctx.factor, scoring.compute_dtype, chunk)
                 del logits
                 if d_states is not None:
-                    d_states[rows] = _multiply(dz, w)
+                    d_states[rows] = multiply(dz, w)
                 if needs_weight:
-                    d_weight = _multiply(dz.T, x[rows], d_weight)
+                    d_weight = multiply(dz.T, x[rows], d_weight)
                 if d_bias is not None:
                     d_bias += dz.sum(0, dtype=d_bias.dtype)
                 del dz  # the next chunk's logits take its place
@@ -200,7 +202,7 @@ def _logit_gradients(
         # entr and not p log p, which is NaN for impossible tokens.
         gradient += grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
     gradient.scatter_add_(-1, targets[:, None], grad_logp[:, None])
-    return _as_factor(gradient.mul_(factor), dtype)
+    return as_factor(gradient.mul_(factor), dtype)
 
 
 def _has_kernels(logits: Tensor) -> bool:
@@ -208,19 +210,5 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = _multiply(states, weight.T)
+    logits = multiply(states, weight.T)
     return logits if bias is None else logits.add_(bias)
-
-
-def _as_factor(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values rounded to `dtype`; a CPU keeps them in FP32, the only way to get FP32 sums."""
-    rounded = values.to(dtype)
-    return rounded if rounded.is_cuda or dtype != torch.bfloat16 else rounded.float()
-
-
-def _multiply(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
-    """a @ b with sums that are not rounded, added to `total` in place if there is one."""
-    options: Any = {"out_dtype": torch.float32} if a.dtype == torch.bfloat16 else {}
-    if total is None:
-        return torch.mm(a, b, **options)
-    return torch.addmm(total, a, b, out=total, **options)

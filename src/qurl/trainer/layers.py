@@ -1,184 +1,279 @@
-"""Decoder layers of the trained model with one kernel between products, forward and backward.
+"""Decoder layers of the trained model, forward and backward in as few passes as we can.
 
-In a small model, the work between products moves more bytes than the products do: torch computes
-RMSNorm in eight kernels, rotary positions in five and a gate in two, mostly in FP32. `fuse_layers_`
-replaces modules by ones with the same weights under the same names, so optimizers, checkpoints and
-engines see no difference.
+    a = norm(x)                 q, k, v = rotate(a Wqkv^T + b)      x' = x + attend(q, k, v) Wo^T
+    m = norm(x')                g, u = m Wgu^T                      x'' = x' + (silu(g) u) Wd^T
 
-Under autocast these modules return the compute dtype, rounded once, as the next product would
-round. The residual stream stays FP32: only products read what a norm of these layers returns.
-Shapes: B sequences, T positions, H heads, D head size.
+In a small model the work between products moves more bytes than the products do, and torch and
+transformers do it in forty kernels. Here a kernel adds a branch to the residual stream, norms it
+and rounds or codes the result; another does the same backward. `fuse_layers_` replaces layers by
+ones with the same weights under the same names, so optimizers, checkpoints and engines see no
+difference.
+
+The residual stream and its gradient stay FP32. All else between products has the compute dtype,
+rounded once.
+Shapes: B sequences, T positions, M = B T tokens, H heads (H_kv of keys), D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
-from qurl.ops.gate import gate_gradients, gate_values
+from qurl.ops.gate import gate_gradients
+from qurl.quant.formats import Format, Quantized
+from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
+from qurl.quant.linear import Operand
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
+from qurl.trainer.projection import Projection
 
-_FUSIBLE = [family for family in FAMILIES.values() if family.fusible]
-LAYERS = {f"{family.fusible}DecoderLayer" for family in _FUSIBLE}
-# Windows of every layer are in the config, not in the attention module.
-ATTENTIONS = {f"{f.fusible}Attention" for f in _FUSIBLE if f.windows != "every layer"}
-CHECK_BOUND = 1e-4  # largest relative difference between a fused module and its original
+LAYERS = {f"{family.fusible}DecoderLayer": family for family in FAMILIES.values() if family.fusible}
+CHECK_BOUND = 1e-4  # largest relative difference between a fused layer and its original
 CHECK_POSITIONS = 5
 Rotations = tuple[Tensor, Tensor]  # cosines and sines, [1 or B, T, D] each
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, T, H, D] each
 
 
-class FusedRMSNorm(nn.Module):
-    """y = weight x / sqrt(mean x^2 + eps)"""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.eps, arithmetic_dtype(x))  # type: ignore[return-value]
-
-
-class FusedMLP(nn.Module):
-    """y = down(silu(gate(x)) up(x))"""
+class FusedLayer(GradientCheckpointingLayer):
+    """A decoder layer of the Llama family, called as transformers calls it."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = own.gate_proj, own.up_proj, own.down_proj
+        vars(self).update(copy.copy(vars(own)))  # modules and settings, under their names
+        attention, mlp = own.self_attn, own.mlp
+        config, family = attention.config, LAYERS[type(own).__name__]
+        # Mistral's window is in the config alone.
+        owner = config if family.windows == "every layer" else attention
+        self.window = getattr(owner, "sliding_window", None)
+        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.o = Projection([attention.o_proj])
+        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
+        self.down = Projection([mlp.down_proj])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-class FusedAttention(nn.Module):
-    """Attention of the Llama family, called as transformers calls it."""
-
-    def __init__(self, own: Any) -> None:
-        super().__init__()
-        vars(self).update(vars(own))  # weights, config and sizes, under their names
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
 
     def forward(
         self: Any,
         hidden_states: Tensor,
-        position_embeddings: Rotations,
         attention_mask: Tensor | None = None,
+        position_embeddings: Rotations | None = None,
         past_key_values: Any = None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        shape = hidden_states.shape[:-1]
-        products = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (product.view(*shape, -1, self.head_dim) for product in products)
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        dtype = arithmetic_dtype(hidden_states)
-        rotated = (_Rotate.apply(x, *position_embeddings, dtype) for x in (q, k))
-        q, k, v = (x.transpose(1, 2) for x in (*rotated, v))  # [B, H, T, D]
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        window = getattr(self, "sliding_window", None)
-        options |= {"scaling": self.scaling, "sliding_window": window}
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, weights = attend(self, q, k, v, attention_mask, **options)
-        return self.o_proj(out.reshape(*shape, -1)), weights
+        attention = self.self_attn
+        function = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        options |= {"scaling": attention.scaling, "sliding_window": self.window}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, attention.layer_idx)
+            return function(attention, q, k, v, attention_mask, **options)[0]
+
+        norms = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
+        if hasattr(attention, "q_norm"):
+            norms += [attention.q_norm.weight, attention.k_norm.weight]
+        needs_grad = torch.is_grad_enabled()
+        return _Layer.apply(hidden_states, self, attend, position_embeddings, needs_grad, *norms)
 
 
-class _Normalize(torch.autograd.Function):
+class _Layer(torch.autograd.Function):
+    """Gradients of projections go straight to their weights, see `Projection`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        y, inverse = rms_norm.normalize(flat, weight, eps, dtype)
-        ctx.save_for_backward(flat, weight, inverse)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: FusedLayer,
+        attend: Attend,
+        rotations: Rotations,
+        needs_grad: bool,
+        *norms: Tensor,
+    ) -> Tensor:
+        dtype = arithmetic_dtype(x)
+        shape, eps = x.shape, layer.input_layernorm.variance_epsilon  # type: ignore[union-attr]
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.reshape(-1, shape[-1]).float().contiguous()
+            inverse, inverse_mlp = x.new_empty(2, len(x))
+            a = add_norm(x, None, norms[0], eps, layer.qkv.format, dtype, inverse=inverse)
+            qkv = layer.qkv.multiply(a, dtype)
+            heads = _Heads(layer, qkv, norms[2:], rotations, eps)
+            qkv = [h.view(*shape[:-1], *h.shape[1:]).requires_grad_(needs_grad) for h in heads.qkv]
+            with torch.set_grad_enabled(needs_grad):
+                attended = attend(*qkv)
+            out = _operand(attended.detach().reshape(len(x), -1), layer.o.format)
+            branch = layer.o.multiply(out, dtype)
+            middle = torch.empty_like(x)
+            m = add_norm(
+                *(x, branch, norms[1], eps, layer.gate_up.format, dtype),
+                total=middle,
+                inverse=inverse_mlp,
+            )
+            gate_up = layer.gate_up.multiply(m, dtype)
+            h = swiglu(gate_up, layer.down.format, dtype)
+            y = middle + layer.down.multiply(h, dtype)
+        if needs_grad:
+            ctx.layer, ctx.shape, ctx.heads = layer, shape, heads
+            # Edges and not tensors: what attention keeps is its own affair.
+            ctx.attention = (get_gradient_edge(attended), [get_gradient_edge(h) for h in qkv])
+            kept = (h,) if layer.down.format else ()  # numbers are computed again
+            operands = _Saved.of(a, out, m, *kept)
+            ctx.operands = operands
+            numbers = (x, inverse, middle, inverse_mlp, gate_up, *norms[:2])
+            ctx.save_for_backward(*numbers, *operands.tensors)
+        return y.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(dy.device.type, enabled=False):
+            return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    layer = ctx.layer
+    x, inverse, middle, inverse_mlp, gate_up, norm, norm_mlp, *coded = ctx.saved_tensors
+    a, out, m, *kept = ctx.operands.restore(coded)
+    dy = dy.reshape(x.shape).contiguous()
+    rounded = dy.to(gate_up.dtype)
+    d_gate_up, h = gate_gradients(layer.down.input_gradient(rounded), gate_up)
+    layer.down.add_gradients_(rounded, kept[0] if kept else h)
+    dm = layer.gate_up.input_gradient(d_gate_up)
+    layer.gate_up.add_gradients_(d_gate_up, m)
+    rounded = torch.empty_like(rounded)
+    dx, d_norm_mlp = rms_norm.gradients(dm, middle, norm_mlp, inverse_mlp, onto=dy, rounded=rounded)
+    del dm, h, d_gate_up
+    edge, inputs = ctx.attention
+    d_attended = layer.o.input_gradient(rounded)
+    layer.o.add_gradients_(rounded, out)
+    d_heads = torch.autograd.grad(
+        edge, inputs, d_attended.view(*ctx.shape[:-1], -1, ctx.heads.size)
+    )
+    d_qkv, d_head_norms = ctx.heads.gradients(d_heads)
+    da = layer.qkv.input_gradient(d_qkv)
+    layer.qkv.add_gradients_(d_qkv, a)
+    dx, d_norm = rms_norm.gradients(da, x, norm, inverse, onto=dx)
+    return dx.view(ctx.shape), None, None, None, None, d_norm, d_norm_mlp, *d_head_norms
+
+
+class _Saved(NamedTuple):
+    """Operands as plain tensors, which autograd can keep."""
+
+    tensors: Sequence[Tensor]
+    formats: Sequence[Format | None]
+
+    @classmethod
+    def of(cls, *operands: Operand) -> _Saved:
+        tensors: list[Tensor] = []
+        for operand in operands:
+            is_coded = isinstance(operand, Quantized)
+            tensors += [operand.codes, operand.scale] if is_coded else [operand]
+        return cls(tensors, [getattr(operand, "format", None) for operand in operands])
+
+    def restore(self, tensors: Sequence[Tensor]) -> list[Operand]:
+        source = iter(tensors)
+        return [
+            next(source) if format is None else Quantized(next(source), next(source), format)
+            for format in self.formats
+        ]
+
+
+class _Heads:
+    """q, k and v out of their product: normed if the family does that, and rotated."""
+
+    def __init__(
+        self,
+        layer: Any,
+        qkv: Tensor,
+        norms: Sequence[Tensor],
+        rotations: Rotations,
+        eps: float,
+    ) -> None:
+        attention = layer.self_attn
+        self.rotations = [x.flatten(0, 1).contiguous() for x in rotations]  # [B T or T, D]
+        self.norms = norms
+        self.size = attention.head_dim
+        self.sizes = [size // self.size for size in layer.qkv.sizes]
+        heads = qkv.unflatten(-1, (-1, self.size))  # [M, H + 2 H_kv, D]
+        *turned, v = heads.split(self.sizes, 1)
+        self.unnormed: list[tuple[Tensor, Tensor]] = []
+        if norms:
+            turned = [self._norm(x, w, eps) for x, w in zip(turned, norms, strict=True)]
+        q, k = (rotation.rotate(x, *self.rotations, x.new_empty(x.shape)) for x in turned)
+        self.qkv = (q, k, v.contiguous())  # a view would keep the whole product
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y, inverse = rms_norm.normalize(rows, weight, eps, x.dtype)
+        self.unnormed.append((rows, inverse))
         return y.view(x.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
-        dx, dweight = rms_norm.gradients(dy.reshape(x.shape).contiguous(), x, weight, inverse)
-        return dx.view(dy.shape), dweight.to(weight.dtype), None, None
+    def gradients(self, d_heads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """d of the product [M, N], and of the norms of q and k."""
+        dq, dk, dv = (x.flatten(0, 1) for x in d_heads)  # [M, H, D]
+        product = dv.new_empty(len(dv), sum(self.sizes), dv.shape[-1])
+        *d_turned, target = product.split(self.sizes, 1)
+        target.copy_(dv)
+        d_norms = []
+        for index, (dx, into) in enumerate(zip((dq, dk), d_turned, strict=True)):
+            turned = into if not self.norms else dx.new_empty(dx.shape)
+            rotation.rotate(_by_heads(dx), *self.rotations, turned, is_gradient=True)
+            if self.norms:
+                x, inverse = self.unnormed[index]
+                d_rows, d_norm = rms_norm.gradients(
+                    turned.view(x.shape), x, self.norms[index], inverse
+                )
+                into.copy_(d_rows.view(dx.shape))
+                d_norms.append(d_norm)
+        return product.flatten(1), d_norms
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return gate_values(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return gate_gradients(dy.contiguous(), *ctx.saved_tensors)
+def _by_heads(x: Tensor) -> Tensor:
+    """[M, H, D] with the heads of a token side by side."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        cos, sin = (a.flatten(0, 1).contiguous() for a in (cos, sin))  # x is [B, T, H, D]
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return rotation.rotate(x.flatten(0, 1).contiguous(), cos, sin, dtype).view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        flat = dy.flatten(0, 1).contiguous()
-        cos, sin = ctx.saved_tensors
-        dx = rotation.rotate(flat, cos, sin, ctx.dtype, is_gradient=True)
-        return dx.view(dy.shape), None, None, None
+def _operand(x: Tensor, format: Format | None) -> Operand:
+    return x if format is None else quantize_rows(x, format)
 
 
 def fuse_layers_(model: Any) -> int:
-    """Replace modules of the decoder layers by fused ones that compute the same; returns how many.
-
-    The last norm of the model stays, because its result must not be rounded.
-    """
-    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    """Replace decoder layers by fused ones that compute the same; returns how many."""
+    layers = [m for m in model.modules() if type(m).__name__ in LAYERS]
     rotations = _sample_rotations(model, layers)
-    # Innermost first: fused attention takes over its fused QK-norms.
-    parents = [parent for layer in layers for parent in reversed(list(layer.modules()))]
+    if rotations is None:
+        return 0
     num_fused = 0
-    for parent in parents:
+    for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            fused = _fused(module, rotations)
-            if fused is not None and _agree(module, fused, rotations):
-                setattr(parent, name, fused.train(module.training))
+            if type(module).__name__ in LAYERS and _agree(module, rotations):
+                setattr(parent, name, FusedLayer(module).train(module.training))
                 num_fused += 1
     return num_fused
 
 
-def _fused(module: Any, rotations: Rotations | None) -> nn.Module | None:
-    kind = type(module).__name__
-    if kind.endswith("RMSNorm"):
-        return FusedRMSNorm(module.weight, module.variance_epsilon)
-    if kind.endswith("MLP"):
-        return FusedMLP(module)
-    if kind in ATTENTIONS and rotations is not None:
-        return FusedAttention(module)
-    return None
-
-
 @torch.no_grad()
-def _agree(module: nn.Module, fused: nn.Module, rotations: Rotations | None) -> bool:
-    """Whether two modules return the same in FP32 for a few random rows."""
-    weight = next(module.parameters())
-    if weight.dtype != torch.float32:
+def _agree(layer: nn.Module, rotations: Rotations) -> bool:
+    """Whether a fused layer returns the same in FP32 for a few random rows."""
+    weight = next(layer.parameters())
+    if any(p.dtype != torch.float32 for p in layer.parameters()):
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, CHECK_POSITIONS, weight.shape[-1], generator=generator).to(weight.device)
-    if isinstance(fused, FusedAttention):
-        inputs = {"hidden_states": x, "position_embeddings": rotations, "attention_mask": None}
-        expected, found = (m(**inputs)[0] for m in (module, fused))
-    else:
-        expected, found = module(x), fused(x)
+    fused = FusedLayer(layer)
+    expected, found = (m(x, position_embeddings=rotations) for m in (layer, fused))
     return bool((found - expected).norm() <= CHECK_BOUND * expected.norm())
 
 

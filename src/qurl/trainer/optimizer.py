@@ -66,5 +66,6 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
     optimizer.step()
+    torch.autograd.graph.increment_version(parameters)  # fused kernels forget to
     optimizer.zero_grad(set_to_none=True)
     return norm

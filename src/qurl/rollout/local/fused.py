@@ -17,10 +17,10 @@ from qurl.ops.target import Target
 from qurl.quant import Quantized
 from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
+from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
 from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
-from qurl.rollout.local.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
 from qurl.rollout.local.ops import LayerCache

@@ -33,8 +33,8 @@ from torch import Tensor
 from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import INTERPRETED, as_factor, narrow
 from qurl.quant.formats import BLOCK, Format, Quantized
+from qurl.quant.kernels.product import empty_operand, quantize_row
 from qurl.quant.linear import Operand
-from qurl.rollout.local.kernels.product import empty_operand, quantize_row
 
 CHUNK = 512
 _COMBINED = 16384  # numbers that a program of `combine_kernel` loads at once: 64 KiB in flight

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from qurl.ops.launch import EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import divide, narrow, store_rounded
+from qurl.quant.kernels.product import load_channels, load_product, product_args
 from qurl.quant.linear import Product
-from qurl.rollout.local.kernels.product import load_channels, load_product, product_args
 
 _FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4

@@ -22,10 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_of_2, overlapping
-from qurl.ops.rounding import divide, magnitude, narrow, scale_for, store_rounded
+from qurl.ops.rounding import divide, load_float, magnitude, narrow, scale_for, store_rounded
 from qurl.quant.formats import Format, Quantized
-from qurl.quant.linear import Operand, Product
-from qurl.rollout.local.kernels.product import (
+from qurl.quant.kernels.product import (
     empty_operand,
     largest,
     load_channels,
@@ -34,6 +33,7 @@ from qurl.rollout.local.kernels.product import (
     product_shape,
     quantize_row,
 )
+from qurl.quant.linear import Operand, Product
 
 _REGISTERS = 65536  # of a multiprocessor
 _MAX_TILES = 8  # of a row in registers; a longer row is read twice
@@ -48,17 +48,21 @@ def add_norm(
     format: Format | None,
     dtype: torch.dtype,
     *,
+    total: Tensor | None = None,
+    inverse: Tensor | None = None,
     clear: Tensor | None = None,
 ) -> Operand:
-    """x [M, K] += delta, in place, in FP32; returns its RMS norm times weight [K].
+    """x [M, K] += delta in FP32; returns its RMS norm times weight [K].
 
-    `clear` [M] is set to zero, for a later kernel that takes maxima into it.
+    The sum is stored in `total`, by default in place. `inverse` [M] receives 1 / rms, which the
+    gradients need. `clear` [M] is set to zero, for a later kernel that takes maxima into it.
     """
     rows, width = x.shape
     assert x.dtype == weight.dtype == torch.float32
     assert all(tensor.is_contiguous() for tensor in (x, weight))
     assert delta is None or product_shape(delta) == (rows, width)
-    assert clear is None or clear.shape == (rows,)
+    assert total is None or (total.shape == x.shape and total.is_contiguous())
+    assert all(vector is None or vector.shape == (rows,) for vector in (inverse, clear))
     operand = empty_operand(rows, width, format, dtype, x.device)
     block = next_power_of_2(width)
     # One load of four columns per thread: with few rows the latency of loads dominates.
@@ -74,7 +78,8 @@ def add_norm(
         **overlapping(x.device),
         **EXACT,
     }
-    add_norm_kernel[(rows,)](x=x, weight=weight, eps=eps, clear=clear, **args)
+    outputs = {"total": x if total is None else total, "inverse": inverse, "clear": clear}
+    add_norm_kernel[(rows,)](x=x, weight=weight, eps=eps, **outputs, **args)
     return operand
 
 
@@ -94,18 +99,30 @@ def swiglu(
     return operand
 
 
-def quantize_rows(x: Tensor, format: Format, amax: Tensor | None = None) -> Quantized:
+def quantize_rows(x: Product, format: Format, amax: Tensor | None = None) -> Quantized:
     """`qurl.quant.formats.quantize_activation` of x [M, K].
 
     A known `amax` = max|x| [M] of each row saves a pass; formats with blocks ignore it.
     """
-    rows, width = x.shape
+    rows, width = product_shape(x)
     assert amax is None or (amax.shape == (rows,) and amax.dtype == torch.float32)
-    operand = empty_operand(rows, width, format, x.dtype, x.device)
+    device = x.device if isinstance(x, Tensor) else x.acc.device
+    operand = empty_operand(rows, width, format, x.dtype, device)
     assert isinstance(operand, Quantized)
     no_gate = {"GATED": False, "ALTERNATING": False, "RESULT": DTYPES[x.dtype]}
     _map_rows(x, operand, amax if format.block is None else None, no_gate)
     return operand
+
+
+def dequantize_rows(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """codes * scale of activations [M, K], rounded once to `dtype`."""
+    rows, width = x.codes.shape
+    out = torch.empty_like(x.codes, dtype=dtype)
+    tile = min(next_power_of_2(width), 2048)
+    dequantize_kernel[(rows, divide_up(width, tile))](
+        x.codes, x.scale, out, K=width, GROUP=x.format.block or width, TILE=tile, num_warps=4
+    )
+    return out
 
 
 def _map_rows(
@@ -163,6 +180,8 @@ def add_norm_kernel(
     bias,
     out,
     out_scale,
+    total,
+    inverse,
     clear,
     num_rows,
     eps,
@@ -188,9 +207,12 @@ def add_norm_kernel(
         values += load_product(
             acc, scale_x, scale, shift, row, columns, mask, num_rows, K, S, DTYPE
         )
-        tl.store(x + row * K + columns, values, mask=mask)
+        tl.store(total + row * K + columns, values, mask=mask)
     mean = tl.sum(tl.sum(values * values, axis=1), axis=0) / K
-    values = gain * (values * tl.rsqrt(mean + eps))
+    factor = tl.rsqrt(mean + eps)
+    if inverse is not None:
+        tl.store(inverse + row, factor)
+    values = gain * (values * factor)
     _store_tile(out, out_scale, row, groups, values, K, C, LARGEST)
     if clear is not None:
         tl.store(clear + row, 0.0)
@@ -256,6 +278,18 @@ def map_kernel(
         for tile in tl.range(KEPT, TILES):
             values = _load_tile(product, row, first + tile, num_rows, SHAPE)
             _store_codes(out, row, first + tile, values, scale, K, C)
+
+
+@triton.jit
+def dequantize_kernel(codes, scale, out, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """One program per row and tile."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < K
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    factor = tl.load(scale + row * groups + column // GROUP, mask=mask, other=0.0)
+    values = load_float(codes + row * K + column, mask)
+    store_rounded(out + row * K + column, values * factor, mask)
 
 
 @triton.jit

@@ -4,11 +4,16 @@
 
     dgate = dy up s (1 + gate (1 - s));   dup = dy gate s
 
-Everything is computed in FP32 and rounded once, to the dtype of the result.
+Everything is computed in FP32 and rounded once, to the dtype of the result. y is computed once
+more, so that no one needs to keep it; if the next product read codes of y, what they stand for.
+
 Shapes: N tokens, I intermediate channels; gate and up lie side by side in [N, 2 I].
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,37 +21,153 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import divide_up, next_power_of_2
-from qurl.ops.rounding import load_float, store_rounded
+from qurl.ops.rounding import divide, load_float, narrow, round_to_code, scale_for, store_rounded
 
 TILE = 2048
 
 
-def gate_gradients(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """d gate_up [N, 2 I] from dy [N, I], and y [N, I] again, so that no one needs to keep it."""
+@dataclass(frozen=True)
+class CodedGradient:
+    """Where codes of d gate_up * channel_scale go, with one scale per token."""
+
+    channel_scale: Tensor  # [2 I]
+    codes: Tensor  # [N, 2 I]
+    scale: Tensor  # [N]
+    largest: float
+
+
+def gate_gradients(
+    dy: Tensor,
+    gate_up: Tensor,
+    *,
+    y_scale: Tensor | None = None,
+    is_integer: bool = False,
+    coded: CodedGradient | None = None,
+) -> tuple[Tensor, Tensor]:
+    """d gate_up [N, 2 I] from dy [N, I], and y [N, I].
+
+    With `y_scale` [N, groups], y is what its codes stand for: integers, or else E4M3.
+    """
     rows, width = dy.shape
     assert gate_up.shape == (rows, 2 * width)
     assert all(tensor.is_contiguous() for tensor in (dy, gate_up))
     d_gate_up, y = torch.empty_like(gate_up), torch.empty_like(dy)
-    tile = min(TILE, next_power_of_2(width))
-    gate_gradients_kernel[(rows, divide_up(width, tile))](
-        dy, gate_up, d_gate_up, y, WIDTH=width, TILE=tile, num_warps=4
-    )
+    groups = 1 if y_scale is None else y_scale.shape[1]
+    shape: dict[str, Any] = {
+        "WIDTH": width,
+        "GROUPS": groups,
+        "GROUP": width if groups == 1 else 128,
+        "IS_INT": is_integer,
+        "TILE": min(TILE, next_power_of_2(width)),
+        "num_warps": 4,
+    }
+    tensors = (dy, gate_up, y_scale, d_gate_up, y)
+    if coded is None:
+        tiles = divide_up(width, shape["TILE"])
+        gate_gradients_kernel[(rows, tiles)](*tensors, **shape)
+    else:
+        outputs = (coded.channel_scale, coded.codes, coded.scale)
+        # Eight columns of a tile per thread, and all threads that fit for the longest rows.
+        warps = 8 if width <= 6 * 2048 else 16
+        shape |= {"TILE": 256 * warps, "TILES": divide_up(width, 256 * warps), "num_warps": warps}
+        gate_gradients_coded_kernel[(rows,)](*tensors, *outputs, LARGEST=coded.largest, **shape)
     return d_gate_up, y
 
 
 @triton.jit
-def gate_gradients_kernel(dy, gate_up, d_gate_up, y, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def gate_gradients_kernel(
+    dy,
+    gate_up,
+    y_scale,
+    d_gate_up,
+    y,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_INT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """One program per token and tile of channels."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
+    at = d_gate_up + row * (2 * WIDTH) + column
+    store_rounded(at, dgate, column < WIDTH)
+    store_rounded(at + WIDTH, dup, column < WIDTH)
+    _store_value(y, y_scale, value, row, column, WIDTH, GROUPS, GROUP, IS_INT)
+
+
+@triton.jit
+def gate_gradients_coded_kernel(
+    dy,
+    gate_up,
+    y_scale,
+    d_gate_up,
+    y,
+    channel_scale,
+    codes,
+    scale,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_INT: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One program per token, whose gradients stay in registers until their scale is known."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([TILE], tl.float32)
+    folded = ()
+    for tile in tl.static_range(TILES):
+        column = tile * TILE + tl.arange(0, TILE)
+        mask = column < WIDTH
+        dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
+        at = d_gate_up + row * (2 * WIDTH) + column
+        store_rounded(at, dgate, mask)
+        store_rounded(at + WIDTH, dup, mask)
+        _store_value(y, y_scale, value, row, column, WIDTH, GROUPS, GROUP, IS_INT)
+        dgate *= load_float(channel_scale + column, mask)
+        dup *= load_float(channel_scale + WIDTH + column, mask)
+        peak = tl.maximum(peak, tl.maximum(tl.abs(dgate), tl.abs(dup)))
+        folded = folded + (dgate, dup)  # noqa: RUF005 (Triton has no unpacking)
+    step = scale_for(tl.max(peak, 0), LARGEST)
+    tl.store(scale + row, step)
+    inverse = 1.0 / step
+    for tile in tl.static_range(TILES):
+        column = tile * TILE + tl.arange(0, TILE)
+        at = codes + row * (2 * WIDTH) + column
+        store_rounded(at, folded[2 * tile] * inverse, column < WIDTH)
+        store_rounded(at + WIDTH, folded[2 * tile + 1] * inverse, column < WIDTH)
+
+
+@triton.jit
+def _gradients(dy, gate_up, row, column, WIDTH: tl.constexpr):
+    """dgate, dup and y of some channels of a token."""
     mask = column < WIDTH
-    at = row * WIDTH + column
-    of_gate = row * (2 * WIDTH) + column
-    of_up = of_gate + WIDTH
-    upstream = load_float(dy + at, mask)
-    x = load_float(gate_up + of_gate, mask)
-    value = load_float(gate_up + of_up, mask)
-    share = tl.sigmoid(x)
-    store_rounded(d_gate_up + of_gate, upstream * value * share * (1 + x * (1 - share)), mask)
-    store_rounded(d_gate_up + of_up, upstream * x * share, mask)
-    store_rounded(y + at, x / (1.0 + tl.exp(-x)) * value, mask)
+    upstream = load_float(dy + row * WIDTH + column, mask)
+    x = load_float(gate_up + row * (2 * WIDTH) + column, mask)
+    up = load_float(gate_up + row * (2 * WIDTH) + WIDTH + column, mask)
+    share = 1.0 / (1.0 + tl.exp(-x))
+    silu = x * share
+    return upstream * up * (share + silu * (1 - share)), upstream * silu, silu * up
+
+
+@triton.jit
+def _store_value(
+    y,
+    y_scale,
+    value,
+    row,
+    column,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_INT: tl.constexpr,
+):
+    mask = column < WIDTH
+    if y_scale is not None:
+        step = tl.load(y_scale + row * GROUPS + column // GROUP, mask=mask, other=1.0)
+        value = narrow(value, y.dtype.element_ty).to(tl.float32)  # as the quantizer read it
+        value = round_to_code(divide(value, step), IS_INT) * step
+    store_rounded(y + row * WIDTH + column, value, mask)

@@ -128,6 +128,20 @@ def float8_bits(values):
 
 
 @triton.jit
+def round_to_code(values, IS_INT: tl.constexpr):
+    """FP32 values of the codes next to the values: integers, or E4M3 numbers of at most 448."""
+    if IS_INT:
+        rounded = (values + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+        small = (values * 512.0 + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
+        is_small = tl.abs(values) < 2.0**-6
+        rounded = tl.where(is_small, small * (1 / 512.0), normal.to(tl.float32, bitcast=True))
+    return rounded
+
+
+@triton.jit
 def as_factor(tile):
     """A tile as `tl.dot` takes it: the interpreter would multiply the bits of BF16."""
     if INTERPRETED and tile.dtype == tl.bfloat16:

@@ -28,8 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
-from qurl.ops.gate import gate_gradients
+from qurl.ops.gate import CodedGradient, gate_gradients
 from qurl.quant.formats import Format, Quantized
+from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
@@ -128,10 +129,10 @@ class _Layer(torch.autograd.Function):
             ctx.layer, ctx.shape, ctx.heads = layer, shape, heads
             # Edges and not tensors: what attention keeps is its own affair.
             ctx.attention = (get_gradient_edge(attended), [get_gradient_edge(h) for h in qkv])
-            kept = (h,) if layer.down.format else ()  # numbers are computed again
-            operands = _Saved.of(a, out, m, *kept)
+            operands = _Saved.of(a, out, m)
             ctx.operands = operands
-            numbers = (x, inverse, middle, inverse_mlp, gate_up, *norms[:2])
+            h_scale = h.scale if isinstance(h, Quantized) else None  # h is computed again
+            numbers = (x, inverse, middle, inverse_mlp, gate_up, h_scale, *norms[:2])
             ctx.save_for_backward(*numbers, *operands.tensors)
         return y.view(shape)
 
@@ -144,13 +145,15 @@ class _Layer(torch.autograd.Function):
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     layer = ctx.layer
-    x, inverse, middle, inverse_mlp, gate_up, norm, norm_mlp, *coded = ctx.saved_tensors
-    a, out, m, *kept = ctx.operands.restore(coded)
+    x, inverse, middle, inverse_mlp, gate_up, h_scale, norm, norm_mlp, *coded = ctx.saved_tensors
+    a, out, m = ctx.operands.restore(coded)
     dy = dy.reshape(x.shape).contiguous()
     rounded = dy.to(gate_up.dtype)
-    d_gate_up, h = gate_gradients(layer.down.input_gradient(rounded), gate_up)
-    layer.down.add_gradients_(rounded, kept[0] if kept else h)
-    dm = layer.gate_up.input_gradient(d_gate_up)
+    d_gate_up, h, coded = _gate_gradients(
+        layer, layer.down.input_gradient(rounded), gate_up, h_scale
+    )
+    layer.down.add_gradients_(rounded, h)
+    dm = layer.gate_up.input_gradient(d_gate_up, coded)
     layer.gate_up.add_gradients_(d_gate_up, m)
     rounded = torch.empty_like(rounded)
     dx, d_norm_mlp = rms_norm.gradients(dm, middle, norm_mlp, inverse_mlp, onto=dy, rounded=rounded)
@@ -166,6 +169,21 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     layer.qkv.add_gradients_(d_qkv, a)
     dx, d_norm = rms_norm.gradients(da, x, norm, inverse, onto=dx)
     return dx.view(ctx.shape), None, None, None, None, d_norm, d_norm_mlp, *d_head_norms
+
+
+def _gate_gradients(
+    layer: FusedLayer, dh: Tensor, gate_up: Tensor, h_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Quantized | None]:
+    """d gate_up, h, and codes of d gate_up if the next product wants them."""
+    projection, format = layer.gate_up, layer.down.format
+    is_integer = format is not None and format.is_integer
+    if not projection.has_coded_gradient:
+        return *gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer), None
+    weight = projection.codes(gate_up.dtype)
+    coded = empty_codes(*gate_up.shape, weight.format, gate_up.device)
+    target = CodedGradient(weight.scale, coded.codes, coded.scale, weight.format.act_max)
+    d_gate_up, h = gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer, coded=target)
+    return d_gate_up, h, coded
 
 
 class _Saved(NamedTuple):

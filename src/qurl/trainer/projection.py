@@ -24,11 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qurl.ops.coding import code_gradient
 from qurl.ops.target import Target
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
 from qurl.quant.kernels.gemm import library_product
 from qurl.quant.kernels.gemm import multiply as multiply_codes
 from qurl.quant.kernels.plans import Plans, kind_of
+from qurl.quant.kernels.product import empty_codes
+from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.kernels.rows import dequantize_rows
 from qurl.quant.linear import Operand, finish
 from qurl.trainer.products import as_factor, multiply
@@ -40,6 +43,7 @@ class Projection:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
         self.format: Format | None = None
+        self.has_coded_gradient = False  # whether dx is a product of codes
         self.sizes = [linear.out_features for linear in linears]
         self._copies: dict[Any, Any] = {}
         self._versions: list[int] = []
@@ -49,7 +53,7 @@ class Projection:
     def __deepcopy__(self, memo: dict) -> Projection:
         """The same for copies of the layers; a copy of the weights is soon made."""
         twin = Projection(copy.deepcopy(self.linears, memo))
-        twin.format = self.format
+        twin.format, twin.has_coded_gradient = self.format, self.has_coded_gradient
         return twin
 
     @torch.no_grad()
@@ -65,9 +69,22 @@ class Projection:
         w = self.weight(dtype)
         return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
 
-    def input_gradient(self, dy: Tensor) -> Tensor:
-        """dx [M, K] of dy [M, N], in its dtype."""
-        return torch.mm(dy, self.weight(dy.dtype))
+    def input_gradient(self, dy: Tensor, coded: Quantized | None = None) -> Tensor:
+        """dx [M, K] of dy [M, N], in its dtype.
+
+            dx[m, k] = a[m] sum_n q[m, n] c[n, k]        q, a = codes of dy * scale_w, per token
+
+        if gradients are coded: the codes c of W serve as they are, and only dy is rounded. `coded`
+        is q, if it is known.
+        """
+        if not self.has_coded_gradient:
+            return torch.mm(dy, self.weight(dy.dtype))
+        weight = self.codes(dy.dtype)
+        if coded is None:
+            coded = empty_codes(*dy.shape, weight.format, dy.device)
+            largest = weight.format.act_max
+            code_gradient(dy, weight.scale, coded.codes, coded.scale, largest)
+        return self._multiply_transposed(coded, weight, dy.dtype)
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
@@ -106,7 +123,7 @@ class Projection:
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         if self.format is not None:
-            return dequantize(self._codes(dtype)).to(dtype)
+            return dequantize(self.codes(dtype)).to(dtype)
         return torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -114,23 +131,50 @@ class Projection:
             return None
         return torch.cat([linear.bias.detach().to(dtype) for linear in self.linears])
 
-    def _codes(self, dtype: torch.dtype) -> Quantized:
+    def codes(self, dtype: torch.dtype) -> Quantized:
         """W in codes. The masters are rounded to the compute dtype first, as in the engine."""
+        return self._copy(("codes", dtype), lambda: self._quantize(dtype))
 
-        def make() -> Quantized:
-            weight = torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
-            return quantize(weight, self.format)  # type: ignore[arg-type]
-
-        return self._copy(("codes", dtype), make)
+    def _quantize(self, dtype: torch.dtype) -> Quantized:
+        assert self.format is not None
+        masters = [linear.weight.detach() for linear in self.linears]
+        if self.format.block is not None or not masters[0].is_cuda:
+            return quantize(torch.cat(masters).to(dtype), self.format)
+        codes = masters[0].new_empty(sum(self.sizes), masters[0].shape[1], dtype=self.format.dtype)
+        coded = Quantized(codes, masters[0].new_empty(len(codes), 1), self.format)
+        flips = torch.empty_like(coded.scale, dtype=torch.int32)
+        parts = [x.split(self.sizes) for x in (coded.codes, coded.scale, flips)]
+        for master, rows, scale, changed in zip(masters, *parts, strict=True):
+            requantize_(master, Quantized(rows, scale, self.format), changed, dtype)
+        return coded
 
     def _multiply_codes(self, x: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        weight, target = self._codes(dtype), Target.of(x.codes.device)
-        plan = _plans(target).choose(kind_of(x.format, target), len(x.codes), *weight.codes.shape)
-        if plan is None:
-            product = library_product(x, weight, bias, dtype)
-            assert product is not None, "the table names the library only where it has the product"
-            return product
-        return finish(multiply_codes(x, weight, bias, dtype, plan))
+        return _product(x, self.codes(dtype), bias, dtype)
+
+    def _multiply_transposed(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+        """x W of codes, whose matrix unit wants W transposed."""
+
+        def transpose() -> Quantized:
+            codes = weight.codes.T.contiguous()  # [K, N]
+            return Quantized(codes, weight.scale.new_ones(len(codes), 1), weight.format)
+
+        w = self._copy(("transposed", dtype), transpose)
+        if not x.codes.is_cuda or x.format.is_integer:
+            return _product(x, w, None, dtype)
+        # Gradients need not agree with the engine's, so they may lose bits inside the sum.
+        scales = {"scale_a": x.scale, "scale_b": w.scale.T}
+        return torch._scaled_mm(x.codes, w.codes.T, **scales, out_dtype=dtype, use_fast_accum=True)
+
+
+def _product(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + b, by the plan that the engine has for it."""
+    target = Target.of(x.codes.device)
+    plan = _plans(target).choose(kind_of(x.format, target), len(x.codes), *weight.codes.shape)
+    if plan is None:
+        product = library_product(x, weight, bias, dtype)
+        assert product is not None, "the table names the library only where it has the product"
+        return product
+    return finish(multiply_codes(x, weight, bias, dtype, plan))
 
 
 @functools.cache

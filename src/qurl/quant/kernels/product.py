@@ -57,11 +57,16 @@ def empty_operand(
     rows: int, width: int, format: Format | None, dtype: torch.dtype, device: torch.device
 ) -> Operand:
     """An uninitialised input [M, K] of a projection; without a format, numbers of `dtype`."""
-    values = torch.empty(rows, width, dtype=format.dtype if format else dtype, device=device)
     if format is None:
-        return values
+        return torch.empty(rows, width, dtype=dtype, device=device)
+    return empty_codes(rows, width, format, device)
+
+
+def empty_codes(rows: int, width: int, format: Format, device: torch.device) -> Quantized:
+    """Uninitialised codes [M, K] of activations, and their scales."""
+    codes = torch.empty(rows, width, dtype=format.dtype, device=device)
     groups = divide_up(width, format.block or width)
-    return Quantized(values, values.new_empty(rows, groups, dtype=torch.float32), format)
+    return Quantized(codes, codes.new_empty(rows, groups, dtype=torch.float32), format)
 
 
 @triton.jit

@@ -10,6 +10,8 @@ Shapes: M tokens, N channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,15 +33,10 @@ def code_gradient(
     assert channel_scale.numel() == width
     assert all(tensor.is_contiguous() for tensor in (g, channel_scale, codes, scale))
     columns = next_power_of_2(width)
-    per_tile = max(1, TILE // columns)
-    programs = min(PROGRAMS, divide_up(rows, per_tile))
-    code_gradient_kernel[(programs,)](
-        *(g, channel_scale, codes, scale, rows),
-        N=width,
-        ROWS=per_tile,
-        LARGEST=largest,
-        num_warps=min(16, max(4, columns // 512)),
-    )
+    tile: dict[str, Any] = {"N": width, "ROWS": max(1, TILE // columns), "LARGEST": largest}
+    tile["num_warps"] = min(16, max(4, columns // 512))
+    programs = min(PROGRAMS, divide_up(rows, tile["ROWS"]))
+    code_gradient_kernel[(programs,)](g, channel_scale, codes, scale, rows, **tile)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,3 +1,5 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright what a jitted function returns cannot be iterated.)
 """The gradients of an MLP's gate, in one pass over memory.
 
     s = 1 / (1 + exp(-gate));   y = gate s up
@@ -70,7 +72,8 @@ def gate_gradients(
         # Eight columns of a tile per thread, and all threads that fit for the longest rows.
         warps = 8 if width <= 6 * 2048 else 16
         shape |= {"TILE": 256 * warps, "TILES": divide_up(width, 256 * warps), "num_warps": warps}
-        gate_gradients_coded_kernel[(rows,)](*tensors, *outputs, LARGEST=coded.largest, **shape)
+        shape |= {"LARGEST": coded.largest}
+        gate_gradients_coded_kernel[(rows,)](*tensors, *outputs, **shape)
     return d_gate_up, y
 
 

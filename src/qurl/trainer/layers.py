@@ -54,6 +54,7 @@ class FusedLayer(GradientCheckpointingLayer):
         # Mistral's window is in the config alone.
         owner = config if family.windows == "every layer" else attention
         self.window = getattr(owner, "sliding_window", None)
+        self.eps: float = own.input_layernorm.variance_epsilon
         self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o = Projection([attention.o_proj])
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
@@ -104,7 +105,7 @@ class _Layer(torch.autograd.Function):
         *norms: Tensor,
     ) -> Tensor:
         dtype = arithmetic_dtype(x)
-        shape, eps = x.shape, layer.input_layernorm.variance_epsilon  # type: ignore[union-attr]
+        shape, eps = x.shape, layer.eps
         with torch.autocast(x.device.type, enabled=False):
             x = x.reshape(-1, shape[-1]).float().contiguous()
             inverse, inverse_mlp = x.new_empty(2, len(x))
@@ -180,7 +181,7 @@ def _gate_gradients(
     if not projection.has_coded_gradient:
         return *gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer), None
     weight = projection.codes(gate_up.dtype)
-    coded = empty_codes(*gate_up.shape, weight.format, gate_up.device)
+    coded = empty_codes(gate_up.shape[0], gate_up.shape[1], weight.format, gate_up.device)
     target = CodedGradient(weight.scale, coded.codes, coded.scale, weight.format.act_max)
     d_gate_up, h = gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer, coded=target)
     return d_gate_up, h, coded
@@ -220,7 +221,8 @@ class _Heads:
         eps: float,
     ) -> None:
         attention = layer.self_attn
-        self.rotations = [x.flatten(0, 1).contiguous() for x in rotations]  # [B T or T, D]
+        cos, sin = (x.flatten(0, 1).contiguous() for x in rotations)  # [B T or T, D]
+        self.rotations = cos, sin
         self.norms = norms
         self.size = attention.head_dim
         self.sizes = [size // self.size for size in layer.qkv.sizes]
@@ -229,7 +231,7 @@ class _Heads:
         self.unnormed: list[tuple[Tensor, Tensor]] = []
         if norms:
             turned = [self._norm(x, w, eps) for x, w in zip(turned, norms, strict=True)]
-        q, k = (rotation.rotate(x, *self.rotations, x.new_empty(x.shape)) for x in turned)
+        q, k = (rotation.rotate(x, cos, sin, x.new_empty(x.shape)) for x in turned)
         self.qkv = (q, k, v.contiguous())  # a view would keep the whole product
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -247,7 +249,8 @@ class _Heads:
         d_norms = []
         for index, (dx, into) in enumerate(zip((dq, dk), d_turned, strict=True)):
             turned = into if not self.norms else dx.new_empty(dx.shape)
-            rotation.rotate(_by_heads(dx), *self.rotations, turned, is_gradient=True)
+            cos, sin = self.rotations
+            rotation.rotate(_by_heads(dx), cos, sin, turned, is_gradient=True)
             if self.norms:
                 x, inverse = self.unnormed[index]
                 d_rows, d_norm = rms_norm.gradients(

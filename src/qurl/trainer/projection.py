@@ -47,8 +47,6 @@ class Projection:
         self.sizes = [linear.out_features for linear in linears]
         self._copies: dict[Any, Any] = {}
         self._versions: list[int] = []
-        self._total: Tensor | None = None  # dW [N, K]
-        self._bias_total: Tensor | None = None  # db [N]
 
     def __deepcopy__(self, memo: dict) -> Projection:
         """The same for copies of the layers; a copy of the weights is soon made."""
@@ -81,7 +79,7 @@ class Projection:
             return torch.mm(dy, self.weight(dy.dtype))
         weight = self.codes(dy.dtype)
         if coded is None:
-            coded = empty_codes(*dy.shape, weight.format, dy.device)
+            coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
             largest = weight.format.act_max
             code_gradient(dy, weight.scale, coded.codes, coded.scale, largest)
         return self._multiply_transposed(coded, weight, dy.dtype)
@@ -89,26 +87,33 @@ class Projection:
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
         """Add dW and db of one micro-batch to the layers' `.grad`."""
-        if isinstance(x, Quantized):
-            x = dequantize_rows(x, dy.dtype)
-        factors = [as_factor(values, dy.dtype) for values in (dy.T, x)]
-        is_first = self.linears[0].weight.grad is None
-        self._total = multiply(*factors, None if is_first else self._total)
-        if is_first:
-            for linear, rows in zip(self.linears, self._total.split(self.sizes), strict=True):
-                linear.weight.grad = rows
-        if self.linears[0].bias is not None:
-            self._add_bias_gradient_(dy, is_first)
+        numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
+        factors = (as_factor(dy.T, dy.dtype), as_factor(numbers, dy.dtype))
+        weights = [linear.weight for linear in self.linears]
+        if weights[0].grad is None:
+            self._share(weights, multiply(*factors))
+        else:
+            multiply(*factors, self._whole(weights))
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        if biases and biases[0].grad is None:
+            self._share(biases, dy.sum(0, dtype=torch.float32))
+        elif biases:
+            self._whole(biases).add_(dy.sum(0, dtype=torch.float32))
 
-    def _add_bias_gradient_(self, dy: Tensor, is_first: bool) -> None:
-        total = dy.sum(0, dtype=torch.float32)
-        if not is_first:
-            assert self._bias_total is not None
-            self._bias_total += total
-            return
-        self._bias_total = total
-        for linear, part in zip(self.linears, total.split(self.sizes), strict=True):
-            linear.bias.grad = part
+    def _share(self, parameters: Sequence[Tensor], total: Tensor) -> None:
+        """Make each `.grad` its part of a gradient of the whole stack."""
+        for parameter, part in zip(parameters, total.split(self.sizes), strict=True):
+            parameter.grad = part
+
+    def _whole(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The gradient of the whole stack, of which each `.grad` is a part."""
+        first = parameters[0].grad
+        assert first is not None
+        return first.as_strided((sum(self.sizes), *first.shape[1:]), first.stride())
+
+    def forget_copies_(self) -> None:
+        """Free the memory of the copies; the next product makes them anew."""
+        self._copies.clear()
 
     def _copy(self, key: Any, make: Any) -> Any:
         """What `make` returns, until a weight changes."""

@@ -119,9 +119,8 @@ def dequantize_rows(x: Quantized, dtype: torch.dtype) -> Tensor:
     rows, width = x.codes.shape
     out = torch.empty_like(x.codes, dtype=dtype)
     tile = min(next_power_of_2(width), 2048)
-    dequantize_kernel[(rows, divide_up(width, tile))](
-        x.codes, x.scale, out, K=width, GROUP=x.format.block or width, TILE=tile, num_warps=4
-    )
+    shape: dict[str, Any] = {"K": width, "GROUP": x.format.block or width, "TILE": tile}
+    dequantize_kernel[(rows, divide_up(width, tile))](x.codes, x.scale, out, **shape)
     return out
 
 

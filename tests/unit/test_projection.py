@@ -1,0 +1,174 @@
+"""Products of a layer and their gradients, in numbers and in codes, against float64.
+
+On a CPU Triton's interpreter runs the kernels.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("triton")
+
+from qurl.ops.coding import code_gradient
+from qurl.ops.gate import CodedGradient, gate_gradients
+from qurl.quant.formats import Quantized, dequantize, get_format, quantize, quantize_activation
+from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
+from qurl.trainer.projection import Projection
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FORMATS = ("int8", "fp8", "fp8-block")
+ROUNDING = {"int8": 0.5 / 127, "fp8": 2**-4, "fp8-block": 2**-4}
+"""Largest error of a code, as a share of the largest number under its scale."""
+
+
+def normal(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def projection(sizes=(48, 16, 16), inputs=80, *, bias=True):
+    torch.manual_seed(0)
+    linears = [nn.Linear(inputs, size, bias=bias, device=DEVICE) for size in sizes]
+    return Projection(linears)
+
+
+def relative(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def stacked(found, name):
+    parameters = [getattr(linear, name) for linear in found.linears]
+    return torch.cat(parameters), torch.cat([p.grad for p in parameters])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers(bias, dtype):
+    found = projection(bias=bias)
+    x, dy = normal(33, 80, dtype=dtype), normal(33, 80, dtype=dtype, seed=1)
+    y, dx = found.multiply(x, dtype), found.input_gradient(dy)
+    for _ in range(2):
+        found.add_gradients_(dy, x)
+
+    weight, grad = stacked(found, "weight")
+    w = weight.detach().to(dtype).double()
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    expected = x.double() @ w.T
+    if bias:
+        expected += stacked(found, "bias")[0].detach().double()
+        assert relative(stacked(found, "bias")[1], 2 * dy.double().sum(0)) < 1e-5
+    assert relative(y, expected) < bound
+    assert relative(dx, dy.double() @ w) < bound
+    assert relative(grad, 2 * dy.double().T @ x.double()) < 1e-5  # sums are FP32 in BF16 too
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_are_multiplied_as_the_engine_does(format):
+    found, fmt = projection(inputs=300), get_format(format)
+    found.format = fmt
+    x = normal(20, 300)
+    y = found.multiply(quantize_rows(x, fmt), torch.bfloat16)
+    weight = stacked_weight(found)
+    exact = dequantize(quantize_activation(x, fmt)).double() @ dequantize(weight).double().T
+    exact += torch.cat([linear.bias.detach() for linear in found.linears]).bfloat16().double()
+    assert relative(y, exact) < 3e-3
+
+
+def stacked_weight(found):
+    masters = torch.cat([linear.weight.detach() for linear in found.linears])
+    return quantize(masters.bfloat16(), found.format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_go_straight_through_the_codes(format):
+    found, fmt = projection(inputs=300), get_format(format)
+    found.format = fmt
+    x, dy = quantize_rows(normal(20, 300), fmt), normal(20, 80, seed=1)
+    dx = found.input_gradient(dy)
+    found.add_gradients_(dy, x)
+    assert relative(dx, dy.double() @ dequantize(stacked_weight(found)).double()) < 6e-3
+    assert relative(stacked(found, "weight")[1], dy.double().T @ dequantize(x).double()) < 6e-3
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_input_gradients_of_codes(format, rows):
+    found, fmt = projection(inputs=144), get_format(format)
+    found.format, found.has_coded_gradient = fmt, True
+    dy = normal(rows, 80, seed=1)
+    exact = dy.double() @ dequantize(stacked_weight(found)).double()
+    error = relative(found.input_gradient(dy), exact)
+    assert 1e-4 < error < ROUNDING[format] * 3
+
+
+def test_a_copy_follows_its_own_weights():
+    found = projection()
+    x = normal(3, 80)
+    before = found.multiply(x, torch.bfloat16)
+    twin = copy.deepcopy(found)
+    with torch.no_grad():
+        twin.linears[0].weight.zero_()
+    assert torch.equal(found.multiply(x, torch.bfloat16), before)
+    assert not torch.equal(twin.multiply(x, torch.bfloat16), before)
+
+
+def test_gradients_begin_anew_when_cleared():
+    found, x, dy = projection(), normal(9, 80), normal(9, 80, seed=1)
+    results = []
+    for _ in range(2):
+        found.add_gradients_(dy, x)
+        results.append(stacked(found, "weight")[1])
+        for linear in found.linears:
+            linear.zero_grad(set_to_none=True)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (3, 2048), (4, 5000)])
+def test_codes_of_a_gradient(format, shape):
+    fmt, g = get_format(format), normal(*shape)
+    channel_scale = normal(shape[1], dtype=torch.float32, seed=1).abs() + 0.1
+    codes = torch.empty(shape, dtype=fmt.dtype, device=DEVICE)
+    scale = torch.empty(shape[0], 1, device=DEVICE)
+    code_gradient(g, channel_scale, codes, scale, fmt.act_max)
+    folded = g.float() * channel_scale
+    expected = quantize_activation(folded, fmt)
+    assert torch.equal(scale, expected.scale)
+    gap = (codes.float() - expected.codes.float()).abs()  # ties may fall the other way
+    assert (gap <= (1 if fmt.is_integer else 32)).all()
+    assert (gap > 0).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("width", [33, 2100, 12500])
+def test_gradients_of_a_coded_gate(format, width):
+    fmt, dy = get_format(format), normal(3, width)
+    gate_up = 2 * normal(3, 2 * width, seed=1)
+    gate, up = gate_up.float().chunk(2, -1)
+    h = quantize_activation((F.silu(gate) * up).bfloat16(), fmt)
+    channel_scale = normal(2 * width, dtype=torch.float32, seed=2).abs() + 0.1
+    codes = torch.empty(3, 2 * width, dtype=fmt.dtype, device=DEVICE)
+    target = CodedGradient(channel_scale, codes, h.scale.new_empty(3, 1), fmt.act_max)
+    options = {"y_scale": h.scale, "is_integer": fmt.is_integer}
+
+    plain, y = gate_gradients(dy, gate_up, **options)
+    again, y_again = gate_gradients(dy, gate_up, **options, coded=target)
+
+    assert torch.equal(plain, again)
+    assert torch.equal(y, y_again)
+    assert relative(plain, gate_gradients(dy, gate_up)[0]) == 0
+    assert relative(y, dequantize(h)) < 5e-3
+    row_wise = Quantized(target.codes, target.scale, get_format("int8"))
+    folded = plain.float() * channel_scale
+    assert relative(dequantize(row_wise), folded) < 0.05
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (2, 4500)])
+def test_dequantized_rows(format, shape):
+    coded = quantize_activation(normal(*shape, dtype=torch.float32), get_format(format))
+    found = dequantize_rows(coded, torch.bfloat16)
+    assert torch.equal(found, dequantize(coded).bfloat16())

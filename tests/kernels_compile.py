@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.ops import gate, rms_norm, rotation
+from qurl.ops import coding, gate, rms_norm, rotation
 from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
@@ -63,7 +63,7 @@ MAX_SPILLS = {
 }
 """Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
+OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_")
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
@@ -301,17 +301,39 @@ def train_norm_gradients(dtype: torch.dtype, hidden: int = 896) -> Any:
     return rms_norm.gradients(numbers(64, hidden), x, floats(hidden), floats(64))
 
 
-def train_gate() -> Any:
-    return gate.gate_values(numbers(64, 4864), numbers(64, 4864))
+def train_residual_gradients() -> Any:
+    """Of a norm, added to the gradient of the residual stream."""
+    x, dy = floats(64, 1536), numbers(64, 1536)
+    onto, rounded = floats(64, 1536), numbers(64, 1536)
+    return rms_norm.gradients(dy, x, floats(1536), floats(64), onto=onto, rounded=rounded)
 
 
-def train_gate_gradients() -> Any:
-    return gate.gate_gradients(*(numbers(64, 4864) for _ in range(3)))
+def train_gate(width: int, format: str | None = None, *, is_coded: bool = False) -> Any:
+    dy, gate_up = numbers(64, width), numbers(64, 2 * width)
+    if format is None:
+        return gate.gate_gradients(dy, gate_up)
+    f = get_format(format)
+    scale = floats(64, 1 if f.block is None else -(-width // f.block))
+    target = None
+    if is_coded:
+        codes = numbers(64, 2 * width, dtype=f.dtype)
+        target = gate.CodedGradient(floats(2 * width), codes, floats(64), f.act_max)
+    return gate.gate_gradients(dy, gate_up, y_scale=scale, is_integer=f.is_integer, coded=target)
+
+
+def code_gradient(width: int, format: str) -> Any:
+    f, g = get_format(format), numbers(64, width)
+    codes = numbers(64, width, dtype=f.dtype)
+    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max)
+
+
+def dequantize_rows(format: str) -> Any:
+    return rows.dequantize_rows(codes(64, 1536, format), BF16)
 
 
 def train_rotation(*, is_gradient: bool) -> Any:
-    angles = floats(64, 64)
-    return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
+    angles, x = floats(64, 64), numbers(64, 14, 64)
+    return rotation.rotate(x, angles, angles, torch.empty_like(x), is_gradient=is_gradient)
 
 
 def everywhere(pattern: str) -> Look:
@@ -555,8 +577,51 @@ LAUNCHES = (
         {"norm_gradients_kernel": WIDEST_LOADS},
         targets=VARIANT,
     ),
-    Launch("gate for training", train_gate, {"gate_kernel": WIDEST_LOADS}),
-    Launch("gradients of a gate", train_gate_gradients, {"gate_gradients_kernel": WIDEST_LOADS}),
+    Launch(
+        "gradients of the residual stream",
+        train_residual_gradients,
+        {"norm_gradients_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "gradients of a gate", partial(train_gate, 8960), {"gate_gradients_kernel": WIDEST_LOADS}
+    ),
+    Launch(
+        "gradients of a gate whose result was coded",
+        partial(train_gate, 8960, "fp8-block"),
+        {"gate_gradients_kernel": WIDEST_LOADS},
+        targets=HAVE_FP8,
+    ),
+    Launch(
+        "coded gradients of a gate",
+        partial(train_gate, 8960, "fp8", is_coded=True),
+        {"gate_gradients_coded_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
+    ),
+    Launch(
+        "coded gradients of a wide gate",
+        partial(train_gate, 18944, "int8", is_coded=True),
+        {"gate_gradients_coded_kernel": WIDE_LOADS},
+    ),
+    Launch(
+        "codes of a gradient",
+        partial(code_gradient, 1536, "int8"),
+        {"code_gradient_kernel": WIDE_LOADS},
+    ),
+    Launch(
+        "FP8 codes of a gradient",
+        partial(code_gradient, 3584, "fp8"),
+        {"code_gradient_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
+    ),
+    Launch(
+        "values of FP8 codes",
+        partial(dequantize_rows, "fp8"),
+        {"dequantize_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
+    ),
+    Launch(
+        "values of INT8 codes", partial(dequantize_rows, "int8"), {"dequantize_kernel": WIDE_LOADS}
+    ),
     Launch(
         "rotation for training",
         partial(train_rotation, is_gradient=False),

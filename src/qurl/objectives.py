@@ -47,9 +47,7 @@ class Advantage:
     needs_group: bool = False
     """It compares completions of one problem, so a group has at least two."""
     needs_prox: bool = True
-    """It reads `logp_prox`, `logp_ref` or the weights, so all rows have a prox before the update.
-
-    If not, the first mini-batch of a step is spared the prox forward."""
+    """It reads `logp_prox` or what follows from it, so all rows need a prox before the update."""
 
 
 OBJECTIVES: Mapping[str, Objective] = {

@@ -149,7 +149,7 @@ def warn(run: Run, step: int, metrics: dict[str, float]) -> None:
     if skipped := metrics["actor/skipped_updates"]:
         run.event("warning", f"step {step}: {skipped:g} updates had no token left")
     if metrics.get("correction/prox_skipped") == 0:
-        tail = f"{metrics['correction/gap_tail']:.2g} of its tokens are far from the sampler"
+        tail = f"{metrics['correction/gap_tail']:.2g} of the tokens have a gap above the clip range"
         run.event("fallback", f"step {step} made the prox forward: {tail}")
 
 

@@ -12,6 +12,7 @@ from qurl.config import build_config
 from qurl.correction import correct
 from qurl.objectives import OBJECTIVES
 from qurl.seeds import generator
+from qurl.train import warn
 from qurl.trainer.batches import minibatches
 from qurl.types import Batch
 
@@ -233,3 +234,16 @@ def test_auto_falls_back_before_the_weights_move(arm):
     assert 0 < tail < 1
     assert run.trained.has_prox.all()
     assert_same_step(run, whole)
+
+
+@pytest.mark.parametrize(("is_skipped", "kinds"), [(1.0, []), (0.0, ["fallback"])])
+def test_a_step_that_falls_back_is_an_event(is_skipped, kinds):
+    class Events(list):
+        def event(self, kind, message):
+            self.append((kind, message))
+
+    events = Events()
+    found = {"correction/gap_tail": 0.0123, "correction/prox_skipped": is_skipped}
+    warn(events, 7, {"reward/timeouts": 0, "actor/skipped_updates": 0} | found)
+    assert [kind for kind, _ in events] == kinds
+    assert all("step 7" in message and "0.012 of" in message for _, message in events)

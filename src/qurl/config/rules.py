@@ -173,8 +173,8 @@ def find_warnings(
     is_unified = getattr(quant, "unified", False)
     is_alike = is_unified or (quant.format, quant.kv) == ("none", "none")
     if config.correction.mode == "auto" and not is_alike:
-        gap = "quantized rollouts of a full-precision trainer have a large gap"
-        yield f"correction.mode = 'auto': {gap}, so most steps will make the prox forward late"
+        risk = "a mismatch of quantized rollouts without a tail goes uncorrected"
+        yield f"correction.mode = 'auto': {risk}; use 'decoupled', or one precision for both sides"
     if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
         pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
         yield f"{pretrained} of steps = {config.steps}: the policy is never trained"

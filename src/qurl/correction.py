@@ -153,7 +153,10 @@ def correction_metrics(
     batch_normalize: bool = False,
     **weighting: Any,
 ) -> dict[str, float]:
-    """Mismatch, rejection and weights of the rows with a prox; `sampled` is the mask before."""
+    """Mismatch, rejection and weights of the rows with a prox.
+
+    `sampled` is the mask before rejection, `weighting` the options of `weigh`.
+    """
     before, mask = (m * batch.has_prox[:, None] for m in (sampled, batch.mask))
     if not before.any():
         return {}

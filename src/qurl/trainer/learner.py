@@ -155,8 +155,8 @@ class Learner:
         auto        none yet: see `_complete`
         bypass      none
 
-        But all, except in bypass, if something reads prox before the update, and in the steps that
-        train the critic only.
+        Except in bypass, all rows are scored if something reads prox before the update, and in
+        steps that train the critic only.
         """
         mode = self.config.correction.mode
         first, *others = self._minibatches(num_rows, step, epoch=0)
@@ -207,10 +207,13 @@ class Learner:
         if self.reference is not None:
             kl = kl_penalty(trained.logp_prox, trained.logp_ref, "k3")
             metrics["actor/ref_kl"] = float(aggregate(kl, known))
-        options = self.config.correction
-        normalize = {"batch_normalize": options.batch_normalize}
+        correction = self.config.correction
         return metrics | correction_metrics(
-            trained, sampled, cap=self.cap, **normalize, **options.weighting
+            trained,
+            sampled,
+            cap=self.cap,
+            batch_normalize=correction.batch_normalize,
+            **correction.weighting,
         )
 
     def update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:

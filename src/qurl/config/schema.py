@@ -188,7 +188,7 @@ class CorrectionConfig(Section):
     """Correction of the mismatch between trainer and sampler, beyond the objective and algo.cap."""
 
     mode: Literal["decoupled", "bypass", "auto"] = "decoupled"
-    """decoupled: the trainer computes prox. bypass: prox = behav; ppo_behav only. auto: if close."""
+    """decoupled: the trainer computes prox. bypass: prox = behav, for ppo_behav. auto: if close."""
     level: Literal["token", "sequence"] = "token"
     """One importance weight per token, or their product per sequence."""
     kind: Literal["truncate", "icepop"] = "truncate"

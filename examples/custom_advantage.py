@@ -5,6 +5,7 @@
 
 The function gets the batch after correction and returns one number per token, [B, T]. To train a
 critic too, set the fact `needs_critic`, read `batch.values`, and return (advantages, returns).
+This one does not look at `batch.logp_prox`, which saves part of a forward: `needs_prox=False`.
 """
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from qurl.train import train
 from qurl.types import Corrected
 
 
-@with_facts(Advantage(needs_group=True))
+@with_facts(Advantage(needs_group=True, needs_prox=False))
 def batch_scaled(batch: Corrected) -> Tensor:
     """(R - mean of the group) / (std of the batch): easy and hard problems weigh alike."""
     centered = group_advantages(batch.rewards, "dr_grpo", group=batch.group)  # [B]

@@ -116,6 +116,8 @@ def random_batch(
         logp_prox=prox,
         logp_ref=prox,
         values=torch.zeros_like(mask),
+        entropy=torch.zeros_like(mask),
+        has_prox=torch.ones(rows, dtype=torch.bool),
         weight=weight,
         shrink=shrink,
         advantages=torch.randn(mask.shape, generator=draw) * mask,
@@ -126,26 +128,31 @@ def random_batch(
 def score(batch: Batch, **tensors: torch.Tensor) -> Scored:
     """The batch as a trainer without critic and reference scores it: prox is behav by default."""
     prox = tensors.pop("logp_prox", batch.logp_behav)
-    defaults = {"logp_ref": prox, "values": torch.zeros_like(batch.mask)}
+    zeros = torch.zeros_like(batch.mask)
+    defaults = {"logp_ref": prox, "values": zeros, "entropy": zeros}
+    defaults["has_prox"] = torch.ones(len(batch), dtype=torch.bool)
     return batch.into(Scored, logp_prox=prox, **(defaults | tensors))
 
 
-def build_learner(config: Config, policy: Policy, reference: Policy | None = None) -> Learner:
-    """A learner with the objective that a recipe names, and a critic if its advantage needs one."""
+def build_learner(
+    config: Config, policy: Policy, reference: Policy | None = None, *, needs_prox: bool = False
+) -> Learner:
+    """A learner with the objective and the advantage of a recipe.
+
+    With `needs_prox` all rows get their prox before the update, as if the advantage read it.
+    """
     algo = config.algo
     return Learner(
         policy,
         config,
         reference=reference,
         objective=SURROGATES[algo.objective],
-        has_critic=ADVANTAGES[algo.advantage].needs_critic,
+        advantage=dataclasses.replace(ADVANTAGES[algo.advantage], needs_prox=needs_prox),
     )
 
 
-def recompute(learner: Learner, batch: Trainable) -> tuple[Trainable, dict[str, float]]:
-    """A trainable batch with the log-probs and values of a learner."""
+def recompute(learner: Learner, batch: Trainable, step: int = 0) -> Trainable:
+    """A trainable batch with what the forwards of a learner add."""
     sampled = Batch(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)})
-    scored, metrics = learner.recompute(sampled)
-    return batch.replace(
-        logp_prox=scored.logp_prox, logp_ref=scored.logp_ref, values=scored.values
-    ), metrics
+    scored = learner.recompute(sampled, step)
+    return batch.replace(**{f.name: getattr(scored, f.name) for f in dataclasses.fields(Scored)})

@@ -5,13 +5,14 @@
     shrink    r   = w / rho = min(1, C / rho)    what truncation took away, in (0, 1]
 
 Samples come from pi_behav, so means over tokens are expectations under pi_behav. Everything here
-is computed once per batch and detached: rho does not depend on the weights being trained.
+is detached: rho does not depend on the weights being trained.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from qurl.types import Corrected, Scored
 
 LOG_CLAMP = 20.0
 """Log-ratios are clamped to +-20 before exp, as verl does."""
+
+LARGEST_TAIL = 1e-5
+"""Largest `gap_tail` with which `correction.mode = "auto"` takes behav for prox."""
 
 
 def importance_weights(log_mismatch: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -43,6 +47,26 @@ def icepop_weights(log_mismatch: Tensor, low: float, high: float) -> tuple[Tenso
     return mismatch * inside, torch.ones_like(mismatch)
 
 
+def weigh(
+    scored: Scored,
+    *,
+    cap: float | None,
+    level: str = "token",
+    kind: str = "truncate",
+    icepop_low: float = 0.5,
+    icepop_high: float = 5.0,
+) -> tuple[Tensor, Tensor]:
+    """(w, r) of each row by itself; w is 0 where `mask` is 0. Where prox is behav, both are 1."""
+    log_mismatch = (scored.logp_prox - scored.logp_behav) * scored.mask  # [B, T]
+    if level == "sequence":
+        log_mismatch = log_mismatch.sum(-1, keepdim=True).expand_as(log_mismatch)
+    if kind == "icepop":
+        weight, shrink = icepop_weights(log_mismatch, icepop_low, icepop_high)
+    else:
+        weight, shrink = importance_weights(log_mismatch, cap)
+    return weight * scored.mask, shrink
+
+
 def correct(
     scored: Scored,
     *,
@@ -55,32 +79,32 @@ def correct(
     batch_normalize: bool = False,
     reject: Sequence[str] = (),
     veto: float | None = None,
-) -> tuple[Corrected, dict[str, float]]:
-    """The batch with its weights, rejected tokens out of its mask; and the mismatch metrics.
+) -> Corrected:
+    """The batch with its weights, rejected tokens out of its mask.
 
     `cap` is C as the objective applies it (`Objective.cap`); the other options are those of the
     recipe's [correction] section. In bypass mode prox is behav: nothing is weighted or rejected.
     """
-    ones = torch.ones_like(scored.mask)
     if mode == "bypass":
-        return scored.into(Corrected, weight=ones, shrink=ones), {}
+        ones = torch.ones_like(scored.mask)
+        return scored.into(Corrected, weight=ones, shrink=ones)
+    band = {"icepop_low": icepop_low, "icepop_high": icepop_high}
+    weight, shrink = weigh(scored, cap=cap, level=level, kind=kind, **band)
     log_mismatch = (scored.logp_prox - scored.logp_behav) * scored.mask  # [B, T]
-    metrics = mismatch_metrics(scored.logp_prox, scored.logp_behav, scored.mask, cap=cap)
     mask = scored.mask * acceptance(log_mismatch, scored.mask, reject=reject, veto=veto)
-    metrics |= _rejection_metrics(scored.mask, mask)
-
-    if level == "sequence":
-        log_mismatch = log_mismatch.sum(-1, keepdim=True).expand_as(log_mismatch)
-    if kind == "icepop":
-        weight, shrink = icepop_weights(log_mismatch, icepop_low, icepop_high)
-    else:
-        weight, shrink = importance_weights(log_mismatch, cap)
     if batch_normalize:
-        factor = (weight * mask).sum() / mask.sum().clamp(min=1)
-        weight = weight / factor.clamp(min=1e-8)
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(factor)
-    metrics |= weight_metrics(weight, shrink, mask)
-    return scored.into(Corrected, mask=mask, weight=weight * mask, shrink=shrink), metrics
+        weight = weight / _mean_weight(weight, mask).clamp(min=1e-8)
+    return scored.into(Corrected, mask=mask, weight=weight * mask, shrink=shrink)
+
+
+def _mean_weight(weight: Tensor, mask: Tensor) -> Tensor:
+    return (weight * mask).sum() / mask.sum().clamp(min=1)
+
+
+def gap_tail(scored: Scored, limit: float) -> float:
+    """Share of the trained tokens with |log pi_prox - log pi_behav| > `limit`."""
+    gap = (scored.logp_prox - scored.logp_behav).abs()
+    return float(((gap > limit) * scored.mask).sum() / scored.mask.sum().clamp(min=1))
 
 
 def acceptance(
@@ -119,6 +143,29 @@ def _accept(rule: str, log_mismatch: Tensor, mask: Tensor) -> Tensor:
     if name.startswith("seq_max"):  # every token must lie within
         accepted = accepted.all(-1, keepdim=True)
     return accepted.expand_as(mask).to(mask.dtype)
+
+
+def correction_metrics(
+    batch: Corrected,
+    sampled: Tensor,
+    *,
+    cap: float | None,
+    batch_normalize: bool = False,
+    **weighting: Any,
+) -> dict[str, float]:
+    """Mismatch, rejection and weights of the rows with a prox.
+
+    `sampled` is the mask before rejection, `weighting` the options of `weigh`.
+    """
+    before, mask = (m * batch.has_prox[:, None] for m in (sampled, batch.mask))
+    if not before.any():
+        return {}
+    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, before, cap=cap)
+    metrics |= _rejection_metrics(before, mask)
+    if batch_normalize:
+        weight, _ = weigh(batch.replace(mask=before), cap=cap, **weighting)
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(_mean_weight(weight, mask))
+    return metrics | weight_metrics(batch.weight, batch.shrink, mask)
 
 
 def mismatch_metrics(

@@ -46,6 +46,8 @@ class Advantage:
     """It reads the critic's values, so a critic is trained."""
     needs_group: bool = False
     """It compares completions of one problem, so a group has at least two."""
+    needs_prox: bool = True
+    """It reads `logp_prox` or what follows from it, so all rows need a prox before the update."""
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -57,11 +59,11 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 ADVANTAGES: Mapping[str, Advantage] = {
-    "gae": Advantage(needs_critic=True),
-    "grpo": Advantage(needs_group=True),
-    "dr_grpo": Advantage(needs_group=True),
-    "rloo": Advantage(needs_group=True),
-    "reinforce_pp": Advantage(),
+    "gae": Advantage(needs_critic=True, needs_prox=False),  # with algo.kl_in_reward it does
+    "grpo": Advantage(needs_group=True, needs_prox=False),
+    "dr_grpo": Advantage(needs_group=True, needs_prox=False),
+    "rloo": Advantage(needs_group=True, needs_prox=False),
+    "reinforce_pp": Advantage(needs_prox=False),
 }
 
 _DIVERGENCES = ("k1", "k2", "k3")

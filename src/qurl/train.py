@@ -69,19 +69,20 @@ def train(
                 metrics |= sampler.metrics() | collected.metrics()
                 batch = pad(collected.graded).to(learner.policy.device)
                 with timer("prox"):
-                    scored, score_metrics = learner.recompute(batch)
-                corrected, mismatch = correct(scored, cap=parts.cap, **vars(config.correction))
+                    scored = learner.recompute(batch, step)
+                corrected = correct(scored, cap=learner.cap, **vars(config.correction))
                 trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
-                    metrics |= score_metrics | mismatch | learner.update(trainable, step)
-                num_tokens = trainable.num_tokens * config.batch.epochs
+                    trained, update_metrics = learner.update(trainable, step)
+                metrics |= update_metrics | learner.describe(trained, batch.mask)
+                num_tokens = trained.num_tokens * config.batch.epochs
                 metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
                 metrics |= peak_memory(learner.policy.device)
 
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
-            for record in sample_records(collected.graded, trainable, config.track.samples):
+            for record in sample_records(collected.graded, trained, config.track.samples):
                 run.sample(step, record)
             is_stopping = interrupt.is_requested
             if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):
@@ -147,6 +148,9 @@ def warn(run: Run, step: int, metrics: dict[str, float]) -> None:
         run.event("warning", f"step {step}: {killed:g} graders were killed at task.grade_timeout")
     if skipped := metrics["actor/skipped_updates"]:
         run.event("warning", f"step {step}: {skipped:g} updates had no token left")
+    if metrics.get("correction/prox_skipped") == 0:
+        tail = f"{metrics['correction/gap_tail']:.2g} of the tokens have a gap above the clip range"
+        run.event("fallback", f"step {step} made the prox forward: {tail}")
 
 
 def report(run: Run) -> None:

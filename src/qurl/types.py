@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -195,23 +195,10 @@ class Batch:
         """The given sequences, trimmed to the longest of them."""
         longest = int(self.lengths[rows].max())
         picked = self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
-        return picked._with_ids(rows)
+        return picked.replace(problem_ids=[self.problem_ids[row] for row in rows.tolist()])
 
     def to(self, device: torch.device | str) -> Self:
         return self.map(lambda x: x.to(device))
-
-    def shuffle(self, generator: torch.Generator) -> Self:
-        rows = torch.randperm(len(self), generator=generator)
-        return self.map(lambda x: x[rows.to(x.device)])._with_ids(rows)
-
-    def split(self, parts: int) -> Iterator[Self]:
-        """`parts` consecutive pieces whose sizes differ by at most one."""
-        for rows in torch.arange(len(self), device=self.mask.device).tensor_split(parts):
-            if len(rows):
-                yield self.select(rows)
-
-    def _with_ids(self, rows: Tensor) -> Self:
-        return self.replace(problem_ids=[self.problem_ids[row] for row in rows.tolist()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +210,16 @@ class Scored(Batch):
 
         logp_behav  [[0, 0, -0.2, -0.1], ...]
         logp_prox   [[0, 0, -0.3, -0.1], ...]    mismatch rho = exp(-0.1) = 0.90 on that token
+
+    A row without `has_prox` has had no forward of the policy: its `logp_prox` is `logp_behav` and
+    its entropy 0. The first update of a step gives its own rows their prox (`Learner.update`).
     """
 
     logp_prox: Tensor  # [B, T]
     logp_ref: Tensor  # [B, T]
     values: Tensor  # [B, T]
+    entropy: Tensor  # [B, T] of pi_prox
+    has_prox: Tensor  # [B] bool
 
 
 @dataclass(frozen=True, kw_only=True)

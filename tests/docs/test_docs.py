@@ -118,6 +118,7 @@ def test_recipe_keys_exist(page):
 def test_metrics_exist(page):
     prefixes = (
         r"rollout_corr|training|actor|critic|acr|uaq|sync|perf|reward|sampling|response_length"
+        r"|correction"
     )
     for span in code_spans(page):
         if re.fullmatch(rf"(?:{prefixes})/\w+(?:/\w+)?", span):
@@ -154,6 +155,7 @@ TINY = {
 RUNS = {
     "ppo": {"algo.kl_coef": 0.01, "quant.update_scale": 1.5},
     "dapo": {"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
+    "grpo": {"correction.mode": "auto", "quant.format": "none"},
 }
 
 

@@ -104,6 +104,8 @@ def _batch(**fields):
         "problem_ids": ["a", "a"],
         "temperature": 1.0,
         **dict.fromkeys(("logp_prox", "logp_ref", "values", "shrink"), torch.zeros(2, 3)),
+        "entropy": torch.zeros(2, 3),
+        "has_prox": torch.ones(2, dtype=torch.bool),
         "weight": torch.ones(2, 3),
     }
     return Corrected(**(defaults | fields))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import group, score
 
-from qurl.trainer.batches import microbatches, pad, padded_microbatches, sample_records
+from qurl.trainer.batches import microbatches, minibatches, pad, padded_microbatches, sample_records
 
 
 @pytest.fixture
@@ -90,36 +90,21 @@ def test_select_trims_to_the_longest_chosen_row(graded):
     assert batch.problem_ids == [graded[1].rollout.problem.id, graded[0].rollout.problem.id]
 
 
-def test_split_keeps_order_and_loses_nothing(graded):
-    batch = pad(graded + graded)
-    parts = list(batch.split(4))
-    assert [len(p) for p in parts] == [2, 2, 1, 1]
-    assert torch.cat([p.rewards for p in parts]).tolist() == batch.rewards.tolist()
-    assert parts[2].token_ids.tolist() == [[5, 6, 10]]
-    assert sum(p.num_tokens for p in parts) == batch.num_tokens
-    assert len(list(pad(graded).split(5))) == 3, "no empty parts"
+def test_mini_batches_cover_all_rows_and_repeat_with_their_seed():
+    def draw(seed, num_rows=10, count=4):
+        order = torch.Generator().manual_seed(seed)
+        return [rows.tolist() for rows in minibatches(num_rows, count, order)]
 
-
-def test_shuffle_moves_whole_rows_and_repeats_with_its_seed(graded):
-    batch = pad(graded * 4)
-    batch = score(batch.replace(rewards=torch.arange(12.0)), logp_prox=batch.logp_behav * 2)
-    shuffled = batch.shuffle(torch.Generator().manual_seed(3))
-    order = shuffled.rewards.long()
-    assert order.tolist() != list(range(12))
-    assert sorted(order.tolist()) == list(range(12))
-    for name in ("token_ids", "lengths", "mask", "logp_behav", "logp_prox", "group"):
-        assert torch.equal(getattr(shuffled, name), getattr(batch, name)[order]), name
-    assert shuffled.problem_ids == [batch.problem_ids[row] for row in order]
-    again = batch.shuffle(torch.Generator().manual_seed(3))
-    assert torch.equal(again.rewards, shuffled.rewards)
-    other = batch.shuffle(torch.Generator().manual_seed(4))
-    assert not torch.equal(other.rewards, shuffled.rewards)
+    assert [len(rows) for rows in draw(3)] == [3, 3, 2, 2]
+    assert sorted(row for rows in draw(3) for row in rows) == list(range(10))
+    assert draw(3) == draw(3) != draw(4)
+    assert len(draw(3, num_rows=3)) == 3, "no empty ones"
 
 
 def test_to_moves_every_tensor(graded):
     batch = score(pad(graded), values=torch.zeros(3, 5)).to("meta")
     tensors = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
-    assert len(tensors) == 9
+    assert len(tensors) == 11
     assert {t.device.type for t in tensors} == {"meta"}
 
 

@@ -32,8 +32,8 @@ def make_learner(policy=None):
 
 
 def update(learner, step):
-    batch, _ = recompute(learner, random_batch(learner.policy, seed=step))
-    return learner.update(batch.replace(returns=batch.mask * (step + 1)), step)
+    batch = recompute(learner, random_batch(learner.policy, seed=step), step)
+    return learner.update(batch.replace(returns=batch.mask * (step + 1)), step)[1]
 
 
 def resume(path):

@@ -10,7 +10,7 @@ import pytest
 
 from qurl.config import PRESETS, Config, build_config, load_config, schema, to_json
 from qurl.config.recipe import MOVED
-from qurl.config.rules import find_mistakes, find_warnings
+from qurl.config.rules import find_mistakes, find_warnings, prox_readers
 from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
 from qurl.run.directory import flatten
@@ -239,6 +239,17 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             {"correction": {"kind": "icepop"}, "algo": {"objective": "decoupled"}},
             "correction.kind = 'icepop' needs algo.objective = 'tis' or 'acr', not 'decoupled'",
         ),
+        (
+            {"correction": {"mode": "auto", "reject": ["token_k3:1"], "veto": 1e-4}},
+            "correction.mode = 'auto' does not go with correction.reject, correction.veto: they",
+        ),
+        (
+            {
+                "correction": {"mode": "auto", "batch_normalize": True},
+                "algo": {"name": "ppo", "advantage": "gae", "kl_in_reward": True},
+            },
+            "'auto' does not go with correction.batch_normalize, algo.kl_in_reward: they read",
+        ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
         (
             {"save": {"every": 5, "keep": 0}},
@@ -286,6 +297,7 @@ def test_combinations_that_look_wrong_and_are_not():
         {"sampling": {"group_size": 1}, "algo": {"advantage": "reinforce_pp"}},
         {"correction": {"mode": "bypass"}, "algo": {"objective": "ppo_behav"}},
         {"correction": {"reject": ["seq_mean_k1:0.999_1.001", "token_k3:0.01"]}},
+        {"correction": {"mode": "auto", "kind": "icepop", "level": "sequence"}},
         {"model": {"path": "some/model", "scratch": {"hidden_size": 36}}},
         {"batch": {"problems": 2, "minibatches": 16}},
     ):
@@ -316,6 +328,15 @@ def test_parts_of_your_own(tmp_path, monkeypatch):
     ]
     warnings = find_warnings(config, Objective(), Advantage())
     assert [w.split()[0] for w in warnings] == ["algo.objective"]
+
+
+def test_an_advantage_of_your_own_reads_prox_unless_it_says_no():
+    config = build_config({"correction": {"mode": "auto"}, "algo": {"advantage": "mine:a"}})
+    assert prox_readers(config, None) == []
+    assert prox_readers(config, Advantage()) == ["algo.advantage = 'mine:a'"]
+    (mistake,) = [m for m in find_mistakes(config, None, Advantage()) if "auto" in m]
+    assert "does not go with algo.advantage = 'mine:a'" in mistake
+    assert prox_readers(config, Advantage(needs_prox=False)) == []
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -371,6 +392,8 @@ def test_new_places_of_moved_keys_exist():
         ({"algo": {"objective": "ppo_prox"}}, "'ppo_prox' does not correct the mismatch"),
         ({"algo": {"objective": "ppo_behav"}}, "'ppo_behav' does not correct the mismatch"),
         ({"correction": {"kind": "icepop"}}, "ACR cannot act: correction.kind = 'icepop'"),
+        ({"correction": {"mode": "auto"}}, "'auto': a mismatch of quantized rollouts"),
+        ({"correction": {"mode": "auto"}, "quant": {"format": "none", "kv": "fp8"}}, "'auto': a"),
         (
             {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
             "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
@@ -389,6 +412,7 @@ def test_choices_that_need_no_warning():
         {"algo": {"cap": "none", "objective": "tis"}},
         {"quant": {"update_scale": 1.5}, "optim": {"lr": 9e-6}},
         {"algo": {"objective": "ppo_prox"}, "quant": {"format": "none"}},
+        {"correction": {"mode": "auto"}, "quant": {"format": "none"}},
     ):
         assert not list(find_warnings(build_config(tree)))
 

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from qurl.correction import correct, icepop_weights, importance_weights, mismatch_metrics
+from qurl.correction import (
+    correct,
+    correction_metrics,
+    gap_tail,
+    icepop_weights,
+    importance_weights,
+    mismatch_metrics,
+)
 from qurl.objectives import OBJECTIVES, parse_rejection
 from qurl.types import Scored
 
@@ -25,11 +32,19 @@ def make_batch(mismatch, mask=None):
         logp_prox=prox,
         logp_ref=prox,
         values=torch.zeros_like(prox),
+        entropy=torch.zeros_like(prox),
+        has_prox=torch.ones(rows, dtype=torch.bool),
         rewards=torch.zeros(rows),
         group=torch.zeros(rows, dtype=torch.int64),
         problem_ids=[""] * rows,
         temperature=1.0,
     )
+
+
+def correct_and_describe(scored, cap, **options):
+    batch = correct(scored, cap=cap, **options)
+    kept = {name: options[name] for name in ("batch_normalize", "level") if name in options}
+    return batch, correction_metrics(batch, scored.mask, cap=cap, **kept)
 
 
 def test_weights_by_hand():
@@ -53,19 +68,21 @@ def test_icepop_keeps_the_band_only():
 
 def test_sequence_level_is_the_product():
     """rho = 2, 3 -> 6 on both tokens; C = 4: w = 4, r = 2/3."""
-    batch, _ = correct(make_batch([[2.0, 3.0]]), level="sequence", cap=4.0)
+    batch = correct(make_batch([[2.0, 3.0]]), level="sequence", cap=4.0)
     assert batch.weight[0].tolist() == pytest.approx([4.0, 4.0])
     assert batch.shrink[0].tolist() == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_masked_tokens_have_no_weight_and_no_say():
-    batch, metrics = correct(make_batch([[2.0, 100.0]], [[1.0, 0.0]]), level="sequence", cap=4.0)
+    batch, metrics = correct_and_describe(
+        make_batch([[2.0, 100.0]], [[1.0, 0.0]]), level="sequence", cap=4.0
+    )
     assert batch.weight[0].tolist() == pytest.approx([2.0, 0.0])
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
 
 
 def test_batch_normalisation_divides_by_the_mean_and_leaves_r():
-    batch, metrics = correct(make_batch([[4.0, 1.0]]), batch_normalize=True, cap=2.0)
+    batch, metrics = correct_and_describe(make_batch([[4.0, 1.0]]), batch_normalize=True, cap=2.0)
     assert batch.weight[0].tolist() == pytest.approx([2 / 1.5, 1 / 1.5])
     assert batch.shrink[0].tolist() == pytest.approx([0.5, 1.0])
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
@@ -86,7 +103,7 @@ def test_batch_normalisation_divides_by_the_mean_and_leaves_r():
     ],
 )
 def test_rejection_rules(rule, expected):
-    batch, metrics = correct(
+    batch, metrics = correct_and_describe(
         make_batch([[1.0, 1.0], [2.0, 0.5], [3.0, 3.0]]), reject=(rule,), cap=2.0
     )
     assert batch.mask.tolist() == expected
@@ -95,7 +112,9 @@ def test_rejection_rules(rule, expected):
 
 
 def test_veto_drops_the_whole_sequence():
-    batch, metrics = correct(make_batch([[1.0, 1e-5], [1.0, 1e-3]]), veto=1e-4, cap=2.0)
+    batch, metrics = correct_and_describe(
+        make_batch([[1.0, 1e-5], [1.0, 1e-3]]), veto=1e-4, cap=2.0
+    )
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
 
@@ -150,7 +169,7 @@ def test_every_mismatch_metric_by_hand():
 
 
 def test_raw_and_truncated_are_both_reported():
-    _, metrics = correct(make_batch([[1e4, 1.0]]), cap=2.0)
+    _, metrics = correct_and_describe(make_batch([[1e4, 1.0]]), cap=2.0)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1e4)
     assert metrics["rollout_corr/weight_max"] == pytest.approx(2.0)
     assert metrics["rollout_corr/truncated_frac"] == 0.5
@@ -159,7 +178,7 @@ def test_raw_and_truncated_are_both_reported():
 
 
 def test_metrics_of_unweighted_objectives_say_what_truncation_would_do():
-    batch, metrics = correct(
+    batch, metrics = correct_and_describe(
         make_batch([[1.0, 1e-5], [1.0, 3.0]]),
         veto=1e-4,
         cap=OBJECTIVES["ppo_prox"].cap(2.0),
@@ -170,9 +189,27 @@ def test_metrics_of_unweighted_objectives_say_what_truncation_would_do():
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.25
 
 
+def test_only_rows_with_a_prox_are_measured():
+    """The second row has no prox: its mismatch of 8 counts nowhere."""
+    given = make_batch([[4.0, 1.0], [8.0, 8.0]]).replace(has_prox=torch.tensor([True, False]))
+    _, metrics = correct_and_describe(given, reject=("token_k1:0.5_3",), cap=2.0)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(4.0)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+    assert metrics["rollout_corr/weight_mean"] == pytest.approx(1.0)
+    alone = make_batch([[4.0, 1.0]])
+    assert metrics == correct_and_describe(alone, reject=("token_k1:0.5_3",), cap=2.0)[1]
+
+
+def test_the_tail_of_the_gap_counts_both_sides():
+    """Limit log 1.5: of the trained rho = 1, 1.4, 1.6, 0.5, the last two exceed it."""
+    batch = make_batch([[1.0, 1.4, 1.6], [0.5, 9.0, 9.0]], [[1, 1, 1], [1, 0, 0]])
+    assert gap_tail(batch, math.log(1.5)) == 0.5
+    assert gap_tail(batch, math.log(2.1)) == 0
+
+
 def test_bypass_measures_nothing():
-    given = make_batch([[1.0, 2.0]])
-    batch, metrics = correct(given, mode="bypass", cap=2.0)
+    given = make_batch([[1.0, 2.0]]).replace(has_prox=torch.tensor([False]))
+    batch, metrics = correct_and_describe(given, mode="bypass", cap=2.0)
     assert metrics == {}
     assert batch.weight.tolist() == batch.shrink.tolist() == [[1.0, 1.0]]
     assert torch.equal(batch.mask, given.mask)

@@ -35,8 +35,8 @@ def make_config(algo=None, batch=None, **sections):
     )
 
 
-def make_learner(config, *, reference=None, seed=0):
-    return build_learner(config, tiny_policy(seed), reference)
+def make_learner(config, *, reference=None, needs_prox=False):
+    return build_learner(config, tiny_policy(), reference, needs_prox=needs_prox)
 
 
 def weights(model):
@@ -71,7 +71,7 @@ def test_micro_batches_do_not_change_the_update(aggregation):
         config = make_config({"aggregation": aggregation}, {"microbatch_tokens": tokens})
         learner = make_learner(config)
         before = weights(learner.policy.model)
-        metrics = learner.update(random_batch(learner.policy), step=0)
+        _, metrics = learner.update(random_batch(learner.policy), step=0)
         assert largest_change(learner.policy.model, before) > 1e-4
         results.append((weights(learner.policy.model), metrics))
     (expected, expected_metrics), *others = results
@@ -94,7 +94,7 @@ def test_updates_on_a_gpu_can_be_repeated_to_the_bit(advantage, monkeypatch):
     for _ in range(3):
         policy = Policy(tiny_llama(), None, config.model, torch.device("cuda"))
         learner = build_learner(config, policy)
-        learner.update(recompute(learner, batch)[0], step=0)
+        learner.update(recompute(learner, batch), step=0)
         found.append(weights(policy.model))
     for again in found[1:]:
         assert all(torch.equal(again[name], found[0][name]) for name in again)
@@ -142,7 +142,7 @@ def test_the_updates_of_a_step_are_those_of_its_mini_batches():
             loss.backward()
             losses.append(loss.item())
             norms.append(apply_gradients(optimizer, lr=1e-2, grad_clip=1.0))
-    metrics = learner.update(batch, step=4)
+    _, metrics = learner.update(batch, step=4)
     assert_same(learner.policy.model, weights(other.model), tolerance=1e-6)
     assert metrics["actor/pg_loss"] == pytest.approx(sum(losses) / 4, abs=1e-6)
     assert metrics["actor/grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-5)
@@ -156,10 +156,11 @@ def test_recompute_scores_with_policy_reference_and_critic():
         {"name": "ppo", "advantage": "gae", "kl_coef": 0.1}, {"microbatch_tokens": 20}
     )
     reference = tiny_policy(seed=1).freeze_()
-    learner = make_learner(config, reference=reference)
+    learner = make_learner(config, reference=reference, needs_prox=True)
     torch.nn.init.ones_(learner.critic.head.weight)
     batch = random_batch(learner.policy)
-    found, metrics = recompute(learner, batch)
+    found = recompute(learner, batch)
+    metrics = learner.describe(found, batch.mask)
     policy_scores, ref_scores = learner.policy.score(batch), reference.score(batch)
     torch.testing.assert_close(found.logp_prox, policy_scores.logp, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.logp_ref, ref_scores.logp, atol=1e-5, rtol=0)
@@ -179,11 +180,12 @@ def test_bypass_takes_the_sampler_for_the_proximal_policy(monkeypatch):
     batch = random_batch(learner.policy)
     with monkeypatch.context() as patch:
         patch.setattr(learner.policy, "score", lambda *_: pytest.fail("this forward is saved"))
-        found, metrics = recompute(learner, batch)
+        found = recompute(learner, batch)
     assert torch.equal(found.logp_prox, batch.logp_behav)
-    assert metrics == {}
     before = weights(learner.policy.model)
-    learner.update(found, step=0)
+    trained, _ = learner.update(found, step=0)
+    assert torch.equal(trained.logp_prox, batch.logp_behav)
+    assert learner.describe(trained, batch.mask) == {}
     assert largest_change(learner.policy.model, before) > 1e-4
 
 
@@ -200,12 +202,12 @@ def test_the_kl_term_pulls_towards_the_reference():
             parameter.add_(0.02 * torch.randn(parameter.shape))
     learner = make_learner(config, reference=reference.freeze_())
     batch = random_batch(learner.policy)
-    batch, _ = recompute(learner, batch.replace(advantages=torch.zeros_like(batch.mask)))
+    batch = recompute(learner, batch.replace(advantages=torch.zeros_like(batch.mask)))
     kls = []
     for _ in range(3):
         kl = kl_penalty(learner.policy.score(batch).logp, batch.logp_ref, "k3")
         kls.append(aggregate(kl.detach(), batch.mask).item())
-        metrics = learner.update(batch, step=0)
+        _, metrics = learner.update(batch, step=0)
         assert metrics["actor/kl_loss"] == pytest.approx(kls[-1], rel=1e-4)
         assert metrics["actor/pg_loss"] == 0
     assert kls[2] < kls[1] < kls[0]
@@ -215,24 +217,24 @@ def test_a_corrected_kl_is_weighted():
     config = make_config(
         {"kl_coef": 0.5, "aggregation": "token-mean"}, experimental={"weighted_kl": True}
     )
-    learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
-    batch, _ = recompute(learner, random_batch(learner.policy))
+    learner = make_learner(config, reference=tiny_policy(seed=1).freeze_(), needs_prox=True)
+    batch = recompute(learner, random_batch(learner.policy))
     weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5))
     batch = batch.replace(weight=weight, shrink=torch.ones_like(weight))
     kl = kl_penalty(batch.logp_prox, batch.logp_ref, "k3", limit=10.0)
     expected = aggregate(weight * kl, batch.mask).item()
-    assert learner.update(batch, step=0)["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
+    assert learner.update(batch, step=0)[1]["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 15.0), ("k2", 112.5), ("k3", 10.0)])
 def test_only_k3_is_limited(monkeypatch, estimator, expected):
     """It alone grows exponentially; a limit would end the pull of the others."""
     config = make_config({"kl_coef": 0.5, "kl_estimator": estimator, "aggregation": "token-mean"})
-    learner = make_learner(config, reference=tiny_policy().freeze_())
-    batch, _ = recompute(learner, random_batch(learner.policy))
+    learner = make_learner(config, reference=tiny_policy().freeze_(), needs_prox=True)
+    batch = recompute(learner, random_batch(learner.policy))
     sign = 1 if estimator == "k3" else -1  # k3 is large where the reference says more
     batch = batch.replace(logp_ref=batch.logp_prox + sign * 15.0)
-    assert learner.update(batch, step=0)["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
+    assert learner.update(batch, step=0)[1]["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_entropy_bonus_raises_entropy():
@@ -252,7 +254,7 @@ def ppo_learner(microbatch_tokens=10_000, **critic):
         critic={"lr": 1e-2} | critic,
     )
     learner = make_learner(config)
-    batch, _ = recompute(learner, random_batch(learner.policy))
+    batch = recompute(learner, random_batch(learner.policy))
     return learner, batch.replace(returns=(1 + batch.mask.cumsum(-1) / 10) * batch.mask)
 
 
@@ -260,7 +262,7 @@ def test_value_pre_training_leaves_the_policy_alone():
     learner, batch = ppo_learner(pretrain_steps=2)
     policy, critic = weights(learner.policy.model), weights(learner.critic)
     for step in (0, 1):
-        metrics = learner.update(batch, step)
+        _, metrics = learner.update(batch, step)
         assert "actor/pg_loss" not in metrics
     assert_same(learner.policy.model, policy)
     assert largest_change(learner.critic, critic) > 1e-4
@@ -272,7 +274,7 @@ def test_micro_batches_do_not_change_the_critic_either():
     results = []
     for tokens in (1, 25, 10_000):
         learner, batch = ppo_learner(tokens)
-        metrics = [learner.update(batch, step) for step in range(2)]
+        metrics = [learner.update(batch, step)[1] for step in range(2)]
         results.append((weights(learner.critic), metrics))
     (expected, expected_metrics), *others = results
     for found, metrics in others:
@@ -285,13 +287,13 @@ def test_micro_batches_do_not_change_the_critic_either():
 def test_the_critic_learns_the_returns():
     """A fresh critic says 0: its loss is mean(ret^2) / 2 and explains nothing."""
     learner, batch = ppo_learner(clip=None)
-    first = learner.update(batch, step=0)
+    _, first = learner.update(batch, step=0)
     returns = batch.returns[batch.mask.bool()]
     assert first["critic/vf_loss"] == pytest.approx(0.5 * returns.square().mean().item(), rel=1e-5)
     assert first["critic/value_mean"] == 0
     assert first["critic/return_mean"] == pytest.approx(returns.mean().item(), rel=1e-5)
     assert first["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-6)
-    losses = [learner.update(batch, step=0)["critic/vf_loss"] for _ in range(10)]
+    losses = [learner.update(batch, step=0)[1]["critic/vf_loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * first["critic/vf_loss"]
 
 
@@ -301,12 +303,12 @@ def test_a_mini_batch_without_tokens_is_skipped_and_counted():
     batch = random_batch(learner.policy)
     before = weights(learner.policy.model)
     empty = batch.replace(mask=torch.zeros_like(batch.mask))
-    assert learner.update(empty, step=0)["actor/skipped_updates"] == 2
+    assert learner.update(empty, step=0)[1]["actor/skipped_updates"] == 2
     assert_same(learner.policy.model, before)
 
     mask = batch.mask.clone()
     mask[torch.randperm(6, generator=generator(config.seed, "shuffle", 0, 0))[:3]] = 0
-    metrics = learner.update(batch.replace(mask=mask), step=0)
+    _, metrics = learner.update(batch.replace(mask=mask), step=0)
     assert metrics["actor/skipped_updates"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
     assert largest_change(learner.policy.model, before) > 1e-4
@@ -359,8 +361,9 @@ def test_padded_forwards_make_the_same_update(aggregation):
         policy = tiny_policy()
         policy.is_packed = is_packed
         learner = build_learner(config, policy)
-        batch, metrics = recompute(learner, random_batch(learner.policy))
-        metrics |= learner.update(batch.replace(returns=batch.mask.clone()), step=0)
+        batch = recompute(learner, random_batch(learner.policy))
+        trained, metrics = learner.update(batch.replace(returns=batch.mask.clone()), step=0)
+        metrics |= learner.describe(trained, batch.mask)
         results.append((learner, metrics))
     (packed, expected), (padded, found) = results
     assert found == pytest.approx(expected, abs=1e-5)
@@ -393,14 +396,14 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
         {"microbatch_tokens": 25},
     )
     learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
-    batch, _ = recompute(learner, random_batch(learner.policy))
+    batch = recompute(learner, random_batch(learner.policy))
     pieces = learner._pieces(batch.replace(returns=batch.mask.clone()))
     assert len(pieces) > 1
     monkeypatch.setattr(qurl.trainer.packing, "_attend_padded", lambda q, *_: q)
     with Reads() as reads:
         meter = Meter()
         for piece in pieces:
-            loss, stats = learner._policy_terms(piece, 10.0)
+            loss, stats = learner._policy_terms(piece, 10.0, scores=[])
             loss.backward()
             meter.add(stats, weight=len(piece.layout.scored))
             learner.critic(piece.batch, piece.layout).sum().backward()

@@ -37,7 +37,7 @@ def find_mistakes(
     return [
         *_part_mistakes(config),
         *_algorithm_mistakes(config, objective, advantage),
-        *_correction_mistakes(config, objective),
+        *_correction_mistakes(config, objective, advantage),
         *_other_mistakes(config),
     ]
 
@@ -92,7 +92,25 @@ def _algorithm_mistakes(
         yield f"experimental.weighted_kl = true: {algo.objective!r} has no importance weight"
 
 
-def _correction_mistakes(config: Config, objective: Objective | None) -> Iterator[str]:
+def prox_readers(config: Config, advantage: Advantage | None) -> list[str]:
+    """Settings that read the prox of all tokens before the first update.
+
+    With one of them, no prox can be left to the training forwards.
+    """
+    algo, correction = config.algo, config.correction
+    is_reading = {
+        "correction.reject": bool(correction.reject),
+        "correction.veto": correction.veto is not None,
+        "correction.batch_normalize": correction.batch_normalize,
+        "algo.kl_in_reward": algo.kl_in_reward,
+        f"algo.advantage = {algo.advantage!r}": advantage is not None and advantage.needs_prox,
+    }
+    return [setting for setting, reads in is_reading.items() if reads]
+
+
+def _correction_mistakes(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
     correction, name = config.correction, config.algo.objective
     low, high = correction.icepop_low, correction.icepop_high
     if correction.mode == "bypass":
@@ -100,6 +118,9 @@ def _correction_mistakes(config: Config, objective: Objective | None) -> Iterato
             yield f"correction.mode = 'bypass' needs algo.objective = 'ppo_behav', not {name!r}"
         if correction.reject or correction.veto is not None:
             yield "correction.reject and correction.veto need correction.mode = 'decoupled'"
+    if correction.mode == "auto" and (readers := prox_readers(config, advantage)):
+        remedy = "they read the prox of all tokens before the first update; use 'decoupled'"
+        yield f"correction.mode = 'auto' does not go with {', '.join(readers)}: {remedy}"
     if correction.kind == "icepop" and objective and not objective.is_truncated:
         truncated = " or ".join(repr(n) for n, o in OBJECTIVES.items() if o.is_truncated)
         yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
@@ -149,6 +170,11 @@ def find_warnings(
     if objective and not objective.is_weighted and (quant.format, quant.kv) != ("none", "none"):
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
         yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
+    is_unified = getattr(quant, "unified", False)
+    is_alike = is_unified or (quant.format, quant.kv) == ("none", "none")
+    if config.correction.mode == "auto" and not is_alike:
+        risk = "a mismatch of quantized rollouts without a tail goes uncorrected"
+        yield f"correction.mode = 'auto': {risk}; use 'decoupled', or one precision for both sides"
     if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
         pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
         yield f"{pretrained} of steps = {config.steps}: the policy is never trained"

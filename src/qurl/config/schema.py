@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -187,8 +187,8 @@ class CriticConfig(Section):
 class CorrectionConfig(Section):
     """Correction of the mismatch between trainer and sampler, beyond the objective and algo.cap."""
 
-    mode: Literal["decoupled", "bypass"] = "decoupled"
-    """bypass uses the sampler's log-probs as prox and saves that forward pass; needs ppo_behav."""
+    mode: Literal["decoupled", "bypass", "auto"] = "decoupled"
+    """decoupled: the trainer computes prox. bypass: prox = behav, for ppo_behav. auto: if close."""
     level: Literal["token", "sequence"] = "token"
     """One importance weight per token, or their product per sequence."""
     kind: Literal["truncate", "icepop"] = "truncate"
@@ -203,6 +203,11 @@ class CorrectionConfig(Section):
     """Rejection masks, such as "seq_mean_k1:0.999_1.001" or "token_k3:0.01"."""
     veto: OrNone[Annotated[float, Field(gt=0, lt=1, strict=True)]] = None
     """Drop a sequence if the mismatch of any token is below this, such as 1e-4."""
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The options of `qurl.correction.weigh`."""
+        return {key: getattr(self, key) for key in ("level", "kind", "icepop_low", "icepop_high")}
 
 
 @dataclass(frozen=True)

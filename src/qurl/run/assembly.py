@@ -125,8 +125,6 @@ class Parts:
 
     learner: Learner
     advantage: Estimator
-    cap: float | None
-    """C as the objective applies it."""
     engine: Engine
     full_engine: Engine
     """The engine of full-precision evaluations; the quantized actor if those need no other."""
@@ -168,7 +166,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         config,
         reference=load_policy(initial, config.model, device).freeze_() if has_reference else None,
         objective=choices.objective,
-        has_critic=advantage.needs_critic,
+        advantage=advantage,
     )
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
@@ -191,7 +189,6 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         parts = Parts(
             learner=learner,
             advantage=_configured(choices.advantage, config.algo),
-            cap=objective.cap(config.algo.cap),
             engine=engine,
             full_engine=full_engine,
             stream=stream,

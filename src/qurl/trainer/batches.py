@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from qurl.types import Batch, Graded, Scored
 
@@ -40,6 +41,12 @@ def pad(graded: Sequence[Graded]) -> Batch:
         temperature=graded[0].rollout.temperature,
         problem_ids=[problem.id for _, problem, *_ in rows],
     )
+
+
+def minibatches(num_rows: int, count: int, generator: torch.Generator) -> list[Tensor]:
+    """The rows of each mini-batch: all in random order; sizes differ by at most one."""
+    order = torch.randperm(num_rows, generator=generator)
+    return [rows for rows in order.tensor_split(count) if len(rows)]
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

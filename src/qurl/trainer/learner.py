@@ -1,19 +1,27 @@
-"""The trainer's side of a step: recompute what the objective needs, then update."""
+"""The trainer's side of a step: recompute what the objective needs, then update.
+
+The first update of a step needs no prox forward. The weights have not moved yet, so its training
+forward is that of prox, and there is no dropout: pi_prox = the detached pi_theta. `recompute`
+leaves these rows out and `update` fills them in, unless something reads prox before.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from qurl.config import Config
+from qurl.config.rules import prox_readers
+from qurl.correction import LARGEST_TAIL, correction_metrics, gap_tail, weigh
 from qurl.errors import TrainingError
 from qurl.losses import (
     Stats,
@@ -21,20 +29,23 @@ from qurl.losses import (
     aggregate,
     count,
     explained_variance,
+    facts_of,
     kl_penalty,
     policy_loss,
     value_loss,
 )
+from qurl.objectives import Advantage
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
 from qurl.seeds import generator
-from qurl.trainer.batches import microbatches, padded_microbatches
+from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
-from qurl.trainer.policy import Policy
+from qurl.trainer.policy import Policy, TokenScores
 from qurl.types import Batch, Scored, Stage, Trainable
 
 Number = Tensor | float
+ScoredStage = TypeVar("ScoredStage", bound=Scored)
 K3_LIMIT = 10.0
 """Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
@@ -100,50 +111,116 @@ class Learner:
         *,
         reference: Policy | None = None,
         objective: Surrogate,
-        has_critic: bool,
+        advantage: Advantage,
     ) -> None:
-        self.config, self.objective = config, objective
+        self.config, self.objective, self.advantage = config, objective, advantage
         self.policy, self.reference = policy, reference
         scale = config.experimental.norm_fed_lr_scale
         scales = {} if scale == 1 else learning_rate_scales(policy.model, scale)
         self.optimizer = build_optimizer(
             policy.model, config.optim, lr=config.optim.lr, scales=scales
         )
-        self.critic = Critic(policy) if has_critic else None
+        self.critic = Critic(policy) if advantage.needs_critic else None
         self.critic_optimizer = None
         if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
 
-    @torch.no_grad()
-    def recompute(self, batch: Batch) -> tuple[Scored, dict[str, float]]:
-        """The batch with logp_prox, logp_ref and values, and the metrics of these forwards.
+    @property
+    def cap(self) -> float | None:
+        """C as the objective applies it."""
+        return facts_of(self.objective).cap(self.config.algo.cap)
 
-        In bypass mode logp_prox is logp_behav, which saves that forward.
-        """
-        is_bypassed = self.config.correction.mode == "bypass"
-        prox, entropy, ref, values = (torch.zeros_like(batch.mask) for _ in range(4))
+    @torch.no_grad()
+    def recompute(self, batch: Batch, step: int) -> Scored:
+        """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
+        ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            for rows, part, layout in self._pieces(batch):
+            scores = self._score(batch, self._rows_to_score(len(batch), step))
+            has_others = self.reference is not None or self.critic is not None
+            for rows, part, layout in self._pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
-                if not is_bypassed:
-                    prox[at], entropy[at] = self.policy.score(part, layout)
                 if self.reference is not None:
                     is_alike = self.reference.is_packed == self.policy.is_packed
                     ref[at] = self.reference.score(part, layout if is_alike else None).logp
                 if self.critic is not None:
                     values[at] = self.critic(part, layout)
-        prox = batch.logp_behav if is_bypassed else prox
-        ref = prox if self.reference is None else ref
-        scored = batch.into(Scored, logp_prox=prox, logp_ref=ref, values=values)
-        if is_bypassed:
-            return scored, {}
-        metrics = {"actor/entropy": float(aggregate(entropy, batch.mask))}
-        if self.reference is not None:
-            metrics["actor/ref_kl"] = float(aggregate(kl_penalty(prox, ref, "k3"), batch.mask))
-        return scored, metrics
+        prox, has_prox = batch.logp_behav, torch.zeros_like(batch.lengths, dtype=torch.bool)
+        added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
+        return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), scores)
 
-    def update(self, batch: Trainable, step: int) -> dict[str, float]:
-        """All optimizer updates of a step: epochs over mini-batches of micro-batches."""
+    def _rows_to_score(self, num_rows: int, step: int) -> Tensor:
+        """The rows whose prox is computed before the update.
+
+        decoupled   all but those of the first mini-batch
+        auto        none yet: see `_complete`
+        bypass      none
+
+        Except in bypass, all rows are scored if something reads prox before the update, and in
+        steps that train the critic only.
+        """
+        mode = self.config.correction.mode
+        first, *others = self._minibatches(num_rows, step, epoch=0)
+        is_read = self._is_pretraining(step) or prox_readers(self.config, self.advantage)
+        if mode != "bypass" and is_read:
+            return torch.arange(num_rows, device=first.device)
+        if mode != "decoupled" or not others:
+            return first[:0]
+        return torch.cat(others).sort().values
+
+    def _is_pretraining(self, step: int) -> bool:
+        return self.critic is not None and step < self.config.critic.pretrain_steps
+
+    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[Tensor]:
+        order = generator(self.config.seed, "shuffle", step, epoch)
+        rows = minibatches(num_rows, self.config.batch.minibatches, order)
+        return [part.to(self.policy.device) for part in rows]
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, rows: Tensor) -> list[tuple[Tensor, TokenScores]]:
+        """The policy's scores of these rows, piece by piece."""
+        pieces = self._pieces(batch.select(rows)) if len(rows) else []
+        return [(rows[p.rows], self.policy.score(p.batch, p.layout)) for p in pieces]
+
+    def _with_prox(
+        self, batch: ScoredStage, scores: Sequence[tuple[Tensor, TokenScores]]
+    ) -> ScoredStage:
+        """The batch with scores of some rows as their prox."""
+        prox, entropy, has_prox = (
+            x.clone() for x in (batch.logp_prox, batch.entropy, batch.has_prox)
+        )
+        for rows, found in scores:
+            at = (rows, slice(found.logp.shape[1]))
+            prox[at], entropy[at] = found
+            has_prox[rows] = True
+        ref = prox if self.reference is None else batch.logp_ref
+        return batch.replace(logp_prox=prox, entropy=entropy, has_prox=has_prox, logp_ref=ref)
+
+    def describe(self, trained: Trainable, sampled: Tensor) -> dict[str, float]:
+        """Entropy, KL to the reference and mismatch of the rows with a prox, before the updates.
+
+        `sampled` is the mask before rejection.
+        """
+        known = sampled * trained.has_prox[:, None]
+        if not known.any():
+            return {}
+        metrics = {"actor/entropy": float(aggregate(trained.entropy, known))}
+        if self.reference is not None:
+            kl = kl_penalty(trained.logp_prox, trained.logp_ref, "k3")
+            metrics["actor/ref_kl"] = float(aggregate(kl, known))
+        correction = self.config.correction
+        return metrics | correction_metrics(
+            trained,
+            sampled,
+            cap=self.cap,
+            batch_normalize=correction.batch_normalize,
+            **correction.weighting,
+        )
+
+    def update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:
+        """All optimizer updates of a step: epochs over mini-batches of micro-batches.
+
+        Returns the batch as it was trained on, with the prox that the first update added.
+        """
         try:
             with deterministic_sums(self.config.model.deterministic), _within_memory(self.config):
                 return self._update(batch, step)
@@ -151,29 +228,62 @@ class Learner:
             error.batch = batch
             raise
 
-    def _update(self, batch: Trainable, step: int) -> dict[str, float]:
+    def _update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(), 0
-        is_pretraining = self.critic is not None and step < config.critic.pretrain_steps
+        lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
-            shuffled = batch.shuffle(generator(config.seed, "shuffle", step, epoch))
-            for minibatch in shuffled.split(config.batch.minibatches):
+            for rows in self._minibatches(len(batch), step, epoch):
+                minibatch = batch.select(rows)
                 pieces = [p for p in self._pieces(minibatch) if len(p.layout.scored)]
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
-                if not is_pretraining:
+                if not self._is_pretraining(step):
                     denominator = count(minibatch.mask, config.algo.aggregation)
-                    terms = partial(self._policy_terms, denominator=denominator)
-                    self._step("actor", self.optimizer, pieces, terms, step, meter)
+                    scores = [] if lacks_prox else None
+                    terms = partial(self._policy_terms, denominator=denominator, scores=scores)
+                    self._accumulate(pieces, terms, step, meter)
+                    if scores is not None:  # before the weights move
+                        batch, lacks_prox = self._complete(batch, rows, scores, meter), False
+                    self._apply("actor", self.optimizer, step, meter)
                 if self.critic_optimizer is not None:
                     num_tokens = sum(len(piece.layout.scored) for piece in pieces)
                     terms = partial(self._critic_terms, denominator=num_tokens)
-                    self._step("critic", self.critic_optimizer, pieces, terms, step, meter)
+                    self._accumulate(pieces, terms, step, meter)
+                    self._apply("critic", self.critic_optimizer, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if self.critic is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
             metrics["critic/vf_explained_var"] = variance
-        return metrics
+        return batch, metrics
+
+    def _complete(
+        self,
+        batch: Trainable,
+        rows: Tensor,
+        scores: Sequence[tuple[Tensor, TokenScores]],
+        meter: Meter,
+    ) -> Trainable:
+        """The batch with the prox and the weights of `rows`, the first mini-batch.
+
+        In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-5 on the
+        first mini-batch; else their prox forward is made now, with weights that have not moved.
+        """
+        batch = self._with_prox(batch, [(rows[part], found) for part, found in scores])
+        if self.config.correction.mode == "auto":
+            limit = math.log1p(self.config.algo.clip_high)
+            tail = gap_tail(batch.select(rows), limit)
+            is_skipped = tail <= LARGEST_TAIL
+            meter.add({"correction/gap_tail": tail, "correction/prox_skipped": float(is_skipped)})
+            if not is_skipped:
+                others = (~batch.has_prox).nonzero().squeeze(-1)
+                batch = self._with_prox(batch, self._score(batch, others))
+        return self._weighed(batch)
+
+    def _weighed(self, batch: Trainable) -> Trainable:
+        weighting = self.config.correction.weighting
+        weight, shrink = weigh(batch, cap=self.cap, **weighting)
+        return batch.replace(weight=weight, shrink=shrink)
 
     def _pieces(self, batch: Stage) -> list[Piece[Stage]]:
         """All micro-batches of a batch, cut before the first forward."""
@@ -185,23 +295,27 @@ class Learner:
             pieces.append(Piece(rows, part, self.policy.layout(part)))
         return pieces
 
-    def _step(
+    def _accumulate(
         self,
-        name: Literal["actor", "critic"],
-        optimizer: Optimizer,
         pieces: Sequence[Piece[Trainable]],
         terms: Callable[[Piece[Trainable]], tuple[Tensor, Stats]],
         step: int,
         meter: Meter,
     ) -> None:
-        """One update, its gradients piece by piece; first, all losses must be finite."""
-        config, results = self.config, []
+        """Gradients of one mini-batch, piece by piece; all losses must be finite."""
+        results = []
         for piece in pieces:
             loss, stats = terms(piece)
             loss.backward()
             results.append((loss.detach(), stats))
             meter.add(stats, weight=len(piece.layout.scored))
         _check_finite(results, step)
+
+    def _apply(
+        self, name: Literal["actor", "critic"], optimizer: Optimizer, step: int, meter: Meter
+    ) -> None:
+        """One update with the gradients so far."""
+        config = self.config
         if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         peak = config.optim.lr if name == "actor" else config.critic.lr
@@ -212,13 +326,27 @@ class Learner:
         else:
             meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
-    def _policy_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
-        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy."""
+    def _policy_terms(
+        self,
+        piece: Piece[Trainable],
+        denominator: float,
+        scores: list[tuple[Tensor, TokenScores]] | None = None,
+    ) -> tuple[Tensor, Stats]:
+        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy.
+
+        If `scores` is a list, this forward is that of prox, and its result is added to the list.
+        """
         algo, batch, horizon = self.config.algo, piece.batch, self.config.sampling.max_tokens
         shape = {"aggregation": algo.aggregation, "horizon": float(horizon)}
         shape["denominator"] = denominator
-        scores = self.policy.score(batch, piece.layout, needs_entropy_grad=algo.entropy_coef > 0)
-        logps = (scores.logp, batch.logp_prox, batch.logp_behav)
+        logp, entropy = self.policy.score(
+            batch, piece.layout, needs_entropy_grad=algo.entropy_coef > 0
+        )
+        if scores is not None:
+            prox = TokenScores(logp.detach(), entropy.detach())
+            scores.append((piece.rows, prox))
+            batch = self._weighed(batch.replace(logp_prox=prox.logp))
+        logps = (logp, batch.logp_prox, batch.logp_behav)
         loss, stats = policy_loss(
             *logps,
             batch.advantages,
@@ -235,14 +363,14 @@ class Learner:
         stats["actor/pg_loss_sum"] = loss.detach()
         if algo.kl_coef > 0 and not algo.kl_in_reward:
             limit = K3_LIMIT if algo.kl_estimator == "k3" else None
-            kl = kl_penalty(scores.logp, batch.logp_ref, algo.kl_estimator, limit=limit)
+            kl = kl_penalty(logp, batch.logp_ref, algo.kl_estimator, limit=limit)
             if self.config.experimental.weighted_kl:
                 kl = kl * batch.weight
             kl_loss = aggregate(kl, batch.mask, **shape)
             loss = loss + algo.kl_coef * kl_loss
             stats["actor/kl_loss_sum"] = kl_loss.detach()
         if algo.entropy_coef > 0:
-            loss = loss - algo.entropy_coef * aggregate(scores.entropy, batch.mask, **shape)
+            loss = loss - algo.entropy_coef * aggregate(entropy, batch.mask, **shape)
         return loss, stats
 
     def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:

@@ -132,14 +132,13 @@ def update_(
 
         return launch(weight, gradient, m, v, m_top, v_top, update)
     g = _blocks(gradient) * update.clip
-    is_coded = m_top is not None and v_top is not None
-    old_m = decode_m(_blocks(m), m_top) if is_coded else _blocks(m)
-    old_v = decode_v(_blocks(v), v_top) if is_coded else _blocks(v)
+    old_m = _blocks(m) if m_top is None else decode_m(_blocks(m), m_top)
+    old_v = _blocks(v) if v_top is None else decode_v(_blocks(v), v_top)
     new_m = old_m * update.beta1 + g * update.rest1
     new_v = old_v * update.beta2 + g * g * update.rest2
     step = new_m * update.rate / ((new_v * update.correction).sqrt() + update.eps)
     _write_(weight, _blocks(weight) * update.keep - step)
-    if is_coded:
+    if m_top is not None and v_top is not None:
         noise = make_noise(g.numel(), update.seed).view(g.shape)
         new_m, new_m_top = encode_m(new_m, noise)
         new_v, new_v_top = encode_v(new_v, noise)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer

@@ -5,6 +5,8 @@ Codes equal those of the torch version to the bit. Shapes: a program has ROWS bl
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,7 +37,8 @@ def update_(
     assert all(tensor.is_contiguous() for tensor in (weight, gradient, m, v))
     grid = (divide_up(weight.numel(), ROWS * adamw8bit.BLOCK),)
     tensors = (weight, gradient, m, v, m_top, v_top)
-    adamw_kernel[grid](*tensors, weight.numel(), *update, ROWS=ROWS, num_warps=8, **EXACT)
+    options: dict[str, Any] = {"ROWS": ROWS, "num_warps": 8, **EXACT}
+    adamw_kernel[grid](*tensors, weight.numel(), *update, **options)
 
 
 @triton.jit(do_not_specialize=["seed"])

@@ -44,8 +44,8 @@ from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, rows, sampling, step
-from qurl.trainer.adamw8bit import Update, make_moments
 from qurl.trainer.kernels import adamw8bit, token_scores
+from qurl.trainer.moments import Update, make_moments
 
 AMPERE, ADA, HOPPER = 86, 89, 90
 TARGETS = {
@@ -317,9 +317,11 @@ def train_rotation(*, is_gradient: bool) -> Any:
 
 def update_weights(*, is_coded: bool) -> Any:
     weight = floats(512, 3584)
-    moments = [*make_moments(weight, is_coded=is_coded).values(), None, None][:4]
+    moments = make_moments(weight, is_coded=is_coded)
     options = {"betas": (0.9, 0.999), "lr": 1e-6, "weight_decay": 0.1, "eps": 1e-8}
-    return adamw8bit.update_(weight, floats(512, 3584), *moments, update=Update.of(options, 1, 1.0))
+    return adamw8bit.update_(
+        weight, floats(512, 3584), **moments, update=Update.of(options, 1, 1.0)
+    )
 
 
 def everywhere(pattern: str) -> Look:

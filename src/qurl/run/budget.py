@@ -15,7 +15,8 @@ from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS
 from qurl.tasks.tokenizer import build_tokenizer
-from qurl.trainer.adamw8bit import BLOCK, find_coded
+from qurl.trainer.adamw8bit import find_coded
+from qurl.trainer.moments import BLOCK
 from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3

@@ -1,4 +1,4 @@
-"""One AdamW step with moments in 8 bits, in one pass over memory (`qurl.trainer.adamw8bit`).
+"""One AdamW step with moments in 8 bits, in one pass over memory (`qurl.trainer.moments`).
 
 Codes equal those of the torch version to the bit. Shapes: a program has ROWS blocks of 256 numbers.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from qurl.ops.launch import EXACT, divide_up
 from qurl.ops.rounding import magnitude
-from qurl.trainer import adamw8bit
+from qurl.trainer import moments
 
 ROWS = 16
-_BLOCK = tl.constexpr(adamw8bit.BLOCK)
-_SHIFT = tl.constexpr(adamw8bit.SHIFT)
-_NOISE = tl.constexpr(2**adamw8bit.SHIFT - 1)
-_SPARE = tl.constexpr(32 - adamw8bit.SHIFT)
-_M_LARGEST = tl.constexpr(adamw8bit.M_LARGEST)
-_V_LARGEST = tl.constexpr(adamw8bit.V_LARGEST)
+_BLOCK = tl.constexpr(moments.BLOCK)
+_SHIFT = tl.constexpr(moments.SHIFT)
+_NOISE = tl.constexpr(2**moments.SHIFT - 1)
+_SPARE = tl.constexpr(32 - moments.SHIFT)
+_M_LARGEST = tl.constexpr(moments.M_LARGEST)
+_V_LARGEST = tl.constexpr(moments.V_LARGEST)
 
 
 def update_(
@@ -29,13 +29,14 @@ def update_(
     gradient: Tensor,
     m: Tensor,
     v: Tensor,
-    m_top: Tensor | None,
-    v_top: Tensor | None,
-    update: adamw8bit.Update,
+    m_top: Tensor | None = None,
+    v_top: Tensor | None = None,
+    *,
+    update: moments.Update,
 ) -> None:
     """One step in place; without tops the moments are FP32."""
     assert all(tensor.is_contiguous() for tensor in (weight, gradient, m, v))
-    grid = (divide_up(weight.numel(), ROWS * adamw8bit.BLOCK),)
+    grid = (divide_up(weight.numel(), ROWS * moments.BLOCK),)
     tensors = (weight, gradient, m, v, m_top, v_top)
     options: dict[str, Any] = {"ROWS": ROWS, "num_warps": 8, **EXACT}
     adamw_kernel[grid](*tensors, weight.numel(), *update, **options)

@@ -3,8 +3,8 @@
     python -m benchmarks.moment_codes
 
 Gradients are random, with scales over four orders of magnitude within a block of 256 and a mean of
-0.3 of their scale. Prints |u' - u| / |u| of the update u = m / sqrt(v), the mean over the last fifth
-of the steps.
+0.3 of their scale. Prints |u' - u| / |u| of the update u = m / sqrt(v), averaged over the last
+fifth of the steps.
 """
 
 from __future__ import annotations

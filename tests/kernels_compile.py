@@ -44,7 +44,8 @@ from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, rope, sampling, step
-from qurl.trainer.kernels import token_scores
+from qurl.trainer.kernels import adamw8bit, token_scores
+from qurl.trainer.moments import Update, make_moments
 
 AMPERE, ADA, HOPPER = 86, 89, 90
 TARGETS = {
@@ -60,10 +61,10 @@ MAX_SPILLS = {
     (gpu, kernel): most
     for gpu in (AMPERE, ADA)
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
-}
+} | {(gpu, "gate_gradients_coded_kernel"): 30 for gpu in TARGETS}
 """Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_")
+OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_")
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
@@ -334,6 +335,15 @@ def dequantize_rows(format: str) -> Any:
 def train_rotation(*, is_gradient: bool) -> Any:
     angles, x = floats(64, 64), numbers(64, 14, 64)
     return rotation.rotate(x, angles, angles, torch.empty_like(x), is_gradient=is_gradient)
+
+
+def update_weights(*, is_coded: bool) -> Any:
+    weight = floats(512, 3584)
+    moments = make_moments(weight, is_coded=is_coded)
+    options = {"betas": (0.9, 0.999), "lr": 1e-6, "weight_decay": 0.1, "eps": 1e-8}
+    return adamw8bit.update_(
+        weight, floats(512, 3584), **moments, update=Update.of(options, 1, 1.0)
+    )
 
 
 def everywhere(pattern: str) -> Look:
@@ -631,6 +641,17 @@ LAUNCHES = (
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
+        targets=VARIANT,
+    ),
+    Launch(
+        "AdamW with 8-bit moments",
+        partial(update_weights, is_coded=True),
+        {"adamw_kernel": WIDEST_LOADS},
+    ),
+    Launch(
+        "AdamW with fp32 moments",
+        partial(update_weights, is_coded=False),
+        {"adamw_kernel": WIDEST_LOADS},
         targets=VARIANT,
     ),
     Launch(

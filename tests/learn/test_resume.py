@@ -43,6 +43,7 @@ ARMS = {
         "quant.update_scale": 1.5,
     },
     "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
+    "grpo, int8, 8-bit moments": {"optim.moments": "8bit"},
     "ppo, int8, dithered": {
         "algo.name": "ppo",
         "critic.lr": 1e-3,

@@ -1,14 +1,43 @@
 """The budget of a recipe, counted by hand for the model made from scratch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from models import tiny_llama
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import qurl.run.budget
-from qurl.config import build_config
+from qurl.config import build_config, load_config
 from qurl.errors import ConfigError
-from qurl.run.budget import describe_budget, measure_model, memory_rows
+from qurl.run.budget import describe_budget, measure, measure_model, memory_rows, peak_memory
 from qurl.tasks.tokenizer import build_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# Width, MLP, layers, heads, key heads, vocabulary, and whether head and embedding are one.
+QWEN_05B = (896, 4864, 24, 14, 2, 151936, True)
+QWEN_15B = (1536, 8960, 28, 12, 2, 151936, True)
+R1_15B = (1536, 8960, 28, 12, 2, 151936, False)
+QWEN_7B = (3584, 18944, 28, 28, 4, 152064, False)
+
+
+def measure_qwen(width, mlp, layers, heads, kv_heads, vocabulary, is_tied):
+    config = Qwen2Config(
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=is_tied,
+    )
+    with torch.device("meta"):
+        return measure(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(qurl.run.budget, "pick_device", lambda _: torch.device("cuda"))
 
 
 def recipe(**sections):
@@ -50,39 +79,131 @@ def test_a_saved_model_is_measured_without_its_weights(tmp_path):
 
 
 def test_memory_on_a_cpu_by_hand():
-    """The engine shares all but the projections, whose codes it keeps as FP32 numbers."""
+    """The engine shares all but the projections, whose codes it keeps as FP32 numbers.
+
+    Four mini-batches of 15 sequences: at most 4 sequences of 32 tokens in a micro-batch. A token
+    has in each of 2 layers: 2 (32 + 32 + 32) + 3 * 128 = 576 numbers in compute precision, and
+    2 * 32 + 4 = 68 in FP32.
+    """
     config = recipe()
     assert memory_rows(config, measure_model(config)) == {
         "policy, FP32": 4 * 39_328,
-        "gradients": 4 * 39_328,
-        "AdamW": 8 * 39_328,
         "engine weights": 4 * 32_768,
-        "KV cache, full": 4 * 128 * 32 * 15,
-        "logits of one chunk": (4 + 4) * 10 * 100,
+        "AdamW": 8 * 39_328,
+        "KV cache": 4 * 128 * 32 * 15,
+        "gradients": 4 * 39_328,
+        "activations": 4 * 32 * 2 * 4 * (576 + 68),
+        "logits and head": (4 + 4) * 10 * 100 + 4 * 3_200,
     }
 
 
 @pytest.mark.parametrize(("format", "narrow"), [("none", 2), ("int8", 1), ("fp8-block", 1)])
-def test_memory_on_a_gpu_by_hand(monkeypatch, format, narrow):
-    monkeypatch.setattr(qurl.run.budget, "pick_device", lambda _: torch.device("cuda"))
+def test_memory_on_a_gpu_by_hand(on_gpu, format, narrow):
     config = recipe(quant={"format": format})
     rows = memory_rows(config, measure_model(config))
     assert rows["engine weights"] == narrow * 32_768 + 2 * (6_400 + 160)
-    assert rows["KV cache, full"] == 2 * 128 * 32 * 15
+    assert rows["KV cache"] == 2 * 128 * 32 * 15
+    assert rows["BF16 copies"] == 2 * (32_768 + 3_200)
+    assert rows["activations"] == 4 * 32 * 2 * (2 * 576 + 4 * 68)
+
+
+def test_checkpointing_keeps_a_residual_per_layer_and_two_layers(on_gpu):
+    scratch = {"hidden_size": 32, "layers": 3, "heads": 4}
+    config = recipe(model={"scratch": scratch, "gradient_checkpointing": True})
+    rows = memory_rows(config, measure_model(config))
+    assert rows["activations"] == 4 * 32 * (4 * 32 * 3 + 2 * (2 * 576 + 4 * 68))
+
+
+def test_a_micro_batch_holds_the_longest_sequence():
+    """32 tokens at once, though only 20 are asked for; 40 if they fit."""
+    per_token = 2 * 4 * (576 + 68)
+    for asked, tokens in ((20, 32), (40, 40)):
+        config = recipe(batch={"problems": 3, "minibatches": 4, "microbatch_tokens": asked})
+        rows = memory_rows(config, measure_model(config))
+        assert rows["activations"] == tokens * per_token
+
+
+def test_moments_in_8_bits():
+    """Gate, up and down have 4096 numbers each, q, k, v, o, embedding and head fewer."""
+    config = recipe(optim={"moments": "8bit"})
+    num_coded = 2 * 3 * 4_096
+    assert memory_rows(config, measure_model(config))["AdamW"] == (
+        8 * (39_328 - num_coded) + 2 * num_coded + 4 * num_coded / 256
+    )
 
 
 def test_reference_and_critic_cost_memory():
+    """The critic's gradients and activations come and go in turn with the policy's."""
     config = recipe(algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1})
     rows = memory_rows(config, measure_model(config))
-    assert rows["reference"] == 4 * 39_328
-    assert rows["critic and its AdamW"] == 16 * 39_328
+    assert rows["reference"] == rows["critic"] == 4 * 39_328
+    assert rows["AdamW"] == 2 * 8 * 39_328
+    assert rows["gradients"] == 4 * 39_328
 
 
 def test_the_cache_is_as_large_as_asked_for_or_needed():
-    small = recipe(rollout={"max_batch": 4})
-    assert memory_rows(small, measure_model(small))["KV cache, full"] == 4 * 128 * 32 * 4
-    fixed = recipe(rollout={"kv_tokens": 1000})
-    assert memory_rows(fixed, measure_model(fixed))["KV cache, full"] == 4 * 128 * 1000
+    """Dynamic sampling asks for 2 x 15 sequences at once; at most max_batch of them together."""
+    dynamic = {"dynamic_sampling": True, "gen_multiple": 2}
+    for sections, tokens in (
+        ({"rollout": {"max_batch": 4}}, 32 * 4),
+        ({"rollout": {"kv_tokens": 1000}}, 1000),
+        ({"algo": dynamic}, 32 * 30),
+        ({"algo": dynamic, "rollout": {"max_batch": 16}}, 32 * 16),
+    ):
+        config = recipe(**sections)
+        assert memory_rows(config, measure_model(config))["KV cache"] == 4 * 128 * tokens
+
+
+def test_the_cache_takes_its_share_of_a_card(on_gpu):
+    """80 % of what is free before the first update or, if it is given back, after it."""
+    for is_released in (False, True):
+        config = recipe(rollout={"release_kv": is_released, "kv_memory_frac": 0.8})
+        size = measure_model(config)
+        wanted = memory_rows(config, size)["KV cache"]
+        held = 2**30 + 4 * 39_328 + 32_768 + 2 * 6_560 + 8 * 39_328 * is_released
+        rows = memory_rows(config, size, held + 50_000)
+        assert rows["KV cache"] == pytest.approx(40_000)
+        assert wanted > 40_000
+        update = sum(rows[n] for n in ("gradients", "BF16 copies", "activations"))
+        update += rows["logits and head"]
+        cached = max(update, 40_000) if is_released else update + 40_000
+        held += 8 * 39_328 * (not is_released)
+        assert peak_memory(config, rows) == pytest.approx(held + cached)
+
+
+def test_what_was_measured_on_an_h200(on_gpu):
+    """1.5B, no engine, micro-batches of 15,600 tokens: 60.3 GiB at the peak, estimated 59.9."""
+    config = recipe(
+        batch={"problems": 64, "minibatches": 1, "microbatch_tokens": 15_600},
+        sampling={"max_tokens": 1024, "group_size": 4},
+        model={"logits_chunk": 1024},
+    )
+    rows = memory_rows(config, measure_qwen(*QWEN_15B))
+    names = ("policy, FP32", "AdamW", "gradients", "BF16 copies", "activations", "logits and head")
+    assert sum(rows[name] for name in names) / 2**30 == pytest.approx(60.3, rel=0.01)
+
+
+SMALLER = ["--optim.moments", "8bit", "--rollout.release_kv", "true"]
+SMALLER += ["--batch.microbatch_tokens", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "card", "flags"),
+    [
+        ("gsm8k-ppo-*", QWEN_05B, 40e9, []),
+        ("gsm8k-ppo-*", QWEN_05B, 24e9, SMALLER),
+        ("deepscaler-*", R1_15B, 80e9, []),
+        ("dapo-math-*", QWEN_7B, 141e9, []),
+    ],
+)
+def test_recipes_fit_the_cards_that_they_name(on_gpu, pattern, shape, card, flags):
+    paths = sorted(RECIPES.glob(f"{pattern}.toml"))
+    assert paths
+    for path in paths:
+        assert f"GPU of {card / 1e9:.0f} GB" in path.read_text().replace("one of", "GPU of")
+        config = load_config(path, flags)
+        peak = peak_memory(config, memory_rows(config, measure_qwen(*shape), card))
+        assert peak < 0.95 * card, path.name
 
 
 def test_the_text_holds_the_token_budget():
@@ -94,7 +215,20 @@ def test_the_text_holds_the_token_budget():
     assert "updates in the run 56" in lines
     config = recipe(batch={"problems": 3000, "minibatches": 4})
     total = sum(memory_rows(config, measure_model(config)).values()) / 2**30
-    assert f"total {total:.3f}" in " ".join(describe_budget(config).split())
+    assert f"at the peak {total:.3f}, estimated" in " ".join(describe_budget(config).split())
+
+
+def test_the_text_compares_with_the_card(on_gpu, monkeypatch):
+    class Card:
+        name, total_memory = "A small GPU", 2**30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card)
+    text = describe_budget(recipe(rollout={"release_kv": True}))
+    assert "of 1.0 (A small GPU), estimated" in text
+    assert 'too much: optim.moments = "8bit" or model.gradient_checkpointing = true or' in text
+    assert "release_kv" not in text
+    Card.total_memory = 2**31
+    assert "too much" not in describe_budget(recipe())
 
 
 def test_a_model_that_is_not_there_is_said_to_be_unknown(tmp_path):

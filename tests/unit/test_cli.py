@@ -163,7 +163,7 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     budget = " ".join(printed[end:].split())
     assert "sampled per step at most 1,024" in budget
     assert "memory (GiB) on cpu policy, FP32" in budget
-    assert budget.endswith("and activations")
+    assert budget.endswith(", estimated")
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 

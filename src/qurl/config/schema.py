@@ -228,6 +228,8 @@ class OptimConfig(Section):
     """Learning rate after the warm-up. linear and cosine would reach 0 one step after the last."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """Precision of AdamW's moments; 8bit takes 2 bytes a parameter instead of 8."""
 
 
 @dataclass(frozen=True)

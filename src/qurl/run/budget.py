@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,16 @@ from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS
 from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.adamw8bit import find_coded
+from qurl.trainer.moments import BLOCK
 from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3
+CUDA_BYTES = GIB
+"""CUDA's own memory and the workspaces of its libraries, about."""
+UPDATE = ("gradients", "BF16 copies", "activations", "logits and head")
+"""Rows that a step needs while it updates. Policy and critic update in turn and share them."""
+CACHE = "KV cache"
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,27 @@ class ModelSize:
     num_parameters: int
     num_quantized: int
     """Parameters of the projections, which the engine holds in codes."""
-    kv_numbers_per_token: int
+    num_coded: int
+    """Parameters whose moments AdamW can hold in 8 bits."""
+    num_layers: int
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    head_numbers: int
+    """Numbers of all query heads of a token."""
+    kv_numbers: int
+    """Numbers of all key heads of a token, in one layer."""
     vocabulary: int
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        return 2 * self.num_layers * self.kv_numbers
 
 
 def describe_budget(config: Config) -> str:
     """Token and memory budget as text."""
     sequences = config.batch.problems * config.sampling.group_size
+    device = pick_device(config.device)
     lines = [
         "",
         "tokens",
@@ -39,7 +61,7 @@ def describe_budget(config: Config) -> str:
         f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
         f"  updates per step        {config.updates_per_step}",
         f"  updates in the run      {config.steps * config.updates_per_step:,}",
-        f"memory (GiB) on {pick_device(config.device)}",
+        f"memory (GiB) on {device}",
     ]
     try:
         size = measure_model(config)
@@ -47,38 +69,109 @@ def describe_budget(config: Config) -> str:
         reason = str(error).splitlines()[0]
         lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
         return "\n".join(lines)
-    rows = memory_rows(config, size)
-    lines += [f"  {name:<24}{numbers / GIB:10.3f}" for name, numbers in rows.items()]
-    lines.append(f"  {'total':<24}{sum(rows.values()) / GIB:10.3f}  and activations")
+    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    rows = memory_rows(config, size, card.total_memory if card else None)
+    lines += [f"  {name:<24}{number / GIB:10.3f}" for name, number in rows.items()]
+    peak = peak_memory(config, rows)
+    of = f" of {card.total_memory / GIB:.1f} ({card.name})" if card else ""
+    lines.append(f"  {'at the peak':<24}{peak / GIB:10.3f}{of}, estimated")
+    if card and peak > card.total_memory:
+        lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
     return "\n".join(lines)
 
 
-def memory_rows(config: Config, size: ModelSize) -> dict[str, float]:
-    """Bytes by use, without activations, which depend on batch.microbatch_tokens."""
+def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
+    """All rows; with rollout.release_kv the cache and what an update needs take turns."""
+    update = sum(rows.get(name, 0.0) for name in UPDATE)
+    spared = min(update, rows.get(CACHE, 0.0)) if config.rollout.release_kv else 0.0
+    return sum(rows.values()) - spared
+
+
+def find_savings(config: Config) -> list[str]:
+    """Settings that would lower the peak, the cheapest first."""
+    settings = {
+        "rollout.release_kv = true": not config.rollout.release_kv,
+        'optim.moments = "8bit"': config.optim.moments != "8bit",
+        "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
+        "a smaller batch.microbatch_tokens": longest_sequence(config)
+        < config.batch.microbatch_tokens,
+    }
+    return [name for name, helps in settings.items() if helps] or ["a smaller model"]
+
+
+def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> dict[str, float]:
+    """Bytes by use. The cache shrinks to what a card of `card` bytes has when it is first made."""
     is_cuda = pick_device(config.device).type == "cuda"
     is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
-    wide = 2 if is_cuda else 4  # the engine's full precision
+    wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
     unquantized = parameters - num_quantized if is_cuda else 0  # shared on a CPU
-    num_sequences = config.batch.problems * config.sampling.group_size
-    longest = config.task.max_prompt_tokens + config.sampling.max_tokens
-    tokens = config.rollout.kv_tokens or longest * min(config.rollout.max_batch, num_sequences)
-    kv_bytes = 1 if config.quant.kv == "fp8" else wide
+    head = size.vocabulary * size.hidden_size
+    moments = 8.0 * parameters
+    if config.optim.moments == "8bit":
+        moments -= (8 - 2 - 4 / BLOCK) * size.num_coded
     has_critic = ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
-    rows = {
+    held = {
         "policy, FP32": 4.0 * parameters,
-        "gradients": 4.0 * parameters,
-        "AdamW": 8.0 * parameters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0),
-        "critic and its AdamW": 16.0 * parameters * has_critic,
+        "critic": 4.0 * parameters * has_critic,
         "engine weights": float(narrow * num_quantized + wide * unquantized),
         "engine of evaluations": float(wide * parameters * (is_cuda and config.has_full_engine)),
-        "KV cache, full": float(kv_bytes * size.kv_numbers_per_token * tokens),
-        # The logits in FP32, and their gradients in compute precision.
-        "logits of one chunk": (4.0 + wide) * config.model.logits_chunk * size.vocabulary,
+        "CUDA": float(CUDA_BYTES * is_cuda),
+    }
+    moments *= 1 + has_critic
+    cache = cache_bytes(config, size, wide)
+    if card is not None and not config.rollout.kv_tokens:
+        # The moments come with the first update. Only a cache that is given back makes room.
+        free = card - sum(held.values()) - moments * config.rollout.release_kv
+        cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+    rows = held | {
+        "AdamW": moments,
+        CACHE: cache,
+        "gradients": 4.0 * parameters,
+        "BF16 copies": 2.0 * (num_quantized + head) * is_cuda,
+        "activations": activation_bytes(config, size, wide),
+        # The logits in FP32 and their gradients in compute precision; the gradient of the head.
+        "logits and head": (4.0 + wide) * config.model.logits_chunk * size.vocabulary + 4.0 * head,
     }
     return {name: number for name, number in rows.items() if number}
+
+
+def cache_bytes(config: Config, size: ModelSize, wide: int) -> float:
+    """The cache of as many sequences as a round of sampling decodes together.
+
+    Dynamic sampling asks for gen_multiple times the problems at once, still at most max_batch
+    sequences together.
+    """
+    multiple = config.algo.gen_multiple if config.algo.dynamic_sampling else 1
+    num_sequences = config.batch.problems * multiple * config.sampling.group_size
+    num_sequences = min(config.rollout.max_batch, num_sequences)
+    tokens = config.rollout.kv_tokens or longest_sequence(config) * num_sequences
+    itemsize = 1 if config.quant.kv == "fp8" else wide
+    return float(itemsize * size.kv_numbers_per_token * tokens)
+
+
+def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
+    """What the backward pass of one micro-batch keeps, with fused layers.
+
+    Per token and layer, in compute precision: the results of both norms (2 H), queries, keys,
+    values and attention's result, gate, up and their product; in FP32: the residual stream before
+    each norm (2 H) and a number per head. With checkpointing: the residual stream once per layer,
+    and one layer with its gradients.
+    """
+    longest = longest_sequence(config)
+    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
+    tokens = min(max(config.batch.microbatch_tokens, longest), rows * longest)
+    computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
+    layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
+    if config.model.gradient_checkpointing:
+        return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))
+    return float(tokens * layer * size.num_layers)
+
+
+def longest_sequence(config: Config) -> int:
+    return config.task.max_prompt_tokens + config.sampling.max_tokens
 
 
 def measure_model(config: Config) -> ModelSize:
@@ -88,8 +181,12 @@ def measure_model(config: Config) -> ModelSize:
             model: Any = build_tiny_llama(config.model.scratch, build_tokenizer())
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    return measure(model)
+
+
+def measure(model: Any) -> ModelSize:
     text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -98,6 +195,12 @@ def measure_model(config: Config) -> ModelSize:
             for name, p in model.named_parameters()
             if p.dim() >= 2 and any(part in PROJECTIONS for part in name.split("."))
         ),
-        kv_numbers_per_token=2 * text.num_hidden_layers * heads * head_dim,
+        num_coded=sum(p.numel() for p in find_coded(model)),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        mlp_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_heads=text.num_attention_heads,
+        head_numbers=text.num_attention_heads * head_dim,
+        kv_numbers=kv_heads * head_dim,
         vocabulary=text.vocab_size,
     )

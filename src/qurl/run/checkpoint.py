@@ -99,8 +99,9 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load all but `fused`, which depends on the device."""
-    for group in state["param_groups"]:
-        group["fused"] = optimizer.defaults["fused"]
+    if "fused" in optimizer.defaults:
+        for group in state["param_groups"]:
+            group["fused"] = optimizer.defaults["fused"]
     optimizer.load_state_dict(state)
 
 

@@ -5,41 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from qurl.config import OptimConfig
 from qurl.errors import TrainingError
+from qurl.trainer.adamw8bit import AdamW8bit, find_coded
 
 
 def build_optimizer(
     model: nn.Module, config: OptimConfig, *, lr: float, scales: Mapping[nn.Parameter, float] = {}
-) -> AdamW:
+) -> Optimizer:
     """AdamW with weight decay on matrices, not on norms and biases.
 
     `scales` multiply the learning rate of single parameters and divide their epsilon and decay. A
     scale s is then the same as training the parameter divided by s.
     """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
+    coded = find_coded(model) if config.moments == "8bit" else set()
+    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    for is_matrix in (True, False):  # in this order, as in checkpoints
+        groups[is_matrix, 1.0, False] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            key = (parameter.dim() >= 2, scales.get(parameter, 1.0))
+            key = (parameter.dim() >= 2, scales.get(parameter, 1.0), parameter in coded)
             groups.setdefault(key, []).append(parameter)
-    return AdamW(
-        [
-            {
-                "params": parameters,
-                "weight_decay": config.weight_decay / scale if is_matrix else 0.0,
-                "eps": config.eps / scale,
-                "lr_scale": scale,
-            }
-            for (is_matrix, scale), parameters in groups.items()
-        ],
-        lr=lr,
-        betas=config.betas,
-        fused=next(model.parameters()).device.type == "cuda",
-    )
+    options = [
+        {
+            "params": parameters,
+            "weight_decay": config.weight_decay / scale if is_matrix else 0.0,
+            "eps": config.eps / scale,
+            "lr_scale": scale,
+            "is_coded": is_coded,
+        }
+        for (is_matrix, scale, is_coded), parameters in groups.items()
+    ]
+    if config.moments == "8bit":
+        return AdamW8bit(options, lr=lr, betas=config.betas)
+    is_fused = next(model.parameters()).device.type == "cuda"
+    return AdamW(options, lr=lr, betas=config.betas, fused=is_fused)
 
 
 def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:
@@ -57,7 +61,8 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
     """Clip, step and clear; returns the norm before clipping. One that is not finite raises."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
+    total = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = float(total)
     if not math.isfinite(norm):
         raise TrainingError(
             f"the gradient norm is {norm}: the weights were left as they are. Look at the loss "
@@ -65,7 +70,11 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
         )
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-    optimizer.step()
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.step(clip=min(1.0, grad_clip / (norm + 1e-6)))  # as torch clips
+    else:
+        clip_grads_with_norm_(parameters, grad_clip, total)
+        optimizer.step()
     torch.autograd.graph.increment_version(parameters)  # fused kernels forget to
     optimizer.zero_grad(set_to_none=True)
     return norm

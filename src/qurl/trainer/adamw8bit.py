@@ -1,0 +1,66 @@
+"""AdamW with moments in 8 bits (`qurl.trainer.moments` has the formulas)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qurl.trainer import moments
+from qurl.trainer.moments import Update, make_moments
+
+MIN_CODED = 4096
+"""Smaller tensors keep FP32 moments, as bitsandbytes advises for them and for embeddings."""
+
+
+class AdamW8bit(Optimizer):
+    """AdamW whose groups with `is_coded` keep their moments in 8 bits, the others in FP32."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]):
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, *, clip: float = 1.0) -> None:  # type: ignore[override]
+        """Update with the gradients times `clip`, which saves a pass over them."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, **make_moments(parameter, is_coded=group["is_coded"]))
+                state["step"] += 1
+                update = Update.of(group, state["step"], clip)
+                tensors = {name: value for name, value in state.items() if name != "step"}
+                _update_(parameter, parameter.grad.contiguous(), tensors, update)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `Optimizer` does, but without casting codes to the dtype of the weights."""
+        super().load_state_dict({**state_dict, "state": {}})
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, parameter in zip(ids, parameters, strict=True):
+            self.state[parameter] = {
+                name: value.to(parameter.device) if isinstance(value, Tensor) else value
+                for name, value in state_dict["state"].get(i, {}).items()
+            }
+
+
+def find_coded(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose moments may be coded: large ones that are not embeddings."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {p for p in model.parameters() if p.numel() >= MIN_CODED and id(p) not in embeddings}
+
+
+def _update_(weight: Tensor, gradient: Tensor, tensors: dict[str, Tensor], update: Update) -> None:
+    assert weight.dtype == gradient.dtype == torch.float32, "masters and gradients are FP32"
+    if weight.is_cuda:
+        from qurl.trainer.kernels import adamw8bit
+
+        adamw8bit.update_(weight, gradient, **tensors, update=update)
+    else:
+        moments.update_(weight, gradient, **tensors, update=update)

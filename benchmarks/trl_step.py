@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +134,7 @@ def run(bench: TrlStep) -> None:
 def summarize(ends: list[tuple[float, int]], bench: TrlStep, peak_gib: float) -> StepFigures:
     """Figures of the steps after the warm-up; raises if they had other lengths than ours."""
     times, counts = zip(*ends[WARM_UP - 1 :], strict=True)
-    seconds = tuple(b - a for a, b in zip(times, times[1:], strict=False))
+    seconds = tuple(b - a for a, b in pairwise(times))
     num_tokens = counts[-1] - counts[0]
     if bench.lengths == "equal" and num_tokens != len(seconds) * bench.num_tokens:
         expected = len(seconds) * bench.num_tokens

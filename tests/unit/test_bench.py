@@ -18,7 +18,9 @@ from qurl.bench.limits import SPEEDS, Storage, find_speed, rollout_limit, step_l
 from qurl.bench.record import Record, paused_gc, source_commit
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
 from qurl.bench.shapes import SHAPES, build_model, split_list
+from qurl.bench.step import StepBench
 from qurl.bench.sync import SyncBench, run_sync
+from qurl.bench.train import TrainBench
 from qurl.bench.workload import WORKLOADS, Setup, Workload
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
@@ -357,7 +359,10 @@ def test_bench_help(capsys):
     assert printed.startswith("usage: qurl bench rollout|sync|train|step")
 
 
-@pytest.mark.parametrize(("kind", "bench"), [("rollout", RolloutBench), ("sync", SyncBench)])
+@pytest.mark.parametrize(
+    ("kind", "bench"),
+    [("rollout", RolloutBench), ("sync", SyncBench), ("train", TrainBench), ("step", StepBench)],
+)
 def test_help_explains_every_flag(kind, bench, capsys):
     with pytest.raises(SystemExit) as stop:
         run_bench([kind, "--help"])

@@ -1,11 +1,11 @@
 """What training benchmarks compare: arms, each a name for the keys of a recipe's [quant].
 
-    none                BF16 everywhere
-    int8                quantized rollouts, BF16 training
-    int8+kv             with an FP8 KV cache
-    fp8-unified         training in the same format; gradients in BF16
-    fp8-unified-dgrad   gradients of inputs in 8 bits too (quant.backward)
-    fp8-unified-all     gradients of weights as well
+none                BF16 everywhere
+int8                quantized rollouts, BF16 training
+int8+kv             with an FP8 KV cache
+fp8-unified         training in the same format; gradients in BF16
+fp8-unified-dgrad   gradients of inputs in 8 bits too (quant.backward)
+fp8-unified-all     gradients of weights as well
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class TrainFigures:
 def run_train(bench: TrainBench) -> None:
     """Measure every arm in turn; print a row for each and save it at once."""
     device = pick_device(bench.device)
-    shapes, arms = plan_train(bench, device)
+    arms = plan_arms(bench, device)
+    shapes = [SHAPES[name] for name in split_list("model", bench.model)]
     record, speed = Record("train", bench.out, device), find_speed(device)
     print(HEAD)
     for shape in shapes:
@@ -93,30 +94,16 @@ def run_train(bench: TrainBench) -> None:
             trial.run(expected)  # compiles and allocates
             expected = expected or trial.grad_norm
             figures = measure_train(trial, arm, speed)
-            settings = {
-                **{"model": shape.name, "arm": arm.name, "batch": bench.batch},
-                **{name: getattr(bench, name) for name in ("minibatches", "microbatch_tokens")},
-                **{"repeats": bench.repeats, "seed": bench.seed, "keys": bench.keys},
-            }
-            peak = "-" if figures.peak_gib is None else f"{figures.peak_gib:.1f}"
-            print(ROW.format(**settings, **asdict(figures), peak=peak), flush=True)
-            record.add(
-                f"{shape.name} {arm.name} {bench.batch}",
-                settings=settings,
-                speed=asdict(speed),
-                figures=asdict(figures),
-                **profile_update(trial, bench.profile),
-            )
+            save_figures(record, trial, arm, speed, figures)
             del trial
             gc.collect()
             torch.cuda.empty_cache()
     print(f"saved to {record.path}")
 
 
-def plan_train(bench: TrainBench, device: torch.device) -> tuple[list[Shape], list[tuple[Arm, Config]]]:
-    """Shapes and arms, BF16 first; raises if one cannot be measured."""
+def plan_arms(bench: TrainBench, device: torch.device) -> list[tuple[Arm, Config]]:
+    """The arms, BF16 first; raises if one cannot be measured."""
     bench.check()
-    shapes = [SHAPES[name] for name in split_list("model", bench.model)]
     quants = split_list("quant", bench.quant, ("none", *FORMATS))
     backwards = split_list("backward", bench.backward, BACKWARDS)
     if bench.profile and device.type != "cuda":
@@ -124,19 +111,12 @@ def plan_train(bench: TrainBench, device: torch.device) -> tuple[list[Shape], li
     if backwards != ["bf16"] and not bench.unified:
         raise ConfigError(f"--backward {bench.backward} needs --unified")
     if bench.unified and quants == ["none"]:
-        raise ConfigError(f"--unified needs a format: --quant {', '.join(FORMATS)}")
-    suffixes = ["" if backward == "bf16" else f"-{backward}" for backward in backwards]
-    names = [
-        name
-        for quant in quants
-        for name in (
-            [f"{quant}-unified{suffix}" for suffix in suffixes]
-            if bench.unified and quant != "none"
-            else [quant]
-        )
-    ]
+        raise ConfigError(f"--unified needs a --quant of {', '.join(FORMATS)}")
+    unified = ["-unified" + (f"-{b}" if b != "bf16" else "") for b in backwards]
+    suffixes = unified if bench.unified else [""]
+    names = [q + s for q in quants for s in ([""] if q == "none" else suffixes)]
     arms = sorted(map(Arm.of, names), key=lambda arm: arm.is_unified)
-    return shapes, [(arm, bench.config(arm)) for arm in arms]
+    return [(arm, bench.config(arm)) for arm in arms]
 
 
 class Trial:
@@ -246,11 +226,27 @@ def measure_train(trial: Trial, arm: Arm, speed: Speed) -> TrainFigures:
     )
 
 
-def profile_update(trial: Trial, num_top: int) -> dict[str, Any]:
-    """The kernels of one more update, to save with the figures; nothing without --profile."""
-    if not num_top:
-        return {}
-    trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
-    profile = profile_kernels(lambda: update(trial.learner, trainable), num_top)
-    print(profile, flush=True)
-    return {"profile": asdict(profile)}
+def save_figures(
+    record: Record, trial: Trial, arm: Arm, speed: Speed, figures: TrainFigures
+) -> None:
+    """Print the row of an arm, and its profile if asked for; add both to the record."""
+    bench, profile = trial.bench, {}
+    settings = {
+        **{"model": trial.shape.name, "arm": arm.name, "batch": bench.batch},
+        **{name: getattr(bench, name) for name in ("group", "minibatches", "microbatch_tokens")},
+        **{"repeats": bench.repeats, "seed": bench.seed, "keys": bench.keys},
+    }
+    peak = "-" if figures.peak_gib is None else f"{figures.peak_gib:.1f}"
+    print(ROW.format(**settings, **asdict(figures), peak=peak), flush=True)
+    if bench.profile:
+        trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
+        found = profile_kernels(lambda: update(trial.learner, trainable), bench.profile)
+        print(found, flush=True)
+        profile = {"profile": asdict(found)}
+    record.add(
+        f"{trial.shape.name} {arm.name} {bench.batch}",
+        settings=settings,
+        speed=asdict(speed),
+        figures=asdict(figures),
+        **profile,
+    )

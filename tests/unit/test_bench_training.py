@@ -32,6 +32,7 @@ from qurl.bench.train import (
     prepare,
     recompute,
     run_train,
+    update,
 )
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError, TrainingError
@@ -162,7 +163,7 @@ def test_products_are_what_torch_counts():
     trial = Trial(bench, bench.config(Arm.of("none")), SHAPES["tiny"], CPU)
     trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
     with FlopCounterMode(display=False) as counter:
-        trial.learner.update(trainable, step=0)
+        update(trial.learner, trainable)
     counts = counter.get_flop_counts()["Global"]
     num_counted = sum(n for op, n in counts.items() if "attention" not in str(op))
     products = Products.of(SHAPES["tiny"], 2, 5, 7)

@@ -54,7 +54,7 @@ ROW = (
 
 @dataclass(frozen=True)
 class StepBench(BatchBench):
-    """Seconds of whole training steps."""
+    """Seconds of whole GRPO steps without KL, and of their parts; "rest" is all else."""
 
     arms: str = "none,int8"
     """A format (none, int8, fp8, ...), then -unified, -unified-dgrad or -unified-all, then +kv;

@@ -51,7 +51,11 @@ ROW = (
 
 @dataclass(frozen=True)
 class TrainBench(BatchBench):
-    """Tokens per second of the trainer."""
+    """Tokens per second of the trainer on a batch of full length, prompts included.
+
+    6ND counts all parameters, a tied head once, for every token; TFLOP/s counts the products that
+    an update needs, and "of limit" is their share of what the hardware multiplies in that time.
+    """
 
     quant: str = "none"
     """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""

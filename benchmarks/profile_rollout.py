@@ -3,27 +3,22 @@
     python -m benchmarks.profile_rollout --model 7B --quant int8 --workload A,B
 
 Takes the flags of `qurl bench rollout`, measures what it does, and adds the profiles to the same
-JSON file.
-
-Kernels may overlap: one can start, and then wait, while the one before it ends. A moment counts
-once, for the kernel that began first, so the times of all kernels add up to the GPU's busy time.
+JSON file. Overlapping kernels are counted as `qurl.bench.profile` says.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 
+from qurl.bench.profile import Kernel, exclusive_times, trace_kernels
 from qurl.bench.rollout import RolloutBench, run_rollout
 from qurl.bench.workload import Contender, Workload
 from qurl.errors import EngineError, QurlError
@@ -44,15 +39,6 @@ CATEGORIES = (
 )
 """The first pattern found in a kernel's name decides."""
 NUM_TOP = 20
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One launch, in microseconds."""
-
-    name: str
-    start: float
-    duration: float
 
 
 @dataclass(frozen=True)
@@ -83,23 +69,7 @@ def profile_rollout(contender: Contender, workload: Workload) -> dict[str, Any]:
 def profile_decode(generate: Callable[[], Any]) -> Profile:
     """Trace a call that makes NUM_STEPS decode steps."""
     generate()  # compiles and captures
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        generate()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(path))
-        kernels = read_trace(path.read_text(encoding="utf-8"))
-    return summarize(cut_steps(kernels), LAST_STEP - FIRST_STEP)
-
-
-def read_trace(text: str) -> list[Kernel]:
-    """Everything that ran on the GPU, sorted by start."""
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    events = [e for e in json.loads(text)["traceEvents"] if e.get("cat") in kinds]
-    kernels = [Kernel(e["name"], float(e["ts"]), float(e["dur"])) for e in events]
-    return sorted(kernels, key=lambda kernel: kernel.start)
+    return summarize(cut_steps(trace_kernels(generate)), LAST_STEP - FIRST_STEP)
 
 
 def cut_steps(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -131,16 +101,6 @@ def summarize(kernels: Sequence[Kernel], num_steps: int) -> Profile:
     ]
     busy_ms = sum(times) / num_steps / 1e3
     return Profile(busy_ms, len(kernels) / num_steps, dict(totals.most_common()), top)
-
-
-def exclusive_times(kernels: Sequence[Kernel]) -> list[float]:
-    """The busy time that each kernel adds to those before it."""
-    times, busy_until = [], float("-inf")
-    for kernel in kernels:
-        end = kernel.start + kernel.duration
-        times.append(max(0.0, end - max(kernel.start, busy_until)))
-        busy_until = max(busy_until, end)
-    return times
 
 
 def categorize(kernels: Sequence[Kernel]) -> list[str]:

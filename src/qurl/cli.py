@@ -28,7 +28,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         the same from a checkpoint of llama.cpp, to start from
   qurl bench KIND [--flags]
-        KIND is rollout or sync: what the engine reaches on this machine
+        KIND is rollout, sync, train or step: speeds of the engine, of the trainer, and
+        of whole steps on this machine
   qurl tune [--flags]
         measure the engine's matrix products on this GPU and keep the fastest plans
 

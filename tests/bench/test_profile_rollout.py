@@ -1,6 +1,5 @@
 """`benchmarks/profile_rollout.py`: steps, categories and times, from traces made by hand."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,14 +9,12 @@ from benchmarks.profile_rollout import (
     FIRST_STEP,
     LAST_STEP,
     NUM_STEPS,
-    Kernel,
     categorize,
     cut_steps,
     describe_profile,
-    exclusive_times,
-    read_trace,
     summarize,
 )
+from qurl.bench.profile import Kernel
 from qurl.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -67,12 +64,6 @@ def test_profile_of_some_steps():
     assert "0.130 ms busy per step, 13 kernels" in describe_profile(profile)
 
 
-def test_overlapping_kernels_count_once():
-    """b starts while a runs, c lies within b: 10 + 5 + 0, which is the time that anything ran."""
-    kernels = [Kernel("a", 0, 10), Kernel("b", 5, 10), Kernel("c", 6, 3), Kernel("d", 20, 1)]
-    assert exclusive_times(kernels) == [10, 5, 0, 1]
-
-
 def test_a_product_between_other_kernels_is_not_the_head():
     names = ("gemm_kernel", "add_norm_kernel", "sample_kernel")
     kernels = [Kernel(name, i, 1.0) for i, name in enumerate(names)]
@@ -90,14 +81,3 @@ def test_every_kernel_of_ours_has_a_category():
     categories = categorize([Kernel(name, 0, 1) for name in names])
     others = [name for name, c in zip(names, categories, strict=True) if c == "other"]
     assert others == ["begin_kernel"]  # the embedding
-
-
-def test_trace():
-    events = [
-        {"cat": "kernel", "name": "b", "ts": 7.5, "dur": 2},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 2},
-        {"ph": "M", "name": "process_name"},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 0.5},
-    ]
-    kernels = read_trace(json.dumps({"traceEvents": events}))
-    assert kernels == [Kernel("Memcpy HtoD", 1.0, 0.5), Kernel("b", 7.5, 2.0)]

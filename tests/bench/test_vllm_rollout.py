@@ -37,7 +37,7 @@ def test_refusals(flags, message):
 
 
 def test_one_setup_and_its_workloads():
-    setup, workloads = plan_vllm(RolloutBench("7B", "fp8", kv="fp8", workload="A,B"))
+    setup, workloads = plan_vllm(RolloutBench("7B", quant="fp8", kv="fp8", workload="A,B"))
     assert setup == Setup("vllm", SHAPES["7B"], "fp8", "fp8")
     assert [w.name for w in workloads] == ["A", "B"]
 

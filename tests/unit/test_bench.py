@@ -18,7 +18,9 @@ from qurl.bench.limits import SPEEDS, Storage, find_speed, rollout_limit, step_l
 from qurl.bench.record import Record, paused_gc, source_commit
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
 from qurl.bench.shapes import SHAPES, build_model, split_list
+from qurl.bench.step import StepBench
 from qurl.bench.sync import SyncBench, run_sync
+from qurl.bench.train import TrainBench
 from qurl.bench.workload import WORKLOADS, Setup, Workload
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
@@ -354,10 +356,13 @@ def test_bench_help(capsys):
     printed = capsys.readouterr().out
     assert main(["bench", "--help"]) == 0
     assert capsys.readouterr().out == printed
-    assert printed.startswith("usage: qurl bench rollout|sync")
+    assert printed.startswith("usage: qurl bench rollout|sync|train|step")
 
 
-@pytest.mark.parametrize(("kind", "bench"), [("rollout", RolloutBench), ("sync", SyncBench)])
+@pytest.mark.parametrize(
+    ("kind", "bench"),
+    [("rollout", RolloutBench), ("sync", SyncBench), ("train", TrainBench), ("step", StepBench)],
+)
 def test_help_explains_every_flag(kind, bench, capsys):
     with pytest.raises(SystemExit) as stop:
         run_bench([kind, "--help"])
@@ -379,7 +384,7 @@ def test_help_of_the_benchmarks_needs_no_torch():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["speed"], "qurl bench speed: there are rollout and sync"),
+        (["speed"], "qurl bench speed: there are rollout, sync, train, step"),
         (["rollout", "--model", "8B"], "'8B' is not one of tiny, 0.5B"),
         (["rollout", "--quant", "int8,int3"], "'int3' is not one of none, int8"),
         (["rollout", "--kv", "int8"], "'int8' is not one of none, fp8"),
@@ -444,7 +449,7 @@ def test_a_wrong_engine_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "qurl.bench.workload.build_engine", lambda kind, _, **options: build_engine("hf", model)
     )
-    bench = RolloutBench("tiny", "none", prompts=2, group=2, prompt_tokens=5, new_tokens=6)
+    bench = RolloutBench("tiny", quant="none", prompts=2, group=2, prompt_tokens=5, new_tokens=6)
     bench = dataclasses.replace(bench, device="cpu", out=tmp_path / "rollout.json")
     with pytest.raises(EngineError, match="a wrong engine is not measured"):
         run_rollout(bench)
@@ -453,7 +458,7 @@ def test_a_wrong_engine_is_not_measured(tmp_path, monkeypatch):
 
 def test_sync_on_a_cpu(tmp_path, capsys):
     out = tmp_path / "sync.json"
-    run_sync(SyncBench("tiny", "int8", repeats=2, device="cpu", out=out, master="fp32"))
+    run_sync(SyncBench("tiny", quant="int8", repeats=2, device="cpu", out=out, master="fp32"))
     [(key, [entry])] = json.loads(out.read_text())["results"].items()
     figures = types.SimpleNamespace(**entry["figures"])
     assert len(figures.load_seconds) == 2

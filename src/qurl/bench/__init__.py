@@ -1,7 +1,8 @@
-"""`qurl bench` and `qurl tune`: what the engine reaches here, and the fastest kernels for it."""
+"""`qurl bench` and `qurl tune`: what engine and trainer reach here, and the fastest kernels."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +10,23 @@ from typing import Any
 from qurl.errors import ConfigError, MissingExtra
 
 HELP = """\
-usage: qurl bench rollout|sync [--flags]
+usage: qurl bench rollout|sync|train|step [--flags]
 
   rollout   tokens per second of whole generate calls, and their share of the hardware's limit
   sync      seconds from trained weights to an engine that samples from them
+  train     tokens per second of updates, and their share of the hardware's limit
+  step      seconds of whole GRPO steps and their parts; --against trl measures TRL with vLLM too
 
   qurl bench rollout --help     every flag
 """
+
+KINDS = {
+    "rollout": ("RolloutBench", "run_rollout"),
+    "sync": ("SyncBench", "run_sync"),
+    "train": ("TrainBench", "run_train"),
+    "step": ("StepBench", "run_step"),
+}
+"""Module of a benchmark: its flags and the function that runs it."""
 
 
 def run_bench(args: Sequence[str]) -> int:
@@ -24,16 +35,11 @@ def run_bench(args: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     kind, *flags = args
-    if kind == "rollout":
-        from qurl.bench.rollout import RolloutBench, run_rollout
-
-        run_rollout(_parse(RolloutBench, "bench rollout", flags))
-    elif kind == "sync":
-        from qurl.bench.sync import SyncBench, run_sync
-
-        run_sync(_parse(SyncBench, "bench sync", flags))
-    else:
-        raise ConfigError(f"qurl bench {kind}: there are rollout and sync")
+    if kind not in KINDS:
+        raise ConfigError(f"qurl bench {kind}: there are {', '.join(KINDS)}")
+    module = importlib.import_module(f"qurl.bench.{kind}")
+    options, run = (getattr(module, name) for name in KINDS[kind])
+    run(_parse(options, f"bench {kind}", flags))
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What the hardware allows: no engine generates faster than it reads weights and keys.
+"""What the hardware allows: no engine generates faster than it reads weights and keys, no trainer
+trains faster than it multiplies.
 
 One decode step of B sequences at context c takes at least
 
@@ -10,6 +11,16 @@ A rollout takes at least the sum of t over its contexts. The limit ignores prefi
 counts prefill as a loss. It lets every sequence read all of its keys; an engine that reads a shared
 prompt once per group may beat it. A sync reads every master weight and writes every weight of the
 engine's copy once.
+
+One forward over B sequences of T tokens, C of them completions, has the products
+
+    linears    2 B T P_body
+    attention  2 B L n d T (T + 1)           q k and p v, 2 n d each, of T (T + 1) / 2 causal pairs
+    head       2 B C P_head                  prompts are not scored
+
+and the backward has each of them twice, for the gradients of both factors. An update takes at least
+their time at F_narrow for the passes of the linears in 8 bits, at F_wide for all else. This limit
+ignores the optimizer and counts nothing that is computed again.
 """
 
 from __future__ import annotations
@@ -93,6 +104,34 @@ def rollout_limit(shape: Shape, storage: Storage, speed: Speed, workload: Worklo
     mean_context = workload.prompt_tokens + (workload.new_tokens - 1) / 2
     step = step_limit(shape, storage, speed, workload.num_sequences, mean_context)
     return workload.new_tokens * step
+
+
+@dataclass(frozen=True)
+class Products:
+    """FLOPs of one forward; a backward has twice as many."""
+
+    linears: int
+    attention: int
+    head: int
+
+    @staticmethod
+    def of(shape: Shape, num_sequences: int, prompt_tokens: int, new_tokens: int) -> Products:
+        length = prompt_tokens + new_tokens
+        width = shape.layers * shape.heads * shape.head_dim
+        return Products(
+            linears=2 * num_sequences * length * shape.num_body,
+            attention=2 * num_sequences * width * length * (length + 1),
+            head=2 * num_sequences * new_tokens * shape.num_head,
+        )
+
+    @property
+    def flops_of_update(self) -> int:
+        return 3 * (self.linears + self.attention + self.head)
+
+    def update_limit(self, speed: Speed, num_narrow: int) -> float:
+        """Seconds of forward and backward with `num_narrow` of the linears' passes in 8 bits."""
+        passes = num_narrow / speed.flops_narrow + (3 - num_narrow) / speed.flops_wide
+        return self.linears * passes + 3 * (self.attention + self.head) / speed.flops_wide
 
 
 def sync_bytes(shape: Shape, storage: Storage, master_bytes: int) -> int:

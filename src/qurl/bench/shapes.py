@@ -80,8 +80,6 @@ class Bench:
 
     model: str = "1.5B"
     """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
-    quant: str = "int8"
-    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
     repeats: int = 5
     """Measured runs; the median counts."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 
@@ -75,6 +76,6 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
     else:
         clip_grads_with_norm_(parameters, grad_clip, total)
         optimizer.step()
-    torch.autograd.graph.increment_version(parameters)  # fused kernels forget to
+    increment_version(parameters)  # fused kernels forget to
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def build_optimizer(
         if parameter.requires_grad:
             key = (parameter.dim() >= 2, scales.get(parameter, 1.0))
             groups.setdefault(key, []).append(parameter)
-    return AdamW(
+    optimizer = AdamW(
         [
             {
                 "params": parameters,
@@ -40,6 +41,14 @@ def build_optimizer(
         betas=config.betas,
         fused=next(model.parameters()).device.type == "cuda",
     )
+    optimizer.register_step_post_hook(_count_versions)
+    return optimizer
+
+
+def _count_versions(optimizer: Optimizer, *_: Any) -> None:
+    """Mark parameters as changed, which torch's fused AdamW does not; codes are renewed by it."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:

@@ -41,12 +41,12 @@ def attend_dense(
 ) -> Tensor:
     """torch's attention: q [B, H, T, D], k and v [B, H_kv, S, D] to [B, H, T, D].
 
-    A CPU adds in FP64 and rounds once. The order of sums, another for each number of queries, then
-    leaves no trace. Otherwise it would move some activations of a quantized layer by a whole code.
+    A CPU computes in FP64 and rounds once. In FP32 the last bits depend on the number of queries,
+    and quantizing the result turns such a bit into a whole code now and then.
     """
     if q.device.type == "cpu" and torch.finfo(q.dtype).bits < 64:
-        wide = attend_dense(q.double(), k.double(), v.double(), mask, is_causal=is_causal, scale=scale)
-        return wide.to(q.dtype)
+        wide = (x.double() for x in (q, k, v))
+        return attend_dense(*wide, mask, is_causal=is_causal, scale=scale).to(q.dtype)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     return F.scaled_dot_product_attention(
         q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options

@@ -149,7 +149,7 @@ def input_gradient(g: Tensor, weight: Quantized, *, is_coded: bool) -> Tensor:
     if weight.format.block is not None:
         transposed = replace(weight, codes=weight.codes.T, scale=weight.scale.T)
         return matmul_codes(quantize_activation(g, weight.format), transposed)
-    return _multiply_folded(g.float() * weight.scale.T, weight.codes, weight.format)
+    return _multiply_folded(g.float() * _foldable(weight).T, weight.codes, weight.format)
 
 
 def weight_gradient(g: Tensor, x: Quantized, *, is_coded: bool) -> Tensor:
@@ -158,7 +158,12 @@ def weight_gradient(g: Tensor, x: Quantized, *, is_coded: bool) -> Tensor:
         return g.T @ dequantize(x).to(g.dtype)
     if x.format.block is not None:
         return matmul_codes(*(quantize_activation(t.T, x.format) for t in (g, dequantize(x))))
-    return _multiply_folded((g.float() * x.scale).T, x.codes, x.format)
+    return _multiply_folded((g.float() * _foldable(x)).T, x.codes, x.format)
+
+
+def _foldable(factor: Quantized) -> Tensor:
+    """Scales [rows, 1]; 0 for rows of zeros, whose scale of 1 would make all codes of g small."""
+    return factor.scale * (factor.codes.float() != 0).any(-1, keepdim=True)
 
 
 def _multiply_folded(g: Tensor, codes: Tensor, format: Format) -> Tensor:

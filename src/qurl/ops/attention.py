@@ -45,8 +45,8 @@ def attend_dense(
     and quantizing the result turns such a bit into a whole code now and then.
     """
     if q.device.type == "cpu" and torch.finfo(q.dtype).bits < 64:
-        wide = (x.double() for x in (q, k, v))
-        return attend_dense(*wide, mask, is_causal=is_causal, scale=scale).to(q.dtype)
+        dtype, (q, k, v) = q.dtype, (x.double() for x in (q, k, v))
+        return attend_dense(q, k, v, mask, is_causal=is_causal, scale=scale).to(dtype)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     return F.scaled_dot_product_attention(
         q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options

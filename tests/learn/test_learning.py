@@ -48,6 +48,16 @@ def test_grpo_learns_in_every_format(tmp_path, format):
 
 
 @pytest.mark.learn
+@pytest.mark.parametrize(("format", "backward"), [("int8", "all"), ("fp8", "dgrad")])
+def test_one_precision_flow_learns_without_correction(tmp_path, format, backward):
+    settings = {"quant__unified": True, "quant__format": format, "quant__backward": backward}
+    rows = run(tmp_path, steps=40, algo__objective="ppo_prox", **settings)
+    assert gain(rows) > 0.1
+    assert max(abs(row["rollout_corr/kl"]) for row in rows) < 1e-6
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-5
+
+
+@pytest.mark.learn
 @pytest.mark.parametrize("name", ["rloo", "dapo"])
 def test_critic_free_algorithms_learn(tmp_path, name):
     rows = run(tmp_path, steps=40, algo__name=name)

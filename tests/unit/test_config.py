@@ -270,6 +270,19 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             {"model": {"scratch": {"hidden_size": 36}}},
             "model.scratch.hidden_size = 36 must be a multiple of 2 x model.scratch.heads = 8",
         ),
+        (
+            {"quant": {"unified": True, "format": "none"}},
+            "quant.unified = true needs quant.format = 'int8'",
+        ),
+        (
+            {"quant": {"unified": True}, "model": {"compile": True}},
+            "quant.unified = true cannot be compiled; set model.compile = false",
+        ),
+        (
+            {"quant": {"unified": True, "kv": "fp8"}},
+            "quant.unified = true does not round keys and values yet; quant.kv = 'fp8'",
+        ),
+        ({"quant": {"backward": "all"}}, "quant.backward = 'all' needs quant.unified = true"),
         ({"correction": {"reject": ["token_k9:1"]}}, "'token_k9:1' does not start with one of"),
         ({"correction": {"reject": ["token_k1:1"]}}, "'token_k1:1' needs a band"),
         ({"correction": {"reject": ["seq_sum_k2:1_2"]}}, "'seq_sum_k2:1_2' needs one upper bound"),
@@ -398,6 +411,10 @@ def test_new_places_of_moved_keys_exist():
             {"steps": 3, "critic": {"pretrain_steps": 3}, "algo": {"advantage": "gae"}},
             "critic.pretrain_steps = 3 of steps = 3: the policy is never trained",
         ),
+        (
+            {"quant": {"unified": True}, "rollout": {"engine": "qurl.rollout:HFEngine"}},
+            "quant.unified: rollout.engine = 'qurl.rollout:HFEngine' must quantize as qurl.quant",
+        ),
         ({"steps": 9, "optim": {"warmup_steps": 10}}, "the learning rate never reaches optim.lr"),
     ],
 )
@@ -413,6 +430,7 @@ def test_choices_that_need_no_warning():
         {"quant": {"update_scale": 1.5}, "optim": {"lr": 9e-6}},
         {"algo": {"objective": "ppo_prox"}, "quant": {"format": "none"}},
         {"correction": {"mode": "auto"}, "quant": {"format": "none"}},
+        {"algo": {"objective": "ppo_prox"}, "quant": {"unified": True}},
     ):
         assert not list(find_warnings(build_config(tree)))
 

@@ -38,6 +38,7 @@ def find_mistakes(
         *_part_mistakes(config),
         *_algorithm_mistakes(config, objective, advantage),
         *_correction_mistakes(config, objective, advantage),
+        *_precision_mistakes(config),
         *_other_mistakes(config),
     ]
 
@@ -133,6 +134,22 @@ def _correction_mistakes(
             yield f"correction.reject: {error}"
 
 
+def _precision_mistakes(config: Config) -> Iterator[str]:
+    quant, is_compiled = config.quant, config.model.compile
+    if quant.kv != "none" and config.rollout.engine == "hf":
+        yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
+    if not quant.unified:
+        if quant.backward != "bf16":
+            yield f"quant.backward = {quant.backward!r} needs quant.unified = true"
+        return
+    if quant.format == "none":
+        yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
+    if is_compiled:
+        yield "quant.unified = true cannot be compiled; set model.compile = false"
+    if quant.kv != "none":
+        yield f"quant.unified = true does not round keys and values yet; quant.kv = {quant.kv!r}"
+
+
 def _other_mistakes(config: Config) -> Iterator[str]:
     task, scratch, save = config.task, config.model.scratch, config.save
     if task.name == "file" and not (task.path or task.eval_path):
@@ -146,8 +163,6 @@ def _other_mistakes(config: Config) -> Iterator[str]:
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
         unit = f"2 x model.scratch.heads = {2 * scratch.heads}"
         yield f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of {unit}"
-    if config.quant.kv != "none" and config.rollout.engine == "hf":
-        yield f"quant.kv = {config.quant.kv!r} needs rollout.engine = 'local'"
     if save.every > 0 and save.keep == 0:
         yield f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none"
 
@@ -167,17 +182,19 @@ def find_warnings(
             yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
-    if objective and not objective.is_weighted and (quant.format, quant.kv) != ("none", "none"):
+    has_mismatch = (quant.format, quant.kv) != ("none", "none") and not quant.unified
+    if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
         yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
-    is_unified = getattr(quant, "unified", False)
-    is_alike = is_unified or (quant.format, quant.kv) == ("none", "none")
-    if config.correction.mode == "auto" and not is_alike:
+    if config.correction.mode == "auto" and has_mismatch:
         risk = "a mismatch of quantized rollouts without a tail goes uncorrected"
         yield f"correction.mode = 'auto': {risk}; use 'decoupled', or one precision for both sides"
     if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
         pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
         yield f"{pretrained} of steps = {config.steps}: the policy is never trained"
+    if quant.unified and is_users_own(config.rollout.engine):
+        engine = f"rollout.engine = {config.rollout.engine!r}"
+        yield f"quant.unified: {engine} must quantize as qurl.quant does, or a mismatch remains"
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization only changes the learning rate of the scaled layers"
     if quant.update_scale > 1 and optim.lr >= 1e-5:

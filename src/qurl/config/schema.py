@@ -234,7 +234,7 @@ class OptimConfig(Section):
 
 @dataclass(frozen=True)
 class QuantConfig(Section):
-    """Precision of the actor that samples."""
+    """Precision of the actor that samples, and with `unified` of the trainer."""
 
     format: Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"] = "int8"
     """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
@@ -242,6 +242,10 @@ class QuantConfig(Section):
     """s of UAQ, which divides norm-fed weights once, before training; 1 = off, paper: 1.5."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache; none = compute precision."""
+    unified: Flag = False
+    """Compute the trainer's linear layers in `format` too: one precision flow (Jet-RL)."""
+    backward: Literal["bf16", "dgrad", "all"] = "bf16"
+    """Gradients of unified layers that are products of codes: none, of inputs, of weights too."""
     track_rows: CountOrZero = 128
     """Output channels per weight whose updates are measured (Eq. 13, 14, code flips); 0 = off."""
 

@@ -1,10 +1,12 @@
-"""Flash attention over packed sequences, as trainer and engine call it."""
+"""Attention as trainer and engine call it."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -25,4 +27,27 @@ def attend_flash(
     flags: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
     return varlen.varlen_attn(  # type: ignore[return-value]
         q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **flags
+    )
+
+
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """torch's attention: q [B, H, T, D], k and v [B, H_kv, S, D] to [B, H, T, D].
+
+    A CPU computes in FP64 and rounds once. In FP32 the last bits depend on the number of queries,
+    and quantizing the result turns such a bit into a whole code now and then.
+    """
+    if q.device.type == "cpu" and torch.finfo(q.dtype).bits < 64:
+        dtype, (q, k, v) = q.dtype, (x.double() for x in (q, k, v))
+        return attend_dense(q, k, v, mask, is_causal=is_causal, scale=scale).to(dtype)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options
     )

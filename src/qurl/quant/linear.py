@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +77,11 @@ def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:
     if weight.format.block is not None:
         return _matmul_blocks(x, weight)
     # The token's scale first, then the channel's: the order is part of the result.
-    return _sum_of_products(x.codes, weight.codes, weight.format) * x.scale * weight.scale.T
+    return sum_of_products(x.codes, weight.codes, weight.format) * x.scale * weight.scale.T
 
 
-def _sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:
+def sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:
+    """codes_x @ codes_w^T in FP32, exact for integers."""
     x, w = x.float(), w.float()
     # So many products of codes stay within 2^24, where FP32 sums are exact.
     length = int(2**24 // (format.weight_max * format.act_max))
@@ -93,7 +95,9 @@ def _matmul_blocks(x: Quantized, weight: Quantized) -> Tensor:
     """Sum over blocks of K of scale_x[m, k] * scale_w[n, k] * (codes_x @ codes_w^T)."""
     block, rows = weight.format.block, len(weight.codes)
     assert block is not None
-    scale_w = weight.scale.repeat_interleave(block, 0)[:rows]  # [N, K / block]
+    scale_w = weight.scale  # [N, K / block], or one row for each tile of a weight
+    if len(scale_w) != rows:
+        scale_w = scale_w.repeat_interleave(block, 0)[:rows]
     pairs = zip(*(codes.float().split(block, -1) for codes in (x.codes, weight.codes)), strict=True)
     return sum((a @ b.T) * x.scale[..., k, None] * scale_w[:, k] for k, (a, b) in enumerate(pairs))  # type: ignore[return-value]
 
@@ -119,12 +123,36 @@ def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 @torch.no_grad()
 def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of a transformers model whose projections are quantized: the dense reference."""
-    if obstacle := _obstacle(model):
-        raise ModelError(f"{type(model).__name__} {obstacle}; use quant.format = 'none'")
+    check_quantizable(model)
     clone = copy.deepcopy(model).requires_grad_(False).eval()
     for name, layer in list(projections(clone)):
         clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
     return clone
+
+
+def check_quantizable(model: nn.Module) -> None:
+    """Raise unless all linear layers of a model but head and routers can be quantized."""
+    if obstacle := _obstacle(model):
+        raise ModelError(f"{type(model).__name__} {obstacle}; use quant.format = 'none'")
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Compute with the masters for a while, also if the trainer's layers multiply codes."""
+    unified = [module for module in model.modules() if getattr(module, "is_unified", False)]
+    use_full_precision_(model)
+    try:
+        yield
+    finally:
+        for module in unified:
+            module.is_unified = True  # type: ignore[assignment]
+
+
+def use_full_precision_(model: nn.Module) -> None:
+    """Make unified layers (`qurl.trainer.unified`) ordinary ones."""
+    for module in model.modules():
+        if getattr(module, "is_unified", False):
+            module.is_unified = False  # type: ignore[assignment]
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -50,7 +50,8 @@ class ScaledPart:
         return whole.chunk(self.num_parts, dim=-2)[self.part] if self.num_parts > 1 else whole
 
     def apply_(self, scale: float, *, is_inverse: bool) -> None:
-        tensor = self.cut(self.parameter.data)
+        # Not `.data`, which would hide the change from whoever watches the version.
+        tensor = self.cut(self.parameter.detach())
         # A tensor, because CUDA turns division by a Python number into a rounded multiplication.
         factor = tensor.new_tensor(scale)
         if self.offset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qurl.errors import SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
+from qurl.quant.linear import full_precision
 from qurl.rollout.engine import Engine, context_length
 
 _LENGTH = 32
@@ -37,11 +38,14 @@ def canary_bound(quant: str, *dtypes: torch.dtype, kv: str = "none") -> float:
 
 
 @torch.no_grad()
-def score_with(model: Any, token_ids: Sequence[int]) -> Tensor:
-    """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward."""
+def score_with(model: Any, token_ids: Sequence[int], quant: str = "none") -> Tensor:
+    """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward.
+
+    `quant` is the engine's: a model that computes in codes does so only for a quantized engine.
+    """
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     # A compiled model would be compiled again for this one short prompt.
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    with evaluating(model, quant), torch.compiler.set_stance("force_eager"):
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
@@ -69,16 +73,17 @@ def check_copy(engine: Engine, model: nn.Module, quant: str, version: int) -> fl
     """`verify` for an engine that did not do it itself, through its `score`."""
     parameter, ids = next(model.parameters()), canary_ids(model)
     bound = canary_bound(quant, default_dtype(parameter.device), parameter.dtype)
-    return verify(score_with(model, ids), engine.score(ids), bound=bound, version=version)
+    return verify(score_with(model, ids, quant), engine.score(ids), bound=bound, version=version)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back."""
+def evaluating(model: nn.Module, quant: str = "none") -> Iterator[None]:
+    """Evaluation mode, in the precision of `quant`; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with full_precision(model) if quant == "none" else nullcontext():
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -47,7 +47,8 @@ class HFEngine:
         flip_frac = _code_flip_frac(self.actor, actor)
         ids = canary_ids(source)
         bound = canary_bound(self.quant, next(source.parameters()).dtype)
-        gap = verify(score_with(source, ids), score_with(actor, ids), bound=bound, version=version)
+        scores = (score_with(m, ids, self.quant) for m in (source, actor))
+        gap = verify(*scores, bound=bound, version=version)
         self.actor, self.version = actor, version
         num_bytes = sum(weight.num_bytes for weight in _quantized(actor))
         seconds = time.perf_counter() - start

@@ -156,15 +156,16 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
+    precision = (config.model, device, config.quant)
     if checkpoint:
-        policy = load_saved_policy(checkpoint, config.model, device)
+        policy = load_saved_policy(checkpoint, *precision)
     else:
-        policy = load_policy(initial, config.model, device)
+        policy = load_policy(initial, *precision)
     has_reference = config.algo.kl_coef > 0
     learner = Learner(
         policy,
         config,
-        reference=load_policy(initial, config.model, device).freeze_() if has_reference else None,
+        reference=load_policy(initial, *precision).freeze_() if has_reference else None,
         objective=choices.objective,
         advantage=advantage,
     )

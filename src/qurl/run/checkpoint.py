@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
+from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
 from qurl.trainer.learner import Learner
-from qurl.trainer.policy import Policy, load_policy
+from qurl.trainer.policy import PLAIN, Policy, load_policy
 
 
 def save_checkpoint(
@@ -76,10 +77,12 @@ def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> Non
                 os.fsync(file.fileno())
 
 
-def load_saved_policy(folder: Path, config: ModelConfig, device: torch.device) -> Policy:
+def load_saved_policy(
+    folder: Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+) -> Policy:
     """Load the policy of a checkpoint."""
     with _naming_unreadable(folder):
-        return load_policy(folder / "policy", config, device)
+        return load_policy(folder / "policy", config, device, quant)
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:

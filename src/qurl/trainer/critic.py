@@ -6,6 +6,7 @@ import copy
 
 from torch import Tensor, nn
 
+from qurl.quant.linear import use_full_precision_
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, compile_layers_, disable_dropout_, hidden_states
 from qurl.types import Batch
@@ -17,6 +18,7 @@ class Critic(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.backbone: nn.Module = copy.deepcopy(policy.model.base_model)  # type: ignore[assignment]
+        use_full_precision_(self.backbone)  # no engine computes values
         self.head = nn.Linear(policy.model.config.hidden_size, 1)  # type: ignore[union-attr]
         # A fresh critic returns 0 everywhere, so the first advantages are the returns.
         nn.init.zeros_(self.head.weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -41,10 +42,20 @@ def build_optimizer(
         }
         for (is_matrix, scale, is_coded), parameters in groups.items()
     ]
+    optimizer: Optimizer
     if config.moments == "8bit":
-        return AdamW8bit(options, lr=lr, betas=config.betas)
-    is_fused = next(model.parameters()).device.type == "cuda"
-    return AdamW(options, lr=lr, betas=config.betas, fused=is_fused)
+        optimizer = AdamW8bit(options, lr=lr, betas=config.betas)
+    else:
+        is_fused = next(model.parameters()).device.type == "cuda"
+        optimizer = AdamW(options, lr=lr, betas=config.betas, fused=is_fused)
+    optimizer.register_step_post_hook(_count_versions)
+    return optimizer
+
+
+def _count_versions(optimizer: Optimizer, *_: Any) -> None:
+    """Mark parameters as changed, so that copies are renewed; fused kernels do not do it."""
+    for group in optimizer.param_groups:
+        increment_version(group["params"])
 
 
 def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:
@@ -76,6 +87,5 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
     else:
         clip_grads_with_norm_(parameters, grad_clip, total)
         optimizer.step()
-    increment_version(parameters)  # fused kernels forget to
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
-from qurl.ops.attention import attend_flash
+from qurl.ops.attention import attend_dense, attend_flash
 from qurl.types import Batch
 
 ATTENTION = "qurl-packed"  # as transformers calls `attend`
@@ -195,10 +195,7 @@ def _attend_padded(
     if window is not None:
         ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
         band = ones.tril().triu(1 - window)
-    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), band, is_causal=band is None, **options
-    )
+    out = attend_dense(pad(q), pad(k), pad(v), band, is_causal=band is None, scale=scale)
     return out.transpose(1, 2)[is_token]
 
 

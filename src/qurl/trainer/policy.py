@@ -17,12 +17,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qurl.config import ModelConfig
+from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
+from qurl.trainer.unified import unify_
 from qurl.types import Batch
 
+PLAIN = QuantConfig(format="none")
+"""Policies compute in full precision unless `unified` is set."""
 PACKING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest relative difference between packed and padded states; in BF16 rounding grows."""
 
@@ -38,7 +42,12 @@ class Policy:
     """pi_theta: loads, scores tokens, saves as a normal Hugging Face folder."""
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, config: ModelConfig, device: torch.device
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: ModelConfig,
+        device: torch.device,
+        quant: QuantConfig = PLAIN,
     ) -> None:
         self.model = model.to(device)
         self.tokenizer = tokenizer
@@ -67,6 +76,8 @@ class Policy:
         self.is_compiled = config.compile
         if config.compile:
             compile_layers_(self.model)
+        if quant.unified:  # last: the checks above compare in full precision
+            unify_(self.model, quant, self.compute_dtype)
 
     def layout(self, batch: Batch) -> BatchLayout:
         """How this policy's forwards see a batch. On a GPU the host waits here, not in `score`."""
@@ -94,8 +105,10 @@ class Policy:
             self.tokenizer.save_pretrained(folder)
 
 
-def load_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
-    return Policy(load_model(path), load_tokenizer(path), config, device)
+def load_policy(
+    path: str | Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+) -> Policy:
+    return Policy(load_model(path), load_tokenizer(path), config, device, quant)
 
 
 def load_tokenizer(path: str | Path) -> Any:

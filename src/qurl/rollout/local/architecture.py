@@ -70,7 +70,7 @@ def _check_layers(model: Any) -> None:
     """Raise unless the decoder uses every weight, and every projection is a plain linear layer."""
     for name, module in model.model.layers.named_modules():
         kind = name.rpartition(".")[2]
-        if kind in PROJECTIONS and type(module) is not nn.Linear:
+        if kind in PROJECTIONS and not _is_linear(module):
             what = f"model.layers.{name} of type {type(module).__name__}"
             raise ModelError(refusal(what, ("nn.Linear",)))
         has_weights = next(module.parameters(recurse=False), None) is not None
@@ -78,6 +78,12 @@ def _check_layers(model: Any) -> None:
             raise ModelError(refusal(f"weights in model.layers.{name}", PROJECTIONS + NORMS))
     if getattr(model.lm_head, "bias", None) is not None:
         raise ModelError(refusal("lm_head with a bias", ("lm_head without bias",)))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer is all in its weight and bias, also if it multiplies in its own way."""
+    names = {name for name, _ in module.named_parameters()}
+    return isinstance(module, nn.Linear) and names <= {"weight", "bias"}
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -177,7 +177,7 @@ class LocalEngine:
         samples tokens: the decode step and its cache.
         """
         ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
-        expected = score_with(model, ids)
+        expected = score_with(model, ids, self.quant)
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
         gap = verify(expected, self.score(ids, sample), bound=bound, version=version)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qurl.ops.attention import attend_dense
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.linear import Operand, Product, finish, multiply
@@ -84,7 +85,8 @@ class ReferenceOps:
         gate, up = (
             y.unflatten(-1, (-1, 2)).unbind(-1) if layer.has_alternating_gate else y.chunk(2, -1)
         )
-        h = self._operand((F.silu(gate) * up).to(self.dtype))
+        # Contiguous: torch's exp has other last bits for numbers that lie apart.
+        h = self._operand((F.silu(gate.contiguous()) * up).to(self.dtype))
         return self.project((layer.down,), h)
 
     def head(self, h: Tensor) -> Tensor:
@@ -134,12 +136,8 @@ def attend_prompts(
     for length in lengths:
         rows = slice(start, start := start + length)
         mask = _causal_mask(length, window, q.device) if window and window < length else None
-        out[rows] = F.scaled_dot_product_attention(
-            *(x[rows].transpose(0, 1)[None] for x in (q, k, v)),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
+        heads = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
+        out[rows] = attend_dense(*heads, mask, is_causal=mask is None)[0].transpose(0, 1)
     return out.flatten(1)
 
 
@@ -160,9 +158,7 @@ def attend_pages(
     visible = at <= positions[:, None]
     if window is not None:
         visible &= at > positions[:, None] - window
-    out = F.scaled_dot_product_attention(
-        q[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
-    )
+    out = attend_dense(q[:, :, None], keys, values, visible[:, None, None])
     return out.flatten(1)
 
 

@@ -28,7 +28,8 @@ from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
 from qurl.config import Config
 from qurl.correction import correct
 from qurl.errors import ConfigError, TrainingError
-from qurl.losses import SURROGATES, facts_of
+from qurl.losses import SURROGATES
+from qurl.objectives import ADVANTAGES
 from qurl.ops.device import peak_memory, pick_device
 from qurl.quant.formats import FORMATS
 from qurl.trainer.learner import Learner
@@ -149,10 +150,10 @@ class Trial:
 def build_learner(config: Config, shape: Shape, device: torch.device, seed: int) -> Learner:
     """A learner with FP32 masters and no reference; every call gives the same weights."""
     model = build_model(shape, device, torch.float32, seed=seed).requires_grad_(True)
-    precision: list[Any] = [config.quant] if vars(config.quant).get("unified") else []
-    policy = Policy(model, None, config.model, device, *precision)
+    policy = Policy(model, None, config.model, device, config.quant)
     objective = SURROGATES[config.algo.objective]
-    return Learner(policy, config, objective=objective, has_critic=False)
+    advantage = ADVANTAGES[config.algo.advantage]
+    return Learner(policy, config, objective=objective, advantage=advantage)
 
 
 def build_batch(bench: BatchBench, policy: Policy, vocabulary: int) -> Batch:
@@ -179,19 +180,18 @@ def build_batch(bench: BatchBench, policy: Policy, vocabulary: int) -> Batch:
 
 
 def recompute(learner: Learner, batch: Batch) -> Scored:
-    return learner.recompute(batch)[0]
+    return learner.recompute(batch, step=0)
 
 
 def prepare(learner: Learner, scored: Scored) -> Trainable:
     """What the loop does between the two calls that are timed."""
     config = learner.config
-    cap = facts_of(learner.objective).cap(config.algo.cap)
-    corrected, _ = correct(scored, cap=cap, **vars(config.correction))
+    corrected = correct(scored, cap=learner.cap, **vars(config.correction))
     return compare(corrected, ESTIMATORS[config.algo.advantage], is_whitened=config.algo.whiten)
 
 
 def update(learner: Learner, batch: Trainable) -> dict[str, float]:
-    return learner.update(batch, step=0)
+    return learner.update(batch, step=0)[1]
 
 
 def check_update(metrics: Mapping[str, float], expected_grad_norm: float | None = None) -> None:

@@ -26,14 +26,18 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qurl.config.schema import QuantConfig
+from qurl.errors import ConfigError
+from qurl.quant.linear import full_precision
 from qurl.trainer.packing import Packed, use_packed_attention_
 from qurl.trainer.policy import decoder_layers, hidden_states
+from qurl.trainer.unified import unify_
 
 pytest.importorskip("triton")
 
 from qurl.ops import rms_norm, rotation
 from qurl.ops.gate import gate_gradients
-from qurl.trainer.layers import FusedLayer, fuse_layers_
+from qurl.trainer.layers import FusedLayer, fuse_layers_, unify_layers_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -288,6 +292,38 @@ def test_under_autocast_rotated_heads_have_the_compute_dtype():
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         model.model(input_ids=torch.arange(6, device=DEVICE)[None])
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("make", [qwen2, qwen3])
+@pytest.mark.parametrize("backward", ["bf16", "dgrad"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_unified_layers_compute_what_unified_projections_do(make, format, backward):
+    quant = QuantConfig(format=format, unified=True, backward=backward)
+    model = perturbed(make())
+    fused = copy.deepcopy(model)
+    fuse_layers_(fused)
+    assert unify_layers_(fused, quant, torch.bfloat16)
+    unify_(model, quant, torch.bfloat16)
+    ids = torch.arange(12, device=DEVICE).view(2, 6)
+    for m in (model, fused):
+        m.zero_grad()
+        logits = m(input_ids=ids).logits
+        logits.sin().sum().backward()
+        m.found = [logits.detach(), *(p.grad for p in m.parameters())]
+    gaps = [float((a - b).norm() / b.norm()) for a, b in zip(fused.found, model.found, strict=True)]
+    assert gaps[0] < 1e-2  # a last bit may move an activation to the next code
+    assert max(gaps) < {"bf16": 0.01, "dgrad": 0.12}[backward]  # codes under other scales
+    with full_precision(fused):
+        plain = fused(input_ids=ids).logits
+    assert (plain - fused.found[0]).norm() > 1e-3 * plain.norm()
+    assert all(layer.is_unified for layer in fused.model.layers)
+
+
+def test_other_precisions_of_gradients_are_refused():
+    model = qwen2().to(DEVICE)
+    fuse_layers_(model)
+    with pytest.raises(ConfigError, match="is not built for int8"):
+        unify_layers_(model, QuantConfig(unified=True, backward="all"), torch.bfloat16)
 
 
 def test_what_is_not_known_stays():

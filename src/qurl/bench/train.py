@@ -15,7 +15,6 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 

@@ -26,10 +26,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qurl.config.schema import QuantConfig
+from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
 from qurl.ops.gate import CodedGradient, gate_gradients
-from qurl.quant.formats import Format, Quantized
+from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand
@@ -60,9 +62,25 @@ class FusedLayer(GradientCheckpointingLayer):
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
         self.down = Projection([mlp.down_proj])
 
+        self.projections = (self.qkv, self.o, self.gate_up, self.down)
+        self.format: Format | None = None
+
+    def unify_(self, quant: QuantConfig, compute_dtype: torch.dtype) -> None:
+        """Multiply codes of `quant.format`, as the engine does."""
+        self.format = get_format(quant.format)
+        for projection in self.projections:
+            projection.code_dtype, projection.backward = compute_dtype, quant.backward
+        self.is_unified = True
+
     @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def is_unified(self) -> bool:
+        """Whether the layer multiplies codes at present."""
+        return self.qkv.format is not None
+
+    @is_unified.setter
+    def is_unified(self, is_wanted: bool) -> None:
+        for projection in self.projections:
+            projection.format = self.format if is_wanted else None
 
     def forward(
         self: Any,
@@ -180,9 +198,10 @@ def _gate_gradients(
     is_integer = format is not None and format.is_integer
     if not projection.has_coded_gradient:
         return *gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer), None
-    weight = projection.codes(gate_up.dtype)
-    coded = empty_codes(gate_up.shape[0], gate_up.shape[1], weight.format, gate_up.device)
-    target = CodedGradient(weight.scale, coded.codes, coded.scale, weight.format.act_max)
+    assert format is not None
+    coded = empty_codes(gate_up.shape[0], gate_up.shape[1], format, gate_up.device)
+    scale = projection.foldable_scale()
+    target = CodedGradient(scale, coded.codes, coded.scale, format.act_max)
     d_gate_up, h = gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer, coded=target)
     return d_gate_up, h, coded
 
@@ -283,6 +302,31 @@ def fuse_layers_(model: Any) -> int:
                 setattr(parent, name, FusedLayer(module).train(module.training))
                 num_fused += 1
     return num_fused
+
+
+def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) -> bool:
+    """Make fused layers compute in `quant.format`; False if there are others."""
+    layers = [m for m in model.modules() if type(m).__name__ in LAYERS or isinstance(m, FusedLayer)]
+    if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return False
+    format = get_format(quant.format)
+    if quant.backward == "all" or (quant.backward == "dgrad" and format.block is not None):
+        built = "'bf16'" if format.block is not None else "'bf16' or 'dgrad'"
+        raise ConfigError(
+            f"quant.backward = {quant.backward!r} is not built for {quant.format} on a GPU; set it "
+            f"to {built}"
+        )
+    for layer in layers:
+        layer.unify_(quant, compute_dtype)
+    return True
+
+
+def forget_copies_(model: nn.Module) -> None:
+    """Free the copies of the weights that products read, until the next forward."""
+    for layer in model.modules():
+        if isinstance(layer, FusedLayer):
+            for projection in layer.projections:
+                projection.forget_copies_()
 
 
 @torch.no_grad()

@@ -227,6 +227,8 @@ class Learner:
         except TrainingError as error:
             error.batch = batch
             raise
+        finally:
+            self.policy.free_copies_()  # the engine may need the memory
 
     def _update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(), 0

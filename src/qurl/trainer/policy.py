@@ -62,7 +62,8 @@ class Policy:
             self.model.train()
         _check_head(self.model)
         notes = []
-        if device.type == "cuda" and not config.compile:  # a compiler fuses by itself
+        self.is_fused = device.type == "cuda" and not config.compile  # a compiler fuses by itself
+        if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
             if not fuse_layers_(self.model):
@@ -77,7 +78,22 @@ class Policy:
         if config.compile:
             compile_layers_(self.model)
         if quant.unified:  # last: the checks above compare in full precision
-            unify_(self.model, quant, self.compute_dtype)
+            self._unify(quant)
+
+    def _unify(self, quant: QuantConfig) -> None:
+        if self.is_fused:
+            from qurl.trainer.layers import unify_layers_
+
+            if unify_layers_(self.model, quant, self.compute_dtype):
+                return
+        unify_(self.model, quant, self.compute_dtype)
+
+    def free_copies_(self) -> None:
+        """Free the weights in compute precision, until the next forward."""
+        if self.is_fused:
+            from qurl.trainer.layers import forget_copies_
+
+            forget_copies_(self.model)
 
     def layout(self, batch: Batch) -> BatchLayout:
         """How this policy's forwards see a batch. On a GPU the host waits here, not in `score`."""

@@ -43,20 +43,30 @@ class Projection:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
         self.format: Format | None = None
-        self.has_coded_gradient = False  # whether dx is a product of codes
+        self.code_dtype = torch.float32
+        """Masters are rounded to it before they are quantized, as in the engine."""
+        self.backward = "bf16"
+        """Which gradients are products of codes (`quant.backward`)."""
         self.sizes = [linear.out_features for linear in linears]
         self._copies: dict[Any, Any] = {}
-        self._versions: list[int] = []
+        self._versions: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> Projection:
         """The same for copies of the layers; a copy of the weights is soon made."""
         twin = Projection(copy.deepcopy(self.linears, memo))
-        twin.format, twin.has_coded_gradient = self.format, self.has_coded_gradient
+        twin.format, twin.code_dtype, twin.backward = self.format, self.code_dtype, self.backward
         return twin
+
+    @property
+    def has_coded_gradient(self) -> bool:
+        """Whether dx is a product of codes."""
+        return self.format is not None and self.backward != "bf16"
 
     @torch.no_grad()
     def weight(self, dtype: torch.dtype) -> Tensor:
         """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for."""
+        if self.format is None and dtype == torch.float32:  # rare, and a copy would be large
+            return self._numbers(dtype)
         return self._copy(("weight", dtype), lambda: self._numbers(dtype))
 
     def multiply(self, x: Operand, dtype: torch.dtype) -> Tensor:
@@ -77,11 +87,11 @@ class Projection:
         """
         if not self.has_coded_gradient:
             return torch.mm(dy, self.weight(dy.dtype))
-        weight = self.codes(dy.dtype)
+        weight = self.codes()
         if coded is None:
             coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
             largest = weight.format.act_max
-            code_gradient(dy, weight.scale, coded.codes, coded.scale, largest)
+            code_gradient(dy, self.foldable_scale(), coded.codes, coded.scale, largest)
         return self._multiply_transposed(coded, weight, dy.dtype)
 
     @torch.no_grad()
@@ -118,7 +128,7 @@ class Projection:
     def _copy(self, key: Any, make: Any) -> Any:
         """What `make` returns, until a weight changes."""
         parameters = [p for linear in self.linears for p in linear.parameters()]
-        versions = [parameter._version for parameter in parameters]
+        versions = [self.format, *(parameter._version for parameter in parameters)]
         if versions != self._versions:
             self._copies.clear()
             self._versions = versions
@@ -128,7 +138,7 @@ class Projection:
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         if self.format is not None:
-            return dequantize(self.codes(dtype)).to(dtype)
+            return dequantize(self.codes()).to(dtype)
         return torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -136,25 +146,35 @@ class Projection:
             return None
         return torch.cat([linear.bias.detach().to(dtype) for linear in self.linears])
 
-    def codes(self, dtype: torch.dtype) -> Quantized:
-        """W in codes. The masters are rounded to the compute dtype first, as in the engine."""
-        return self._copy(("codes", dtype), lambda: self._quantize(dtype))
+    def codes(self) -> Quantized:
+        """W in codes."""
+        return self._copy("codes", self._quantize)
 
-    def _quantize(self, dtype: torch.dtype) -> Quantized:
+    def foldable_scale(self) -> Tensor:
+        """Scales [N, 1] of W; 0 for channels of zeros, whose scale of 1 would dwarf the others."""
+        weight = self.codes()
+
+        def make() -> Tensor:
+            is_zero = (weight.codes.view(torch.uint8) & 0x7F).amax(1, keepdim=True) == 0
+            return weight.scale.masked_fill(is_zero, 0.0)
+
+        return self._copy("foldable", make)
+
+    def _quantize(self) -> Quantized:
         assert self.format is not None
         masters = [linear.weight.detach() for linear in self.linears]
         if self.format.block is not None or not masters[0].is_cuda:
-            return quantize(torch.cat(masters).to(dtype), self.format)
+            return quantize(torch.cat(masters).to(self.code_dtype), self.format)
         codes = masters[0].new_empty(sum(self.sizes), masters[0].shape[1], dtype=self.format.dtype)
         coded = Quantized(codes, masters[0].new_empty(len(codes), 1), self.format)
         flips = torch.empty_like(coded.scale, dtype=torch.int32)
         parts = [x.split(self.sizes) for x in (coded.codes, coded.scale, flips)]
         for master, rows, scale, changed in zip(masters, *parts, strict=True):
-            requantize_(master, Quantized(rows, scale, self.format), changed, dtype)
+            requantize_(master, Quantized(rows, scale, self.format), changed, self.code_dtype)
         return coded
 
     def _multiply_codes(self, x: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return _product(x, self.codes(dtype), bias, dtype)
+        return _product(x, self.codes(), bias, dtype)
 
     def _multiply_transposed(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """x W of codes, whose matrix unit wants W transposed."""
@@ -163,7 +183,7 @@ class Projection:
             codes = weight.codes.T.contiguous()  # [K, N]
             return Quantized(codes, weight.scale.new_ones(len(codes), 1), weight.format)
 
-        w = self._copy(("transposed", dtype), transpose)
+        w = self._copy("transposed", transpose)
         if not x.codes.is_cuda or x.format.is_integer:
             return _product(x, w, None, dtype)
         # Gradients need not agree with the engine's, so they may lose bits inside the sum.

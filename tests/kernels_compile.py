@@ -309,7 +309,9 @@ def train_residual_gradients() -> Any:
     return rms_norm.gradients(dy, x, floats(1536), floats(64), onto=onto, rounded=rounded)
 
 
-def train_gate(width: int, format: str | None = None, *, is_coded: bool = False) -> Any:
+def train_gate(
+    width: int, format: str | None = None, *, is_coded: bool = False, is_alternating: bool = False
+) -> Any:
     dy, gate_up = numbers(64, width), numbers(64, 2 * width)
     if format is None:
         return gate.gate_gradients(dy, gate_up)
@@ -319,7 +321,8 @@ def train_gate(width: int, format: str | None = None, *, is_coded: bool = False)
     if is_coded:
         codes = numbers(64, 2 * width, dtype=f.dtype)
         target = gate.CodedGradient(floats(2 * width), codes, floats(64), f.act_max)
-    return gate.gate_gradients(dy, gate_up, y_scale=scale, is_integer=f.is_integer, coded=target)
+    options = {"is_integer": f.is_integer, "is_alternating": is_alternating}
+    return gate.gate_gradients(dy, gate_up, y_scale=scale, coded=target, **options)
 
 
 def code_gradient(width: int, format: str) -> Any:
@@ -606,6 +609,12 @@ LAUNCHES = (
         partial(train_gate, 8960, "fp8", is_coded=True),
         {"gate_gradients_coded_kernel": WIDE_LOADS},
         targets=HAVE_FP8,
+    ),
+    Launch(
+        "coded gradients of gates that alternate with ups",
+        partial(train_gate, 8960, "fp8", is_coded=True, is_alternating=True),
+        {"gate_gradients_coded_kernel": WIDE_LOADS},
+        targets=VARIANT,
     ),
     Launch(
         "coded gradients of a wide gate",

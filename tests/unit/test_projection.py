@@ -168,6 +168,53 @@ def test_gradients_of_a_coded_gate(format, width):
     assert relative(dequantize(row_wise), folded) < 0.05
 
 
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_gates_may_alternate_with_ups(is_coded):
+    width, fmt = 2100, get_format("int8")
+    dy, plain = normal(3, width), 2 * normal(3, 2 * width, seed=1)
+    scale = normal(2 * width, dtype=torch.float32, seed=2).abs() + 0.1
+
+    def alternate(x):
+        return x.unflatten(-1, (2, width)).transpose(-1, -2).flatten(-2).contiguous()
+
+    results = []
+    for gate_up, channel_scale in ((plain, scale), (alternate(plain), alternate(scale))):
+        codes = torch.empty(3, 2 * width, dtype=fmt.dtype, device=DEVICE)
+        target = CodedGradient(channel_scale, codes, scale.new_empty(3, 1), fmt.act_max)
+        options = {"coded": target} if is_coded else {}
+        found = gate_gradients(dy, gate_up, is_alternating=gate_up is not plain, **options)
+        results.append((*found, codes, target.scale))
+    (d, y, codes, row_scale), (d_again, y_again, codes_again, row_scale_again) = results
+    assert torch.equal(d, d_again)
+    assert torch.equal(y, y_again)
+    if is_coded:
+        assert torch.equal(alternate(codes), codes_again)
+        assert torch.equal(row_scale, row_scale_again)
+
+
+@pytest.mark.parametrize("backward", ["bf16", "dgrad"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_codes_in_the_buffer_of_an_engine(backward, bias):
+    plain, fmt = projection((48, 48), 144, bias=bias), get_format("int8")
+    plain.format, plain.code_dtype, plain.backward = fmt, torch.bfloat16, backward
+    shared = copy.deepcopy(plain)
+    buffer = quantize(torch.zeros(96, 144, device=DEVICE), fmt)
+    shared.adopt_(buffer, is_alternating=True)
+    x, dy = quantize_rows(normal(20, 144), fmt), normal(20, 96, seed=1)
+    order = torch.arange(96).view(2, 48).T.flatten()
+    in_turn = dy[:, order].contiguous() if backward == "dgrad" else dy
+
+    y = plain.multiply(x, torch.bfloat16)
+    assert torch.equal(shared.multiply(x, torch.bfloat16), y[:, order])
+    assert torch.equal(buffer.codes, plain.codes().codes[order])
+    assert shared.codes().codes.data_ptr() == buffer.codes.data_ptr()
+    dx = plain.input_gradient(dy)
+    assert relative(shared.input_gradient(in_turn), dx) < 1e-3
+    plain.add_gradients_(dy, x)
+    shared.add_gradients_(dy, x)
+    assert torch.equal(stacked(plain, "weight")[1], stacked(shared, "weight")[1])
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 300), (2, 4500)])
 def test_dequantized_rows(format, shape):

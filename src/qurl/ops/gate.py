@@ -9,7 +9,10 @@
 Everything is computed in FP32 and rounded once, to the dtype of the result. y is computed once
 more, so that no one needs to keep it; if the next product read codes of y, what they stand for.
 
-Shapes: N tokens, I intermediate channels; gate and up lie side by side in [N, 2 I].
+gate_up [N, 2 I] has the gates first, or gates and ups alternate, as in the engine's weights; its
+gradient has the gates first, and codes of the gradient have the order of gate_up.
+
+Shapes: N tokens, I intermediate channels.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ TILE = 2048
 class CodedGradient:
     """Where codes of d gate_up * channel_scale go, with one scale per token."""
 
-    channel_scale: Tensor  # [2 I]
+    channel_scale: Tensor  # [2 I], in the order of gate_up, as the codes
     codes: Tensor  # [N, 2 I]
     scale: Tensor  # [N]
     largest: float
@@ -44,6 +47,7 @@ def gate_gradients(
     *,
     y_scale: Tensor | None = None,
     is_integer: bool = False,
+    is_alternating: bool = False,
     coded: CodedGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """d gate_up [N, 2 I] from dy [N, I], and y [N, I].
@@ -60,6 +64,7 @@ def gate_gradients(
         "GROUPS": groups,
         "GROUP": width if groups == 1 else 128,
         "IS_INT": is_integer,
+        "ALTERNATING": is_alternating,
         "TILE": min(TILE, next_power_of_2(width)),
         "num_warps": 4,
     }
@@ -88,12 +93,14 @@ def gate_gradients_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     IS_INT: tl.constexpr,
+    ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per token and tile of channels."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
+    first = tl.program_id(1) * TILE
+    column = first + tl.arange(0, TILE)
+    dgate, dup, value = _gradients(dy, gate_up, row, first, WIDTH, TILE, ALTERNATING)
     at = d_gate_up + row * (2 * WIDTH) + column
     store_rounded(at, dgate, column < WIDTH)
     store_rounded(at + WIDTH, dup, column < WIDTH)
@@ -114,6 +121,7 @@ def gate_gradients_coded_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     IS_INT: tl.constexpr,
+    ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -125,35 +133,56 @@ def gate_gradients_coded_kernel(
     for tile in tl.static_range(TILES):
         column = tile * TILE + tl.arange(0, TILE)
         mask = column < WIDTH
-        dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
+        dgate, dup, value = _gradients(dy, gate_up, row, tile * TILE, WIDTH, TILE, ALTERNATING)
         at = d_gate_up + row * (2 * WIDTH) + column
         store_rounded(at, dgate, mask)
         store_rounded(at + WIDTH, dup, mask)
         _store_value(y, y_scale, value, row, column, WIDTH, GROUPS, GROUP, IS_INT)
-        dgate *= load_float(channel_scale + column, mask)
-        dup *= load_float(channel_scale + WIDTH + column, mask)
+        of_gate, of_up = _load_pair(channel_scale, tile * TILE, WIDTH, TILE, ALTERNATING)
+        dgate *= of_gate
+        dup *= of_up
         peak = tl.maximum(peak, tl.maximum(tl.abs(dgate), tl.abs(dup)))
         folded = folded + (dgate, dup)  # noqa: RUF005 (Triton has no unpacking)
     step = scale_for(tl.max(peak, 0), LARGEST)
     tl.store(scale + row, step)
     inverse = 1.0 / step
     for tile in tl.static_range(TILES):
-        column = tile * TILE + tl.arange(0, TILE)
-        at = codes + row * (2 * WIDTH) + column
-        store_rounded(at, folded[2 * tile] * inverse, column < WIDTH)
-        store_rounded(at + WIDTH, folded[2 * tile + 1] * inverse, column < WIDTH)
+        target = codes + row * (2 * WIDTH)
+        dgate, dup = folded[2 * tile] * inverse, folded[2 * tile + 1] * inverse
+        if ALTERNATING:
+            column = 2 * tile * TILE + tl.arange(0, 2 * TILE)
+            store_rounded(target + column, tl.interleave(dgate, dup), column < 2 * WIDTH)
+        else:
+            column = tile * TILE + tl.arange(0, TILE)
+            store_rounded(target + column, dgate, column < WIDTH)
+            store_rounded(target + WIDTH + column, dup, column < WIDTH)
 
 
 @triton.jit
-def _gradients(dy, gate_up, row, column, WIDTH: tl.constexpr):
-    """dgate, dup and y of some channels of a token."""
-    mask = column < WIDTH
-    upstream = load_float(dy + row * WIDTH + column, mask)
-    x = load_float(gate_up + row * (2 * WIDTH) + column, mask)
-    up = load_float(gate_up + row * (2 * WIDTH) + WIDTH + column, mask)
+def _gradients(
+    dy, gate_up, row, first, WIDTH: tl.constexpr, TILE: tl.constexpr, ALTERNATING: tl.constexpr
+):
+    """dgate, dup and y of TILE channels of a token."""
+    column = first + tl.arange(0, TILE)
+    upstream = load_float(dy + row * WIDTH + column, column < WIDTH)
+    x, up = _load_pair(gate_up + row * (2 * WIDTH), first, WIDTH, TILE, ALTERNATING)
     share = 1.0 / (1.0 + tl.exp(-x))
     silu = x * share
     return upstream * up * (share + silu * (1 - share)), upstream * silu, silu * up
+
+
+@triton.jit
+def _load_pair(source, first, WIDTH: tl.constexpr, TILE: tl.constexpr, ALTERNATING: tl.constexpr):
+    """Numbers of TILE gates and of their ups."""
+    if ALTERNATING:
+        column = 2 * first + tl.arange(0, 2 * TILE)
+        both = load_float(source + column, column < 2 * WIDTH)
+        gate, up = tl.split(tl.reshape(both, [TILE, 2]))
+    else:
+        column = first + tl.arange(0, TILE)
+        gate = load_float(source + column, column < WIDTH)
+        up = load_float(source + WIDTH + column, column < WIDTH)
+    return gate, up
 
 
 @triton.jit

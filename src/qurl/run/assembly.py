@@ -30,6 +30,7 @@ from qurl.rewards import GradingPool, Reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
+from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -343,6 +344,8 @@ def build_actor(
         options["kv"] = config.quant.kv if is_main else "none"
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
+        policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 

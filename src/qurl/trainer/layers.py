@@ -34,7 +34,7 @@ from qurl.ops.gate import CodedGradient, gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
-from qurl.quant.linear import Operand
+from qurl.quant.linear import EngineCodes, Operand
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 from qurl.trainer.projection import Projection
 
@@ -142,7 +142,8 @@ class _Layer(torch.autograd.Function):
                 inverse=inverse_mlp,
             )
             gate_up = layer.gate_up.multiply(m, dtype)
-            h = swiglu(gate_up, layer.down.format, dtype)
+            is_alternating = layer.is_unified and layer.gate_up.is_alternating
+            h = swiglu(gate_up, layer.down.format, dtype, is_alternating)
             y = middle + layer.down.multiply(h, dtype)
         if needs_grad:
             ctx.layer, ctx.shape, ctx.heads = layer, shape, heads
@@ -196,14 +197,15 @@ def _gate_gradients(
     """d gate_up, h, and codes of d gate_up if the next product wants them."""
     projection, format = layer.gate_up, layer.down.format
     is_integer = format is not None and format.is_integer
+    options: dict[str, Any] = {"y_scale": h_scale, "is_integer": is_integer}
+    options["is_alternating"] = layer.is_unified and projection.is_alternating
     if not projection.has_coded_gradient:
-        return *gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer), None
+        return *gate_gradients(dh, gate_up, **options), None
     assert format is not None
     coded = empty_codes(gate_up.shape[0], gate_up.shape[1], format, gate_up.device)
     scale = projection.foldable_scale()
     target = CodedGradient(scale, coded.codes, coded.scale, format.act_max)
-    d_gate_up, h = gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer, coded=target)
-    return d_gate_up, h, coded
+    return *gate_gradients(dh, gate_up, **options, coded=target), coded
 
 
 class _Saved(NamedTuple):
@@ -319,6 +321,17 @@ def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) ->
     for layer in layers:
         layer.unify_(quant, compute_dtype)
     return True
+
+
+def adopt_codes_(model: nn.Module, buffers: Sequence[EngineCodes]) -> None:
+    """Keep the codes of unified layers in an engine's buffers, one record for each layer."""
+    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    if len(layers) != len(buffers):  # other layers keep their own
+        return
+    for layer, codes in zip(layers, buffers, strict=True):
+        for name, buffer in codes.products.items():
+            is_alternating = codes.has_alternating_gate and name == "gate_up"
+            getattr(layer, name).adopt_(buffer, is_alternating=is_alternating)
 
 
 def forget_copies_(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ Shapes: B sequences, T positions, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
+from qurl.quant.linear import EngineCodes
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.trainer.unified import unify_
@@ -87,6 +88,13 @@ class Policy:
             if unify_layers_(self.model, quant, self.compute_dtype):
                 return
         unify_(self.model, quant, self.compute_dtype)
+
+    def adopt_codes_(self, buffers: Sequence[EngineCodes]) -> None:
+        """Share one set of codes with an engine on this device, where the layers are fused."""
+        if self.is_fused:
+            from qurl.trainer.layers import adopt_codes_
+
+            adopt_codes_(self.model, buffers)
 
     def free_copies_(self) -> None:
         """Free the weights in compute precision, until the next forward."""

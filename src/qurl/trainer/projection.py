@@ -9,7 +9,8 @@ are added up in FP32 by the product itself, over micro-batches, and each layer's
 of the sum: no gradient passes through autograd, is cast, or is added in a pass of its own.
 
 With a format the copy is codes, and so is what the forward keeps of x. The backward is
-straight-through: W and x stand for the values of their codes.
+straight-through: W and x stand for the values of their codes. An engine on the same device lends
+its buffers for the codes (`adopt_`): while it does not sample, the trainer renews them there.
 
 Shapes: M tokens, N output channels of all layers together, K input channels.
 """
@@ -45,6 +46,10 @@ class Projection:
         self.format: Format | None = None
         self.code_dtype = torch.float32
         """Masters are rounded to it before they are quantized, as in the engine."""
+        self.is_alternating = False
+        """Whether the rows of codes are those of the layers in turn, as the engine has gate and up.
+        Only codes, and products of codes, have this order."""
+        self._buffer: Quantized | None = None  # where the codes live
         self.backward = "bf16"
         """Which gradients are products of codes (`quant.backward`)."""
         self.sizes = [linear.out_features for linear in linears]
@@ -56,6 +61,12 @@ class Projection:
         twin = Projection(copy.deepcopy(self.linears, memo))
         twin.format, twin.code_dtype, twin.backward = self.format, self.code_dtype, self.backward
         return twin
+
+    def adopt_(self, buffer: Quantized, *, is_alternating: bool) -> None:
+        """Keep the codes in an engine's buffer."""
+        assert buffer.codes.shape == (sum(self.sizes), self.linears[0].in_features)
+        self._buffer, self.is_alternating = buffer, is_alternating
+        self._copies.clear()
 
     @property
     def has_coded_gradient(self) -> bool:
@@ -138,13 +149,18 @@ class Projection:
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         if self.format is not None:
-            return dequantize(self.codes()).to(dtype)
+            weight = dequantize(self.codes()).to(dtype)
+            if self.is_alternating:
+                weight = torch.cat(weight.unflatten(0, (-1, len(self.sizes))).unbind(1))
+            return weight
         return torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         if self.linears[0].bias is None:
             return None
-        return torch.cat([linear.bias.detach().to(dtype) for linear in self.linears])
+        biases = [linear.bias.detach().to(dtype) for linear in self.linears]
+        is_alternating = self.is_alternating and self.format is not None
+        return torch.stack(biases, 1).flatten() if is_alternating else torch.cat(biases)
 
     def codes(self) -> Quantized:
         """W in codes."""
@@ -163,15 +179,27 @@ class Projection:
     def _quantize(self) -> Quantized:
         assert self.format is not None
         masters = [linear.weight.detach() for linear in self.linears]
-        if self.format.block is not None or not masters[0].is_cuda:
+        if self._buffer is None and (self.format.block is not None or not masters[0].is_cuda):
             return quantize(torch.cat(masters).to(self.code_dtype), self.format)
-        codes = masters[0].new_empty(sum(self.sizes), masters[0].shape[1], dtype=self.format.dtype)
-        coded = Quantized(codes, masters[0].new_empty(len(codes), 1), self.format)
+        coded = self._buffer or self._allocate()
         flips = torch.empty_like(coded.scale, dtype=torch.int32)
-        parts = [x.split(self.sizes) for x in (coded.codes, coded.scale, flips)]
-        for master, rows, scale, changed in zip(masters, *parts, strict=True):
-            requantize_(master, Quantized(rows, scale, self.format), changed, self.code_dtype)
+        for index, master in enumerate(masters):
+            rows = self._rows(index)
+            target = Quantized(coded.codes[rows], coded.scale[rows], self.format)
+            requantize_(master, target, flips[: len(master)], self.code_dtype)
         return coded
+
+    def _allocate(self) -> Quantized:
+        assert self.format is not None
+        rows, columns = sum(self.sizes), self.linears[0].in_features
+        return empty_codes(rows, columns, self.format, self.linears[0].weight.device)
+
+    def _rows(self, index: int) -> slice:
+        """The rows of one of the layers in the codes."""
+        if self.is_alternating:
+            return slice(index, None, len(self.sizes))
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
 
     def _multiply_codes(self, x: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return _product(x, self.codes(), bias, dtype)

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.ops import gate, rms_norm, rotation
+from qurl.ops import flash, gate, rms_norm, rotation
 from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
@@ -63,7 +63,7 @@ MAX_SPILLS = {
 }
 """Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_")
+OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|flash_")
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
@@ -314,6 +314,26 @@ def train_rotation(*, is_gradient: bool) -> Any:
     return rotation.rotate(numbers(64, 14, 64), angles, angles, BF16, is_gradient=is_gradient)
 
 
+def packed(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], flash.Spans]:
+    """Queries, keys and values as slices of one product of 1024 tokens."""
+    sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
+    qkv = numbers(1024, sum(sizes), heads.head_dim, dtype=dtype)
+    bounds = numbers(5, dtype=torch.int32)
+    return list(qkv.split(sizes, 1)), flash.Spans(bounds, 1024, heads.window)
+
+
+def train_attention(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]))
+
+
+def train_attention_gradients(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    out = numbers(*qkv[0].shape, dtype=dtype)
+    lse = floats(heads.heads, 1024)
+    return flash.gradients(*qkv, out, lse, out, spans, 0.1, flash.plan_for(out))
+
+
 def everywhere(pattern: str) -> Look:
     return Look(dict.fromkeys(TARGETS, pattern))
 
@@ -325,6 +345,11 @@ INT8_MATRIX = Look({HOPPER: r"IGMMA", ADA: r"IMMA", AMPERE: r"IMMA"})
 FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", ADA: r"HMMA", AMPERE: r"HMMA"})
 SMALL_MATRIX = everywhere(r"HMMA")
+FLASH = {"flash_forward_kernel": BF16_MATRIX}
+FLASH_GRADIENTS = {
+    "flash_query_gradients_kernel": BF16_MATRIX,
+    "flash_key_gradients_kernel": BF16_MATRIX,
+}
 WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
 WIDEST_LOADS = everywhere(r"LDG\.\S*128")
 FP64_SUMS = everywhere(r"DADD")
@@ -566,6 +591,36 @@ LAUNCHES = (
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
+        targets=VARIANT,
+    ),
+    Launch("attention for training", partial(train_attention, QWEN2_7B), FLASH),
+    Launch("attention of small heads for training", partial(train_attention, QWEN2_05B), FLASH),
+    Launch(
+        "attention over a window for training",
+        partial(train_attention, MISTRAL_7B),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "attention for training in fp16",
+        partial(train_attention, QWEN2_7B, torch.float16),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "gradients of attention",
+        partial(train_attention_gradients, QWEN2_7B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention of small heads",
+        partial(train_attention_gradients, QWEN2_05B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention over a window",
+        partial(train_attention_gradients, MISTRAL_7B),
+        FLASH_GRADIENTS,
         targets=VARIANT,
     ),
     Launch(

@@ -267,6 +267,16 @@ def _load_tile(
 
 
 @triton.jit
+def _load_keys(x, tiles, start, column, row, stride, end, ROWS: tl.constexpr, D: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    if tiles is not None:
+        tile = tiles.load([start + row, column])
+    else:
+        tile = _load_rows(x, rows, stride, rows < end, D)
+    return tile
+
+
+@triton.jit
 def _dot(a, b, acc):
     return tl.dot(as_factor(a), as_factor(b), acc, input_precision="ieee")
 
@@ -331,11 +341,14 @@ def flash_forward_kernel(
     largest = tl.full([QUERIES], _HIDDEN, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     low, high = _whole_and_cut_keys(first, window, KEYS)
+    place = start, kv_head * D
+    k_tile = _load_keys(k, k_tiles, *place, low, k_token, end, KEYS, D)
+    s_next = _dot(q_tile, k_tile.T, None)
     for IS_CUT in tl.static_range(2):
         for key in range(low, high, KEYS):
-            place = start, kv_head * D, key
-            k_tile = _load_tile(k, k_tiles, *place, k_token, end, KEYS, D, IS_CUT)
-            s = _dot(q_tile, k_tile.T, None)
+            s = s_next
+            k_tile = _load_keys(k, k_tiles, *place, key + KEYS, k_token, end, KEYS, D)
+            s_next = _dot(q_tile, k_tile.T, None)
             if IS_CUT:
                 s = tl.where(_is_seen(row[:, None], key + block[None, :], window), s, _HIDDEN)
             larger = tl.maximum(largest, tl.max(s, 1) * factor)
@@ -343,12 +356,12 @@ def flash_forward_kernel(
             largest = larger
             p = tl.exp2(s * factor - larger[:, None])
             total = total * shrink + tl.sum(p, 1)
-            v_tile = _load_tile(v, v_tiles, *place, v_token, end, KEYS, D, IS_CUT)
+            v_tile = _load_tile(v, v_tiles, *place, key, v_token, end, KEYS, D, IS_CUT)
             acc = _dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
         low, high = high, end
 
     is_row = row >= 0
-    tl.store(lse + head * num_tokens + start + row, largest + tl.log2(total), mask=is_row)
+    tl.store(lse + head * num_tokens + start + row, (largest + tl.log2(total)) / factor, mask=is_row)
     width = tl.num_programs(0) * D
     at = origin * width + head * D + row[:, None] * width + tl.arange(0, D)[None, :]
     store_rounded(out + at, acc / total[:, None], is_row[:, None])
@@ -409,12 +422,12 @@ def flash_query_gradients_kernel(
             place = start, kv_head * D, key
             k_tile = _load_tile(k, k_tiles, *place, k_token, end, KEYS, D, IS_CUT)
             v_tile = _load_tile(v, v_tiles, *place, v_token, end, KEYS, D, IS_CUT)
-            s = _dot(q_tile, k_tile.T, None)
-            dp = _dot(d_tile, v_tile.T, None)
-            p = tl.exp2(s * factor - log_total[:, None])
+            s = _dot(q_tile, k_tile.T, tl.broadcast_to(-log_total[:, None], [QUERIES, KEYS]))
+            dp = _dot(d_tile, v_tile.T, tl.broadcast_to(-change[:, None], [QUERIES, KEYS]))
+            p = tl.exp2(s * factor)
             if IS_CUT:
                 p = tl.where(_is_seen(row[:, None], key + block[None, :], window), p, 0.0)
-            ds = p * (dp - change[:, None])
+            ds = p * dp
             acc = _dot(narrow(ds, k_tile.dtype), k_tile, acc)
         low, high = high, end
     to = dq + at + row[:, None] * width + tl.arange(0, D)[None, :]
@@ -475,8 +488,8 @@ def flash_key_gradients_kernel(
         cut = 0
     dk_tile = tl.zeros([KEYS, D], tl.float32)
     dv_tile = tl.zeros([KEYS, D], tl.float32)
-    low, high = 0, cut
-    for IS_CUT in tl.static_range(2):
+    low, high = cut, tl.cdiv(end - first, QUERIES)
+    for IS_CUT in tl.static_range(1, -1, -1):
         for i in range(0, group * (high - low)):
             head = kv_head * group + i // (high - low)
             row = end - (low + i % (high - low) + 1) * QUERIES
@@ -491,13 +504,15 @@ def flash_key_gradients_kernel(
             else:
                 log_total = tl.load(lse + at_row)
                 change = tl.load(delta + at_row)
-            p = tl.exp2(_dot(k_tile, q_tile.T, None) * factor - log_total[None, :])
+            s = _dot(k_tile, q_tile.T, tl.broadcast_to(-log_total[None, :], [KEYS, QUERIES]))
+            dp = _dot(v_tile, d_tile.T, tl.broadcast_to(-change[None, :], [KEYS, QUERIES]))
+            p = tl.exp2(s * factor)
             if IS_CUT:
                 p = tl.where(_is_seen(rows[None, :], key[:, None], window), p, 0.0)
             dv_tile = _dot(narrow(p, d_tile.dtype), d_tile, dv_tile)
-            ds = p * (_dot(v_tile, d_tile.T, None) - change[None, :])
+            ds = p * dp
             dk_tile = _dot(narrow(ds, q_tile.dtype), q_tile, dk_tile)
-        low, high = cut, tl.cdiv(end - first, QUERIES)
+        low, high = 0, cut
     at = origin * kv_width + kv_head * D + key[:, None] * kv_width + tl.arange(0, D)[None, :]
     store_rounded(dk + at, dk_tile * scale, is_key[:, None])
     store_rounded(dv + at, dv_tile, is_key[:, None])

@@ -60,11 +60,11 @@ MAX_SPILLS = {
     (gpu, kernel): most
     for gpu in (AMPERE, ADA)
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
-} | {(HOPPER, "flash_key_gradients_kernel"): 20}
+} | {(HOPPER, "flash_key_gradients_kernel"): 24}
 """Accesses to local memory that are allowed.
 
-ptxas lacks a register in the longest rows. The gradient of keys needs all of them: one access is in
-its loops, the others are around them.
+ptxas lacks a register in the longest rows. In the gradient of keys the accesses are around its main
+loop, which needs every register.
 """
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|flash_")
@@ -328,14 +328,15 @@ def packed(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], flash.Spans]
 
 def train_attention(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
     qkv, spans = packed(heads, dtype)
-    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]))
+    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]).forward)
 
 
 def train_attention_gradients(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
     qkv, spans = packed(heads, dtype)
-    out = numbers(*qkv[0].shape, dtype=dtype)
+    plan, out = flash.plan_for(qkv[0]), numbers(*qkv[0].shape, dtype=dtype)
     lse = floats(heads.heads, 1024)
-    return flash.gradients(*qkv, out, lse, out, spans, 0.1, flash.plan_for(out))
+    flash.query_gradients(*qkv, out, lse, out, spans, 0.1, plan.query_gradients)
+    return flash.key_gradients(*qkv, lse, lse, out, spans, 0.1, plan.key_gradients)
 
 
 def everywhere(pattern: str) -> Look:

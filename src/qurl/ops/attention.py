@@ -32,6 +32,19 @@ def attend_flash(
 
         if flash.supports(q):
             return flash.attend(q, k, v, flash.Spans(bounds, longest, window), scale)
+    return attend_torch(q, k, v, bounds, longest, window, scale)
+
+
+def attend_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
+    """`attend_flash` by torch's FlashAttention 2."""
     left = -1 if window is None else window - 1
     flags: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
     return varlen.varlen_attn(  # type: ignore[return-value]

@@ -18,7 +18,6 @@ Shapes: N tokens of B sequences, H query heads, K key heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +107,14 @@ def plan_for(q: Tensor) -> Plan:
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
     """Attention [N, H, D] of q [N, H, D] to k and v [N, K, D], with gradients."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _Attention.apply(*map(_with_whole_rows, (q, k, v)), spans, scale)  # type: ignore
+    q, k, v = map(_with_whole_rows, (q, k, v))
+    return _Attention.apply(q, k, v, spans, scale)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
-        out, lse = forward(q, k, v, spans, scale, plan_for(q))
+        out, lse = forward(q, k, v, spans, scale, plan_for(q).forward)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = spans, scale
         return out
@@ -122,26 +122,28 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        d_out = grads[0].contiguous()
-        found = gradients(q, k, v, out, lse, d_out, *ctx.options, plan_for(q))
-        return *found, None, None
+        (spans, scale), plan, d_out = ctx.options, plan_for(q), grads[0].contiguous()
+        tiles = plan.query_gradients
+        dq, delta = query_gradients(q, k, v, out, lse, d_out, spans, scale, tiles)
+        tiles = plan.key_gradients
+        dk, dv = key_gradients(q, k, v, lse, delta, d_out, spans, scale, tiles)
+        return dq, dk, dv, None, None
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, plan: Plan
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """o [N, H, D] and lse / scale [H, N] in FP32."""
-    tiles = plan.forward
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    described = _describe([k, v], tiles.keys, tiles)
-    arguments = _arguments(q, k, v, spans, scale, tiles)
     grid = (q.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.queries))
+    described = _describe(k, v, tiles.keys, tiles)
+    arguments = _arguments(q, k, v, spans, scale, tiles)
     flash_forward_kernel[grid](q, k, v, *described, out, lse, **arguments)
     return out, lse
 
 
-def gradients(
+def query_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -150,29 +152,38 @@ def gradients(
     d_out: Tensor,
     spans: Spans,
     scale: float,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, from what `forward` gave and the gradient of o."""
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """dq [N, H, D] and delta [H, N], from what `forward` gave and the gradient of o."""
     assert out.is_contiguous()
     assert d_out.is_contiguous()
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    delta = torch.empty_like(lse)
-    batch = len(spans.bounds) - 1
-
-    tiles = plan.query_gradients
-    described = _describe([k, v], tiles.keys, tiles)
+    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    grid = (q.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.queries))
+    tensors = (q, k, v, *_describe(k, v, tiles.keys, tiles), out, d_out, lse, delta, dq)
     arguments = _arguments(q, k, v, spans, scale, tiles)
-    grid = (q.shape[1], batch, divide_up(spans.longest, tiles.queries))
-    tensors = (q, k, v, *described, out, d_out, lse, delta, dq)
     flash_query_gradients_kernel[grid](*tensors, **arguments)
+    return dq, delta
 
-    tiles = plan.key_gradients
-    described = _describe([q, d_out], tiles.queries, tiles)
+
+def key_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    d_out: Tensor,
+    spans: Spans,
+    scale: float,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv [N, K, D]."""
+    assert d_out.is_contiguous()
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    grid = (k.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.keys))
+    described = _describe(q, d_out, tiles.queries, tiles)
     arguments = _arguments(q, k, v, spans, scale, tiles)
-    grid = (k.shape[1], batch, divide_up(spans.longest, tiles.keys))
-    tensors = (q, k, v, d_out, *described, lse, delta, dk, dv)
-    flash_key_gradients_kernel[grid](*tensors, **arguments)
-    return dq, dk, dv
+    flash_key_gradients_kernel[grid](q, k, v, d_out, *described, lse, delta, dk, dv, **arguments)
+    return dk, dv
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
@@ -180,14 +191,16 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _describe(matrices: Sequence[Tensor], rows: int, tiles: Tiles) -> Sequence[Any]:
-    """What the copy engine needs to fetch tiles of `rows` tokens and one head; None without it."""
-    is_aligned = all(
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in matrices
+def _describe(a: Tensor, b: Tensor, rows: int, tiles: Tiles) -> tuple[Any, Any]:
+    """What the copy engine needs to fetch `rows` tokens of a head of a and b; None without it."""
+    is_aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in (a, b))
+    if not (tiles.copies and is_aligned and Target.of(a.device).has_descriptors):
+        return None, None
+    block = [rows, a.shape[2]]
+    return (
+        TensorDescriptor.from_tensor(a.flatten(1), block),
+        TensorDescriptor.from_tensor(b.flatten(1), block),
     )
-    if not (tiles.copies and is_aligned and Target.of(matrices[0].device).has_descriptors):
-        return [None] * len(matrices)
-    return [TensorDescriptor.from_tensor(x.flatten(1), [rows, x.shape[2]]) for x in matrices]
 
 
 def _arguments(

@@ -4,9 +4,10 @@ Tiles of queries are counted from the end of a sequence and tiles of keys from i
 partial tile is the one with the least work. Programs with the most work start first. Only tiles
 that a query's own key or the window cuts through are masked.
 
-On Hopper a product runs while the warps that wait for it do other work. So the softmax of a tile is
-computed after the product of the next one is issued, and p after that of dp. Sums start from -lse
-and -delta instead of zero, which saves registers: none is left in the gradient of keys.
+On Hopper a product runs while the warps that issued it do other work. So the product of the next
+tile is issued before the softmax of this one, and that of dp before p is computed. Sums of s and dp
+start from -lse and -delta instead of zero, which saves registers: the gradient of keys has none to
+spare. Look at what the compiler made of a change: short of registers, it runs products one by one.
 
 Shapes: N tokens of B sequences, H query heads, K key heads, D head_dim.
 """
@@ -124,7 +125,7 @@ def flash_forward_kernel(
 ):
     """One program per head, sequence and tile of queries."""
     head, kv_head = tl.program_id(0), tl.program_id(0) // group
-    start, length = _sequence(bounds)
+    start, length = _sequence(bounds)  # type: ignore[misc]
     end = length - _rank(length, longest, QUERIES) * QUERIES
     if (end > length) | (end <= 0):
         return
@@ -162,9 +163,8 @@ def flash_forward_kernel(
         low, high = high, end
 
     is_row = row >= 0
-    tl.store(
-        lse + head * num_tokens + start + row, (largest + tl.log2(total)) / factor, mask=is_row
-    )
+    log_sum = (largest + tl.log2(total)) / factor
+    tl.store(lse + head * num_tokens + start + row, log_sum, mask=is_row)
     width = tl.num_programs(0) * D
     at = origin * width + head * D + row[:, None] * width + tl.arange(0, D)[None, :]
     store_rounded(out + at, acc / total[:, None], is_row[:, None])
@@ -197,7 +197,7 @@ def flash_query_gradients_kernel(
 ):
     """dq and delta; one program per head, sequence and tile of queries."""
     head, kv_head = tl.program_id(0), tl.program_id(0) // group
-    start, length = _sequence(bounds)
+    start, length = _sequence(bounds)  # type: ignore[misc]
     end = length - _rank(length, longest, QUERIES) * QUERIES
     if (end > length) | (end <= 0):
         return
@@ -268,7 +268,7 @@ def flash_key_gradients_kernel(
     over heads and tiles at once: its loads never run dry between heads.
     """
     kv_head = tl.program_id(0)
-    start, length = _sequence(bounds)
+    start, length = _sequence(bounds)  # type: ignore[misc]
     first = _rank(length, longest, KEYS) * KEYS
     if (first < 0) | (first >= length):
         return
@@ -293,9 +293,10 @@ def flash_key_gradients_kernel(
     dv_tile = tl.zeros([KEYS, D], tl.float32)
     low, high = cut, tl.cdiv(end - first, QUERIES)
     for IS_CUT in tl.static_range(1, -1, -1):
+        per_head = tl.maximum(high - low, 1)  # loads ahead of the loop divide by it too
         for i in range(0, group * (high - low)):
-            head = kv_head * group + i // (high - low)
-            row = end - (low + i % (high - low) + 1) * QUERIES
+            head = kv_head * group + i // per_head
+            row = end - (low + i % per_head + 1) * QUERIES
             place = start, head * D, row
             q_tile = _load_tile(q + head * D, q_tiles, *place, q_token, end, QUERIES, D, IS_CUT)
             d_tile = _load_tile(d_out + head * D, d_tiles, *place, width, end, QUERIES, D, IS_CUT)

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.ops import coding, gate, rms_norm, rotation
+from qurl.ops import coding, flash, gate, rms_norm, rotation
 from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
@@ -61,10 +61,18 @@ MAX_SPILLS = {
     (gpu, kernel): most
     for gpu in (AMPERE, ADA)
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
-} | {(gpu, "gate_gradients_coded_kernel"): 30 for gpu in TARGETS}
-"""Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
+}
+MAX_SPILLS |= {(gpu, "gate_gradients_coded_kernel"): 30 for gpu in TARGETS}
+MAX_SPILLS[HOPPER, "flash_key_gradients_kernel"] = 24
+"""Accesses to local memory that are allowed.
+
+ptxas lacks a register in the longest rows. In the gradient of keys the accesses are around its main
+loop, which needs every register.
+"""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_")
+OF_LARGE_TENSORS = re.compile(
+    r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_|flash_"
+)
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
@@ -349,6 +357,27 @@ def update_weights(*, is_coded: bool) -> Any:
     )
 
 
+def packed(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], flash.Spans]:
+    """Queries, keys and values as slices of one product of 1024 tokens."""
+    sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
+    qkv = numbers(1024, sum(sizes), heads.head_dim, dtype=dtype)
+    bounds = numbers(5, dtype=torch.int32)
+    return list(qkv.split(sizes, 1)), flash.Spans(bounds, 1024, heads.window)
+
+
+def train_attention(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]).forward)
+
+
+def train_attention_gradients(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    plan, out = flash.plan_for(qkv[0]), numbers(*qkv[0].shape, dtype=dtype)
+    lse = floats(heads.heads, 1024)
+    flash.query_gradients(*qkv, out, lse, out, spans, 0.1, plan.query_gradients)
+    return flash.key_gradients(*qkv, lse, lse, out, spans, 0.1, plan.key_gradients)
+
+
 def everywhere(pattern: str) -> Look:
     return Look(dict.fromkeys(TARGETS, pattern))
 
@@ -360,6 +389,11 @@ INT8_MATRIX = Look({HOPPER: r"IGMMA", ADA: r"IMMA", AMPERE: r"IMMA"})
 FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", ADA: r"HMMA", AMPERE: r"HMMA"})
 SMALL_MATRIX = everywhere(r"HMMA")
+FLASH = {"flash_forward_kernel": BF16_MATRIX}
+FLASH_GRADIENTS = {
+    "flash_query_gradients_kernel": BF16_MATRIX,
+    "flash_key_gradients_kernel": BF16_MATRIX,
+}
 WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
 WIDEST_LOADS = everywhere(r"LDG\.\S*128")
 FP64_SUMS = everywhere(r"DADD")
@@ -650,6 +684,36 @@ LAUNCHES = (
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
+        targets=VARIANT,
+    ),
+    Launch("attention for training", partial(train_attention, QWEN2_7B), FLASH),
+    Launch("attention of small heads for training", partial(train_attention, QWEN2_05B), FLASH),
+    Launch(
+        "attention over a window for training",
+        partial(train_attention, MISTRAL_7B),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "attention for training in fp16",
+        partial(train_attention, QWEN2_7B, torch.float16),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "gradients of attention",
+        partial(train_attention_gradients, QWEN2_7B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention of small heads",
+        partial(train_attention_gradients, QWEN2_05B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention over a window",
+        partial(train_attention_gradients, MISTRAL_7B),
+        FLASH_GRADIENTS,
         targets=VARIANT,
     ),
     Launch(

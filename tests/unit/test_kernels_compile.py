@@ -91,6 +91,12 @@ def faults(entry, look, target):
         yield f"it spills registers: {spills}"
     if not any(re.match(look.has[target], name) for name in instructions):
         yield f"no instruction matches {look.has[target]}"
+    products, waits = (
+        sum(n for name, n in instructions.items() if kind in name)
+        for kind in ("GMMA", "WARPGROUP.DEPBAR")
+    )
+    if products and waits >= products:  # ptxas does so where it runs out of registers
+        yield f"it waits {waits} times for {products} products, so none overlaps anything"
     if entry["shared_bytes"] > SHARED_BYTES[target]:
         yield f"{entry['shared_bytes']} bytes of shared memory"
     overlaps = target >= HOPPER and not OF_LARGE_TENSORS.match(entry["kernel"])

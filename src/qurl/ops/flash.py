@@ -69,7 +69,7 @@ class Plan:
 
 PLANS = {
     ("hopper", 64): Plan(
-        Tiles(128, 128, warps=8, stages=3, copies=True),
+        Tiles(128, 128, warps=8, stages=2, copies=True),
         Tiles(128, 64, warps=8, stages=3, copies=True),
         Tiles(64, 128, warps=8, stages=3),
     ),

@@ -62,7 +62,6 @@ MAX_SPILLS = {
     for gpu in (AMPERE, ADA)
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
 }
-MAX_SPILLS |= {(gpu, "gate_gradients_coded_kernel"): 30 for gpu in TARGETS}
 MAX_SPILLS[HOPPER, "flash_key_gradients_kernel"] = 24
 """Accesses to local memory that are allowed.
 
@@ -317,26 +316,20 @@ def train_residual_gradients() -> Any:
     return rms_norm.gradients(dy, x, floats(1536), floats(64), onto=onto, rounded=rounded)
 
 
-def train_gate(
-    width: int, format: str | None = None, *, is_coded: bool = False, is_alternating: bool = False
-) -> Any:
+def train_gate(width: int, format: str | None = None, *, is_alternating: bool = False) -> Any:
     dy, gate_up = numbers(64, width), numbers(64, 2 * width)
     if format is None:
-        return gate.gate_gradients(dy, gate_up)
+        return gate.gate_gradients(dy, gate_up, is_alternating=is_alternating)
     f = get_format(format)
     scale = floats(64, 1 if f.block is None else -(-width // f.block))
-    target = None
-    if is_coded:
-        codes = numbers(64, 2 * width, dtype=f.dtype)
-        target = gate.CodedGradient(floats(2 * width), codes, floats(64), f.act_max)
     options = {"is_integer": f.is_integer, "is_alternating": is_alternating}
-    return gate.gate_gradients(dy, gate_up, y_scale=scale, coded=target, **options)
+    return gate.gate_gradients(dy, gate_up, y_scale=scale, **options)
 
 
-def code_gradient(width: int, format: str) -> Any:
+def code_gradient(width: int, format: str, parts: int = 1) -> Any:
     f, g = get_format(format), numbers(64, width)
     codes = numbers(64, width, dtype=f.dtype)
-    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max)
+    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max, parts)
 
 
 def dequantize_rows(format: str) -> Any:
@@ -639,21 +632,16 @@ LAUNCHES = (
         targets=HAVE_FP8,
     ),
     Launch(
-        "coded gradients of a gate",
-        partial(train_gate, 8960, "fp8", is_coded=True),
-        {"gate_gradients_coded_kernel": WIDE_LOADS},
-        targets=HAVE_FP8,
-    ),
-    Launch(
-        "coded gradients of gates that alternate with ups",
-        partial(train_gate, 8960, "fp8", is_coded=True, is_alternating=True),
-        {"gate_gradients_coded_kernel": WIDE_LOADS},
+        "gradients of gates that alternate with ups",
+        partial(train_gate, 8960, "int8", is_alternating=True),
+        {"gate_gradients_kernel": WIDEST_LOADS},
         targets=VARIANT,
     ),
     Launch(
-        "coded gradients of a wide gate",
-        partial(train_gate, 18944, "int8", is_coded=True),
-        {"gate_gradients_coded_kernel": WIDE_LOADS},
+        "codes of a long gradient, of two layers in turn",
+        partial(code_gradient, 37888, "fp8", 2),
+        {"code_gradient_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
     ),
     Launch(
         "codes of a gradient",

@@ -74,9 +74,9 @@ PLANS = {
         Tiles(64, 128, warps=8, stages=3),
     ),
     ("hopper", 128): Plan(
+        Tiles(64, 64, warps=4, stages=2, copies=True),
         Tiles(128, 64, warps=8, stages=3, copies=True),
-        Tiles(128, 64, warps=8, stages=3, copies=True),
-        Tiles(64, 128, warps=8, stages=3),
+        Tiles(64, 64, warps=4, stages=2, copies=True),
     ),
     ("ampere", 64): Plan(
         Tiles(128, 64, warps=8, stages=3),

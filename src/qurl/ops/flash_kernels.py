@@ -22,8 +22,9 @@ import triton.language as tl
 from qurl.ops.rounding import as_factor, narrow, store_rounded
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_HIDDEN = tl.constexpr(-1e30)
-"""Score of a hidden key. It is finite: a row of hidden keys alone must not become NaN."""
+_HIDDEN = tl.constexpr(-1e8)
+"""Score of a hidden key. A tile may hide all keys of a query. Then p is exp2 of the rounding error
+of score * factor, which must stay finite until the first key that is seen shrinks it to zero."""
 
 
 @triton.jit

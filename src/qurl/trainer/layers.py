@@ -30,9 +30,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
-from qurl.ops.gate import CodedGradient, gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
-from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import EngineCodes, Operand
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
@@ -142,8 +140,7 @@ class _Layer(torch.autograd.Function):
                 inverse=inverse_mlp,
             )
             gate_up = layer.gate_up.multiply(m, dtype)
-            is_alternating = layer.is_unified and layer.gate_up.is_alternating
-            h = swiglu(gate_up, layer.down.format, dtype, is_alternating)
+            h = swiglu(gate_up, layer.down.format, dtype, layer.gate_up.alternates)
             y = middle + layer.down.multiply(h, dtype)
         if needs_grad:
             ctx.layer, ctx.shape, ctx.heads = layer, shape, heads
@@ -169,11 +166,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     a, out, m = ctx.operands.restore(coded)
     dy = dy.reshape(x.shape).contiguous()
     rounded = dy.to(gate_up.dtype)
-    d_gate_up, h, coded = _gate_gradients(
-        layer, layer.down.input_gradient(rounded), gate_up, h_scale
+    d_gate_up, h = gate_gradients(
+        *(layer.down.input_gradient(rounded), gate_up),
+        y_scale=h_scale,
+        is_integer=layer.format is not None and layer.format.is_integer,
+        is_alternating=layer.gate_up.alternates,
     )
     layer.down.add_gradients_(rounded, h)
-    dm = layer.gate_up.input_gradient(d_gate_up, coded)
+    dm = layer.gate_up.input_gradient(d_gate_up)
     layer.gate_up.add_gradients_(d_gate_up, m)
     rounded = torch.empty_like(rounded)
     dx, d_norm_mlp = rms_norm.gradients(dm, middle, norm_mlp, inverse_mlp, onto=dy, rounded=rounded)
@@ -189,23 +189,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     layer.qkv.add_gradients_(d_qkv, a)
     dx, d_norm = rms_norm.gradients(da, x, norm, inverse, onto=dx)
     return dx.view(ctx.shape), None, None, None, None, d_norm, d_norm_mlp, *d_head_norms
-
-
-def _gate_gradients(
-    layer: FusedLayer, dh: Tensor, gate_up: Tensor, h_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Quantized | None]:
-    """d gate_up, h, and codes of d gate_up if the next product wants them."""
-    projection, format = layer.gate_up, layer.down.format
-    is_integer = format is not None and format.is_integer
-    options: dict[str, Any] = {"y_scale": h_scale, "is_integer": is_integer}
-    options["is_alternating"] = layer.is_unified and projection.is_alternating
-    if not projection.has_coded_gradient:
-        return *gate_gradients(dh, gate_up, **options), None
-    assert format is not None
-    coded = empty_codes(gate_up.shape[0], gate_up.shape[1], format, gate_up.device)
-    scale = projection.foldable_scale()
-    target = CodedGradient(scale, coded.codes, coded.scale, format.act_max)
-    return *gate_gradients(dh, gate_up, **options, coded=target), coded
 
 
 class _Saved(NamedTuple):

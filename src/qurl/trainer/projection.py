@@ -46,9 +46,7 @@ class Projection:
         self.format: Format | None = None
         self.code_dtype = torch.float32
         """Masters are rounded to it before they are quantized, as in the engine."""
-        self.is_alternating = False
-        """Whether the rows of codes are those of the layers in turn, as the engine has gate and up.
-        Only codes, and products of codes, have this order."""
+        self._is_alternating = False
         self._buffer: Quantized | None = None  # where the codes live
         self.backward = "bf16"
         """Which gradients are products of codes (`quant.backward`)."""
@@ -65,8 +63,16 @@ class Projection:
     def adopt_(self, buffer: Quantized, *, is_alternating: bool) -> None:
         """Keep the codes in an engine's buffer."""
         assert buffer.codes.shape == (sum(self.sizes), self.linears[0].in_features)
-        self._buffer, self.is_alternating = buffer, is_alternating
+        self._buffer, self._is_alternating = buffer, is_alternating
         self._copies.clear()
+
+    @property
+    def alternates(self) -> bool:
+        """Whether y has the channels of the layers in turn, as the engine has gate and up.
+
+        Gradients of y, W and b have one layer after the other.
+        """
+        return self._is_alternating and self.format is not None
 
     @property
     def has_coded_gradient(self) -> bool:
@@ -88,21 +94,20 @@ class Projection:
         w = self.weight(dtype)
         return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
 
-    def input_gradient(self, dy: Tensor, coded: Quantized | None = None) -> Tensor:
+    def input_gradient(self, dy: Tensor) -> Tensor:
         """dx [M, K] of dy [M, N], in its dtype.
 
             dx[m, k] = a[m] sum_n q[m, n] c[n, k]        q, a = codes of dy * scale_w, per token
 
-        if gradients are coded: the codes c of W serve as they are, and only dy is rounded. `coded`
-        is q, if it is known.
+        if gradients are coded: the codes c of W serve as they are, and only dy is rounded.
         """
         if not self.has_coded_gradient:
             return torch.mm(dy, self.weight(dy.dtype))
         weight = self.codes()
-        if coded is None:
-            coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
-            largest = weight.format.act_max
-            code_gradient(dy, self.foldable_scale(), coded.codes, coded.scale, largest)
+        coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
+        parts = len(self.sizes) if self.alternates else 1
+        largest = weight.format.act_max
+        code_gradient(dy, self._foldable_scale(), coded.codes, coded.scale, largest, parts)
         return self._multiply_transposed(coded, weight, dy.dtype)
 
     @torch.no_grad()
@@ -150,7 +155,7 @@ class Projection:
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         if self.format is not None:
             weight = dequantize(self.codes()).to(dtype)
-            if self.is_alternating:
+            if self.alternates:
                 weight = torch.cat(weight.unflatten(0, (-1, len(self.sizes))).unbind(1))
             return weight
         return torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
@@ -159,14 +164,13 @@ class Projection:
         if self.linears[0].bias is None:
             return None
         biases = [linear.bias.detach().to(dtype) for linear in self.linears]
-        is_alternating = self.is_alternating and self.format is not None
-        return torch.stack(biases, 1).flatten() if is_alternating else torch.cat(biases)
+        return torch.stack(biases, 1).flatten() if self.alternates else torch.cat(biases)
 
     def codes(self) -> Quantized:
         """W in codes."""
         return self._copy("codes", self._quantize)
 
-    def foldable_scale(self) -> Tensor:
+    def _foldable_scale(self) -> Tensor:
         """Scales [N, 1] of W; 0 for channels of zeros, whose scale of 1 would dwarf the others."""
         weight = self.codes()
 
@@ -196,7 +200,7 @@ class Projection:
 
     def _rows(self, index: int) -> slice:
         """The rows of one of the layers in the codes."""
-        if self.is_alternating:
+        if self.alternates:
             return slice(index, None, len(self.sizes))
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])

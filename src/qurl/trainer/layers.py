@@ -30,6 +30,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
+from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import EngineCodes, Operand

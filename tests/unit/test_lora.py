@@ -21,6 +21,7 @@ from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
+from qurl.run.export import export
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.lora import (
@@ -339,7 +340,7 @@ def test_updates_of_merged_weights_are_tracked():
     metrics = tracker.measure(policy.model)
     old = {name: layer.weight.detach() for name, layer in projections(tiny_llama())}
     update = sum(
-        float((ALPHA / RANK * adapter.B @ adapter.A).square().sum())
+        float((ALPHA / RANK * adapter.B @ adapter.A).detach().square().sum())
         for _, adapter in adapters(policy.model)
     )
     norm = sum(float(weight.square().sum()) for weight in old.values())
@@ -402,6 +403,18 @@ def test_adapters_are_loaded_to_the_bit(saved):
     save_file(extra, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="has more, which the model lacks"):
         load_adapters_(other.model, folder)
+
+
+def test_an_export_is_merged(saved, tmp_path):
+    policy, folder = saved
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    folder.rename(checkpoint / "policy")
+    path = export(tmp_path / "run", tmp_path / "out", "float32")
+    names = {file.name for file in path.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+    assert not any(name.startswith("adapter") for name in names)
+    assert torch.equal(logits(load_model(path)), logits(policy.model))
 
 
 def test_variants_of_lora_are_refused(saved):

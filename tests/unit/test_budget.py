@@ -220,8 +220,8 @@ SMALLER += ["--batch.microbatch_tokens", "4096"]
         ("gsm8k-ppo-*", QWEN_05B, 24e9, SMALLER),
         ("deepscaler-*", R1_15B, 80e9, []),
         ("dapo-math-*", QWEN_7B, 141e9, []),
-        ("gsm8k-grpo-lora-*", QWEN_15B, 24e9, []),
-        ("gsm8k-grpo-lora-*", QWEN_7B, 80e9, []),
+        ("gsm8k-grpo-lora", QWEN_15B, 24e9, []),
+        ("gsm8k-grpo-lora", QWEN_7B, 80e9, []),
     ],
 )
 def test_recipes_fit_the_cards_that_they_name(on_gpu, pattern, shape, card, flags):

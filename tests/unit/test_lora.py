@@ -139,7 +139,7 @@ def test_what_is_multiplied_is_rounded_after_merging():
 
 
 def test_models_that_cannot_be_adapted():
-    with pytest.raises(ModelError, match="has no layer named like q_proj.*lora_rank = 0"):
+    with pytest.raises(ModelError, match=r"has no layer named like q_proj.*lora_rank = 0"):
         add_adapters_(nn.Sequential(nn.Linear(2, 2)), RANK, ALPHA, 0, torch.float32)
     with pytest.raises(ModelError, match=r"carries UAQ with s = 1.5.*qurl export"):
         add_adapters_(rescale_(tiny_llama()), RANK, ALPHA, 0, torch.float32)
@@ -362,7 +362,7 @@ def saved(tmp_path):
 
 
 def test_the_files_are_those_of_peft(saved):
-    policy, folder = saved
+    _, folder = saved
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder.with_name("base"))
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)

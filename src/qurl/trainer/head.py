@@ -62,7 +62,8 @@ def plain_head(model: nn.Module) -> PlainHead | None:
     """The head of a causal LM of transformers, or None if it is more than a linear layer."""
     config: Any = model.config
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) not in (nn.Linear, FrozenHead) or getattr(config, "final_logit_softcapping", None):
+    is_linear = type(head) in (nn.Linear, FrozenHead)
+    if not is_linear or getattr(config, "final_logit_softcapping", None):
         return None
     return PlainHead(head.weight, head.bias, _logit_scale(config))
 

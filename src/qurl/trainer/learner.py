@@ -41,7 +41,7 @@ from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
-from qurl.trainer.policy import Policy, TokenScores
+from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.types import Batch, Scored, Stage, Trainable
 
 Number = Tensor | float
@@ -109,7 +109,7 @@ class Learner:
         policy: Policy,
         config: Config,
         *,
-        reference: Policy | None = None,
+        reference: Policy | Untrained | None = None,
         objective: Surrogate,
         advantage: Advantage,
     ) -> None:

@@ -12,6 +12,9 @@ With a format the copy is codes, and so is what the forward keeps of x. The back
 straight-through: W and x stand for the values of their codes. An engine on the same device lends
 its buffers for the codes (`adopt_`): while it does not sample, the trainer renews them there.
 
+Layers with adapters are frozen. What is multiplied is their merged weight, and only the factors of
+the adapters get gradients (`qurl.trainer.lora`).
+
 Shapes: M tokens, N output channels of all layers together, K input channels.
 """
 
@@ -35,6 +38,7 @@ from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.kernels.rows import dequantize_rows
 from qurl.quant.linear import Operand, finish
+from qurl.trainer.lora import find_adapter, weight_version
 from qurl.trainer.products import as_factor, multiply
 
 
@@ -112,8 +116,14 @@ class Projection:
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
-        """Add dW and db of one micro-batch to the layers' `.grad`."""
+        """Add dW and db of one micro-batch to the layers' `.grad`, or those of their adapters."""
         numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
+        if find_adapter(self.linears[0]) is not None:
+            for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
+                adapter = find_adapter(linear)
+                assert adapter is not None, "all projections of a model have adapters, or none"
+                adapter.add_gradients_(part, numbers)
+            return
         factors = (as_factor(dy.T, dy.dtype), as_factor(numbers, dy.dtype))
         weights = [linear.weight for linear in self.linears]
         if weights[0].grad is None:
@@ -143,8 +153,7 @@ class Projection:
 
     def _copy(self, key: Any, make: Any) -> Any:
         """What `make` returns, until a weight changes."""
-        parameters = [p for linear in self.linears for p in linear.parameters()]
-        versions = [self.format, *(parameter._version for parameter in parameters)]
+        versions = [self.format, *(weight_version(linear) for linear in self.linears)]
         if versions != self._versions:
             self._copies.clear()
             self._versions = versions

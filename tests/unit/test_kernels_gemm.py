@@ -165,6 +165,16 @@ def test_a_row_does_not_depend_on_the_batch():
         assert torch.equal(finish(multiply(alone, w, bias, BF16, plan))[0], together[row])
 
 
+def test_unified_plans_name_no_library_for_codes():
+    """Trainer and engine add up alike only where both use our kernel."""
+    shape = (1536, 1536)
+    assert Plans(H200).choose("fp8", 8192, *shape) is None
+    plan = Plans(H200, unified=True).choose("fp8", 8192, *shape)
+    assert plan is not None
+    assert plan.depth % 128 == 0
+    assert Plans(H200, unified=True).choose("bf16", 8192, *shape) is None
+
+
 # --- the vendor's library ---------------------------------------------------------------------
 
 

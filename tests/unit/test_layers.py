@@ -312,7 +312,7 @@ def test_unified_layers_compute_what_unified_projections_do(make, format, backwa
         m.found = [logits.detach(), *(p.grad for p in m.parameters())]
     gaps = [float((a - b).norm() / b.norm()) for a, b in zip(fused.found, model.found, strict=True)]
     # On a GPU last bits differ, which moves some activations to the next code; 6 % apart in FP8.
-    slack = 0.15 if DEVICE.type == "cuda" and format == "fp8" else 0.0
+    slack = 0.3 if DEVICE.type == "cuda" and format == "fp8" else 0.0
     assert gaps[0] < 0.01 + slack
     assert max(gaps) < {"bf16": 0.01, "dgrad": 0.12}[backward] + slack  # other scales of codes
     with full_precision(fused):

@@ -208,7 +208,7 @@ def fused_twins(quant=None):
     from qurl.trainer.layers import fuse_layers_, unify_layers_
 
     torch.manual_seed(0)
-    plain = Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 1})).eval()
+    plain = Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 1})).eval().to(DEVICE)
     nn.init.normal_(plain.model.layers[0].self_attn.q_proj.bias)
     fused = copy.deepcopy(plain)
     assert fuse_layers_(fused) == 1
@@ -221,14 +221,15 @@ def fused_twins(quant=None):
     return plain, fused
 
 
-IDS = torch.arange(4, 9)[None]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of fused layers
+IDS = torch.arange(4, 9, device=DEVICE)[None]
 
 
 @pytest.mark.parametrize("format", ["none", "int8"])
 def test_fused_layers(format):
     quant = None if format == "none" else QuantConfig(format=format, unified=True)
     twins = fused_twins(quant)
-    upstream = torch.randn(1, IDS.shape[1], SHAPE["hidden_size"])
+    upstream = torch.randn(1, IDS.shape[1], SHAPE["hidden_size"]).to(DEVICE)
     states = [hidden_states(model, IDS, torch.float32) for model in twins]
     torch.testing.assert_close(*states, atol=1e-5, rtol=1e-4)
     for found in states:

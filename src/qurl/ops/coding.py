@@ -21,8 +21,8 @@ from torch import Tensor
 from qurl.ops.launch import divide_up, next_power_of_2
 from qurl.ops.rounding import load_float, scale_for, store_rounded
 
-TILE = 4096
-"""Numbers that a program holds at once."""
+TILE = 8192
+"""Numbers that a program holds at once: several rows, which share the channels' scales."""
 
 
 def code_gradient(
@@ -34,7 +34,7 @@ def code_gradient(
     assert channel_scale.numel() == width
     assert width % parts == 0
     assert all(tensor.is_contiguous() for tensor in (g, channel_scale, codes, scale))
-    columns = min(next_power_of_2(width // parts), TILE // (2 * parts))
+    columns = min(next_power_of_2(width // parts), TILE // (4 * parts))
     tile: dict[str, Any] = {"W": width // parts, "P": parts, "COLUMNS": columns}
     tile |= {"ROWS": TILE // (parts * columns), "LARGEST": largest, "num_warps": 8}
     grid = (divide_up(rows, tile["ROWS"]),)
@@ -73,7 +73,9 @@ def code_gradient_kernel(
         factor = load_float(channel_scale + column * P + part, column < W)
         is_inside = (row < rows)[:, None, None] & (column < W)
         values = load_float(first + column, is_inside) * factor
-        values = tl.reshape(tl.permute(values, (0, 2, 1)), [ROWS, P * COLUMNS])
+        if P > 1:
+            values = tl.permute(values, (0, 2, 1))
+        values = tl.reshape(values, [ROWS, P * COLUMNS])
         place = start * P + tl.arange(0, P * COLUMNS)[None, :]  # of a channel in the codes
         mask = (row < rows)[:, None] & (place < P * W)
         store_rounded(codes + row[:, None] * (P * W) + place, values * inverse, mask)

@@ -356,6 +356,7 @@ def build_actor(
         is_main = quant == config.quant.format
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"
+        options["unified"] = config.quant.unified and is_main
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):

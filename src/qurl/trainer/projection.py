@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from qurl.ops.coding import code_gradient
 from qurl.ops.target import Target
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
-from qurl.quant.kernels.gemm import library_product
 from qurl.quant.kernels.gemm import multiply as multiply_codes
 from qurl.quant.kernels.plans import Plans, kind_of
 from qurl.quant.kernels.product import empty_codes
@@ -233,16 +232,13 @@ class Projection:
 
 
 def _product(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + b, by the plan that the engine has for it."""
+    """x W^T + b, added up as in the engine."""
     target = Target.of(x.codes.device)
     plan = _plans(target).choose(kind_of(x.format, target), len(x.codes), *weight.codes.shape)
-    if plan is None:
-        product = library_product(x, weight, bias, dtype)
-        assert product is not None, "the table names the library only where it has the product"
-        return product
+    assert plan is not None, "unified plans name no library"
     return finish(multiply_codes(x, weight, bias, dtype, plan))
 
 
 @functools.cache
 def _plans(target: Target) -> Plans:
-    return Plans(target)
+    return Plans(target, unified=True)

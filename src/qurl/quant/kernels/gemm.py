@@ -35,6 +35,9 @@ from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
 from qurl.quant.linear import Operand, Partial, Product
 
+EXACT_DEPTH = tl.constexpr(128)
+"""Input channels that a matrix unit adds up by itself; those of FP8 have about 14 bits for it."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -137,13 +140,14 @@ def gemm_kernel(
         elif IS_INTEGER:
             acc = tl.dot(w_tile, x_tile.T, acc, out_dtype=tl.int32)
         else:
-            # FP8 sums lose bits in the matrix unit: every step is added up in FP32 outside.
+            # FP8 sums lose bits in the matrix unit, so every EXACT_DEPTH they are added up in FP32
+            # outside: equal for all plans but for the order of FP32 sums.
             acc = tl.dot(
                 w_tile,
                 x_tile.T,
                 acc,
                 input_precision="ieee" if w_tile.dtype == tl.float32 else None,
-                max_num_imprecise_acc=DEPTH,
+                max_num_imprecise_acc=DEPTH if DEPTH < EXACT_DEPTH else EXACT_DEPTH,
             )
 
     out = acc.T

@@ -40,9 +40,13 @@ TableKey = tuple[str, int, int, int]
 class Plans:
     """The plans of one device."""
 
-    def __init__(self, target: Target, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, target: Target, *, deterministic: bool = False, unified: bool = False
+    ) -> None:
+        """With `unified`, codes are never multiplied by the library, whose FP8 sums differ in the
+        last of 14 bits: quantizing what follows would turn such a bit into a whole code."""
         self.target = target
-        self.deterministic = deterministic
+        self.deterministic, self.unified = deterministic, unified
         own, shipped = user_table(target.name), SHIPPED.get(target.capability or (0, 0))
         tables: dict[str, Mapping[TableKey, Choice]] = {}
         if own.exists():
@@ -63,7 +67,8 @@ class Plans:
         measured = [m for k, n, d, m in self.table if (k, n, d) == (kind, channels, depth)]
         if larger := [m for m in measured if m >= tokens]:
             plan = self.table[kind, channels, depth, min(larger)]
-            return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
+            if plan is not None or kind in STEPS or not self.unified:
+                return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind in STEPS:
             return None
         return rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)

@@ -27,7 +27,7 @@ PREFILL_TOKENS = 8192
 """Most prompt tokens in one forward; a longer prompt goes alone."""
 
 
-def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
+def choose_ops(weights: Weights, *, deterministic: bool = False, unified: bool = False) -> Ops:
     """Triton's on a GPU, torch's on a CPU."""
     if weights.device.type == "cuda":
         try:
@@ -39,7 +39,7 @@ def choose_ops(weights: Weights, *, deterministic: bool = False) -> Ops:
                 "the local engine needs Triton on a GPU, and it is not installed; install triton, "
                 'or set rollout.engine = "hf"'
             ) from error
-        return FusedOps(weights, deterministic=deterministic)
+        return FusedOps(weights, deterministic=deterministic, unified=unified)
     if deterministic and torch.get_num_threads() > 1:
         raise EngineError(
             "rollout.deterministic = true needs threads = 1 on a CPU, and torch has "

@@ -46,6 +46,7 @@ class LocalEngine:
         kv_memory_frac: float = 0.8,
         release_kv: bool = False,
         deterministic: bool = False,
+        unified: bool = False,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,6 +55,7 @@ class LocalEngine:
         `page_size` in tokens; 0: by device.
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
+        `unified`: the trainer multiplies the same codes, so products must add up alike.
         """
         device = next(model.parameters()).device
         is_cuda = device.type == "cuda"
@@ -69,7 +71,7 @@ class LocalEngine:
         dtype = dtype or default_dtype(device)
         self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
-        self._ops = choose_ops(self.weights, deterministic=deterministic)
+        self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
         self.stepper = Stepper(self._ops, max_batch)
         self._sync = WeightSync(self.weights)
         self._active: tuple[Generation, Scheduler] | None = None

@@ -34,13 +34,15 @@ class FusedOps:
 
     row_multiple = 1
 
-    def __init__(self, weights: Weights, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, *, deterministic: bool = False, unified: bool = False
+    ) -> None:
         self.weights = weights
         self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
         self.target = Target.of(weights.device)
         self.kind = kind_of(self.format, self.target)
         self.deterministic = deterministic
-        self.plans = Plans(self.target, deterministic=deterministic)
+        self.plans = Plans(self.target, deterministic=deterministic, unified=unified)
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int

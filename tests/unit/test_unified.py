@@ -20,6 +20,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.quant import rescale_
 from qurl.quant.formats import dequantize, quantize, quantize_activation
+from qurl.quant.kv import set_kv_scales_
 from qurl.quant.linear import QuantLinear, full_precision, linear, projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
@@ -207,8 +208,10 @@ def make_model(family: str):
     return LlamaForCausalLM(LlamaConfig(**shape)).eval()
 
 
-def unified_policy(format: str, model=None, backward: str = "bf16", **config) -> Policy:
-    quant = QuantConfig(format=format, unified=True, backward=backward)  # type: ignore[arg-type]
+def unified_policy(
+    format: str, model=None, backward: str = "bf16", kv: str = "none", **config
+) -> Policy:
+    quant = QuantConfig(format=format, unified=True, backward=backward, kv=kv)  # type: ignore[arg-type]
     return Policy(model or tiny_llama(), None, ModelConfig(**config), CPU, quant)
 
 
@@ -238,6 +241,19 @@ def test_there_is_nothing_to_correct(format, family, uaq):
     assert gap < 1e-5
     if uaq == 1:
         assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_keys_and_values_are_rounded_on_both_sides(format, family):
+    policy = unified_policy(format, make_model(family), kv="fp8")
+    engine = build_engine("local", policy.model, quant=format, kv="fp8")
+    unrounded = mean_gap(policy, engine)
+    set_kv_scales_(policy.model, engine.sync(policy.model, version=1).kv_scales)
+    gap = mean_gap(policy, engine)
+    assert gap < 1e-5
+    assert unrounded > 100 * gap
+    assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
 
 
 def test_a_bf16_trainer_codes_what_its_engine_codes():

@@ -146,8 +146,6 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
-    if quant.kv != "none":
-        yield f"quant.unified = true does not round keys and values yet; quant.kv = {quant.kv!r}"
 
 
 def _other_mistakes(config: Config) -> Iterator[str]:

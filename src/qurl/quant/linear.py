@@ -137,10 +137,12 @@ def check_quantizable(model: nn.Module) -> None:
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """Compute with the masters for a while, also if the trainer's layers multiply codes."""
-    unified = [module for module in model.modules() if getattr(module, "is_unified", False)]
-    use_full_precision_(model)
+def full_precision(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
+    """Make unified modules of a kind compute in full precision for a while."""
+    unified = [m for m in model.modules() if getattr(m, "is_unified", False)]
+    unified = [module for module in unified if isinstance(module, kind)]
+    for module in unified:
+        module.is_unified = False  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from qurl.ops.gate import CodedGradient, gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
+from qurl.quant.kv import KVRounding
 from qurl.quant.linear import Operand
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 from qurl.trainer.projection import Projection
@@ -64,10 +65,12 @@ class FusedLayer(GradientCheckpointingLayer):
 
         self.projections = (self.qkv, self.o, self.gate_up, self.down)
         self.format: Format | None = None
+        self.kv_rounding: KVRounding | None = None
 
     def unify_(self, quant: QuantConfig, compute_dtype: torch.dtype) -> None:
-        """Multiply codes of `quant.format`, as the engine does."""
+        """Multiply codes of `quant.format`, and round keys and values, as the engine does."""
         self.format = get_format(quant.format)
+        self.kv_rounding = KVRounding() if quant.kv == "fp8" else None
         for projection in self.projections:
             projection.code_dtype, projection.backward = compute_dtype, quant.backward
         self.is_unified = True
@@ -229,7 +232,10 @@ class _Saved(NamedTuple):
 
 
 class _Heads:
-    """q, k and v out of their product: normed if the family does that, and rotated."""
+    """q, k and v out of their product: normed if the family does that, and rotated.
+
+    If the layer rounds keys and values, gradients pass straight through.
+    """
 
     def __init__(
         self,
@@ -250,8 +256,16 @@ class _Heads:
         self.unnormed: list[tuple[Tensor, Tensor]] = []
         if norms:
             turned = [self._norm(x, w, eps) for x, w in zip(turned, norms, strict=True)]
-        q, k = (rotation.rotate(x, cos, sin, x.new_empty(x.shape)) for x in turned)
-        self.qkv = (q, k, v.contiguous())  # a view would keep the whole product
+        q, k = (x.new_empty(x.shape) for x in turned)
+        rotation.rotate(turned[0], cos, sin, q)
+        if layer.kv_rounding is None or layer.kv_rounding.scales is None:
+            rotation.rotate(turned[1], cos, sin, k)
+            v = v.contiguous()  # a view would keep the whole product
+        else:
+            (k_scale, v_scale), center = layer.kv_rounding.scales
+            rotation.rotate(turned[1], cos, sin, k, scale=k_scale, center=center)
+            v = rotation.round_values(v, v.new_empty(v.shape), v_scale)
+        self.qkv = (q, k, v)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

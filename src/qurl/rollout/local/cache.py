@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl.quant.kv import FP8_MAX
 from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.arena import Arena
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
-from qurl.rollout.local.reference import FP8_MAX
+from qurl.types import KVScales
 
 SCRATCH_PAGE = 0
 KV_MARGIN = 16.0
@@ -165,11 +166,22 @@ class CacheMemory:
         return math.prod(self._shape(0)) * self.dtype.itemsize
 
     def set_range_(self, sample: KVRange) -> None:
-        """FP8 scales and centers from what a sample of keys and values shows."""
+        """FP8 scales and centers from what a sample of keys and values shows.
+
+        A scale is the next power of two, see `qurl.quant.kv`.
+        """
         assert self.scale is not None
         assert self.center is not None
-        self.scale.copy_(torch.where(sample.amax == 0, 1.0, KV_MARGIN * sample.amax / FP8_MAX))
+        mantissa, exponent = torch.frexp(KV_MARGIN * sample.amax / FP8_MAX)  # mantissa < 1
+        power = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        self.scale.copy_(torch.where(sample.amax == 0, 1.0, power))
         self.center.copy_(sample.center)
+
+    def scales(self) -> KVScales | None:
+        """A copy of the present scales and centers; None if the cache holds no codes."""
+        if self.scale is None or self.center is None:
+            return None
+        return KVScales(self.scale.clone(), self.center.clone())
 
     def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
         """Pages for so many sequences of so many tokens, as far as memory permits.

@@ -57,8 +57,10 @@ def prefill(
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed prompts, normed; fills the pages of `tables`.
 
-    `kv_range` learns from the keys and values.
+    A cache of codes rounds the keys and values that queries see. `kv_range` learns from them
+    unrounded, so without a cache.
     """
+    assert cache is None or kv_range is None
     weights, lengths = ops.weights, [len(p) for p in prompts]
 
     def packed(x: Tensor) -> Tensor:

@@ -91,17 +91,28 @@ class LocalEngine:
         gap = self._verify(source, version)
         self._model, self.version, self._is_sound = source, version, True
         num_bytes = sum(p.num_bytes for p in self.weights.projections())
-        seconds, verify_seconds = loaded - start, self._clock() - loaded
-        return SyncReport(version, seconds, num_bytes, flip_frac, True, gap, verify_seconds)
+        times = {"seconds": loaded - start, "verify_seconds": self._clock() - loaded}
+        return SyncReport(
+            version=version,
+            bytes=num_bytes,
+            code_flip_frac=flip_frac,
+            verified=True,
+            canary_gap=gap,
+            kv_scales=self.memory.scales(),
+            **times,
+        )
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
-        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill.
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill."""
+        if self.kv == "none":
+            return self._score(token_ids)
+        cache = self.memory.make_small(len(token_ids))
+        return self._score(token_ids, cache, [range(1, cache.data.shape[2])])
 
-        `kv_range` learns from the keys and values.
-        """
+    def _score(self, token_ids: Sequence[int], *prefill_options: Any) -> Tensor:
         self.weights.extend_rotations_(len(token_ids))
-        hidden = prefill(self._ops, [token_ids], kv_range=kv_range)
+        hidden = prefill(self._ops, [token_ids], *prefill_options)
         return _logprobs(self._ops.head(hidden[:-1]), token_ids[1:])
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
@@ -173,14 +184,15 @@ class LocalEngine:
     def _verify(self, model: nn.Module, version: int) -> float:
         """The canary's mean |log-prob gap|; raises if the copy is not sound.
 
-        It is scored by prefill, whose keys and values give an FP8 cache its range, and by what
-        samples tokens: the decode step and its cache.
+        It is scored by prefill without a cache, whose keys and values give an FP8 cache its range,
+        and by what samples tokens: the decode step and its cache.
         """
         ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
         expected = score_with(model, ids, self.quant)
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
-        gap = verify(expected, self.score(ids, sample), bound=bound, version=version)
+        scores = self._score(ids, None, (), sample)
+        gap = verify(expected, scores, bound=bound, version=version)
         if sample is not None:
             self.memory.set_range_(sample)
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])

@@ -55,7 +55,10 @@ class Ops(Protocol):
     def rotate(
         self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
-        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache."""
+        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache.
+
+        They come back as the cache gives them back: rounded, if it holds codes.
+        """
         ...
 
     def attend_prompts(

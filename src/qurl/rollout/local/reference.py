@@ -18,6 +18,7 @@ from torch import Tensor
 from qurl.ops.attention import attend_dense
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
+from qurl.quant.kv import code_kv, decode_kv
 from qurl.quant.linear import Operand, Product, finish, multiply
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Layer, Projection, Weights
@@ -25,8 +26,6 @@ from qurl.rollout.sampler import RowParams, sample, uniform
 
 ROWS = 8
 KEYS = 16
-FP8_MAX = 448.0
-
 
 class ReferenceOps:
     """Torch primitives. The residual stream, norms and rotations are FP32."""
@@ -66,7 +65,7 @@ class ReferenceOps:
         cos, sin = self.weights.cos[positions], self.weights.sin[positions]
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
         if cache is not None and cache.slots is not None:
-            write_pages_(cache, k, v, cache.slots)
+            k, v = write_pages_(cache, k, v, cache.slots)
         return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(
@@ -150,10 +149,8 @@ def attend_pages(
         x.unflatten(0, table.shape).flatten(1, 2).transpose(1, 2) for x in pages
     )  # [B, H_kv, keys, D]
     if cache.scale is not None:
-        keys, values = (
-            (x.float() * s[:, None, None]).to(q.dtype)
-            for x, s in zip((keys, values), cache.scale, strict=True)
-        )
+        scales = cache.scale[..., None, None]
+        keys, values = map(decode_kv, (keys, values), scales, (q.dtype, q.dtype))
     at = torch.arange(keys.shape[2], device=q.device)
     visible = at <= positions[:, None]
     if window is not None:
@@ -162,17 +159,21 @@ def attend_pages(
     return out.flatten(1)
 
 
-def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset."""
-    for index, source in enumerate((k, v)):
-        target = cache.data[index].flatten(0, 1)
-        if cache.scale is not None:
-            source = source.float()
-            if index == 0 and cache.center is not None:
-                source = source - cache.center
-            source = source / cache.scale[index][:, None]
-            source = source.clamp(-FP8_MAX, FP8_MAX)
-        target[slots] = source.to(target.dtype)
+def write_pages_(
+    cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset.
+
+    Returns them as the pages give them back.
+    """
+    targets = [plane.flatten(0, 1) for plane in cache.data]
+    if cache.scale is None:
+        targets[0][slots], targets[1][slots] = k, v
+        return k, v
+    k_scale, v_scale = cache.scale[..., None]
+    k_codes, v_codes = code_kv(k, k_scale, cache.center), code_kv(v, v_scale)
+    targets[0][slots], targets[1][slots] = k_codes, v_codes
+    return decode_kv(k_codes, k_scale, k.dtype), decode_kv(v_codes, v_scale, v.dtype)
 
 
 def _causal_mask(length: int, window: int, device: torch.device) -> Tensor:

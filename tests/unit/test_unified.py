@@ -20,7 +20,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.quant import rescale_
 from qurl.quant.formats import dequantize, quantize, quantize_activation
-from qurl.quant.kv import set_kv_scales_
+from qurl.quant.kv import KVRounding, set_kv_scales_
 from qurl.quant.linear import QuantLinear, full_precision, linear, projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
@@ -254,6 +254,43 @@ def test_keys_and_values_are_rounded_on_both_sides(format, family):
     assert gap < 1e-5
     assert unrounded > 100 * gap
     assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+def test_rounding_of_keys_and_values_by_hand():
+    rounding = KVRounding()
+    k, v = (torch.tensor([[[[9.25, 2000.0]]]], requires_grad=True) for _ in range(2))
+    assert rounding(k, v) == (k, v)  # no scales yet
+    # (9.25 - 1) / 0.5 = 16.5 has the code 16, and 3998 is clamped to 448. 9.25 / 2 = 4.625 lies
+    # between the codes 4.5 and 5.
+    rounding._scales = torch.tensor([[0.5], [2.0]]), torch.ones(1, 2)
+    rounded = rounding(k, v)
+    assert rounded[0].flatten().tolist() == [8.0, 224.0]
+    assert rounded[1].flatten().tolist() == [9.0, 896.0]
+    (3 * rounded[0] + 5 * rounded[1]).sum().backward()
+    assert k.grad.flatten().tolist() == [3.0, 3.0]  # straight through, clamped ones too
+    assert v.grad.flatten().tolist() == [5.0, 5.0]
+
+
+def test_neither_the_canary_nor_full_precision_rounds_keys_and_values():
+    policy, plain = unified_policy("int8", kv="fp8"), unified_policy("int8")
+    batch, ids = random_batch(tiny_policy()), list(range(5, 30))
+    before = policy.score(batch).logp
+    scales = LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales()
+    set_kv_scales_(policy.model, scales)
+    assert not torch.equal(policy.score(batch).logp, before)
+    assert torch.equal(score_with(policy.model, ids, "int8"), score_with(plain.model, ids, "int8"))
+    with full_precision(policy.model):
+        assert torch.equal(policy.score(batch).logp, tiny_policy().score(batch).logp)
+    assert not torch.equal(policy.score(batch).logp, before)
+
+
+def test_the_reference_rounds_as_the_policy_does():
+    config = build_config({"quant": {"unified": True, "kv": "fp8"}})
+    policy, reference = (unified_policy("int8", kv="fp8") for _ in range(2))
+    learner, batch = build_learner(config, policy, reference=reference), random_batch(tiny_policy())
+    learner.round_kv_(LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales())
+    assert torch.equal(policy.score(batch).logp, reference.score(batch).logp)
+    assert not torch.equal(policy.score(batch).logp, unified_policy("int8").score(batch).logp)
 
 
 def test_a_bf16_trainer_codes_what_its_engine_codes():

@@ -699,8 +699,8 @@ def test_canary_is_decoded_with_the_cache(quant, kv, monkeypatch):
     """A prompt scored without the cache would not notice."""
     engine = build("local", own_model(), quant, kv=kv)
 
-    def not_finite(q, cache, table, positions, window):
-        return attend_pages(q + math.nan, cache, table, positions, window)
+    def not_finite(layer, q, cache, table, positions):
+        return attend_pages(layer, q + math.nan, cache, table, positions)
 
     attend_pages = engine._ops.attend_pages
     message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=not_finite)
@@ -712,8 +712,8 @@ def test_canary_refuses_decoding_that_reads_the_wrong_keys(monkeypatch):
     engine = build("local", own_model())
     attend_pages = engine._ops.attend_pages
 
-    def miss_the_last(q, cache, table, positions, window):
-        return attend_pages(q, cache, table, (positions - 1).clamp_min(0), window)
+    def miss_the_last(layer, q, cache, table, positions):
+        return attend_pages(layer, q, cache, table, (positions - 1).clamp_min(0))
 
     message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=miss_the_last)
     assert re.search(r"decoded with the KV cache: mean .* = .* exceeds 0\.01", message)

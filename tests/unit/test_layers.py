@@ -354,6 +354,15 @@ def test_unified_layers_compute_what_unified_projections_do(make, format, backwa
     assert all(layer.is_unified for layer in fused.model.layers)
 
 
+def test_fused_layers_at_either_end_stay_in_full_precision():
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**FAMILY_SHAPE | {"num_hidden_layers": 3})).to(DEVICE)
+    fuse_layers_(model)
+    unify_layers_(model, QuantConfig(unified=True, kv="fp8", full_layers=1), torch.bfloat16)
+    assert [layer.is_unified for layer in model.model.layers] == [False, True, False]
+    assert all(layer.kv_rounding is not None for layer in model.model.layers)
+
+
 def test_other_precisions_of_gradients_are_refused():
     model = qwen2().to(DEVICE)
     fuse_layers_(model)

@@ -19,7 +19,7 @@ from qurl.config import Config, ModelConfig, build_config
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.quant import rescale_
-from qurl.quant.formats import dequantize, quantize, quantize_activation
+from qurl.quant.formats import Quantized, dequantize, quantize, quantize_activation
 from qurl.quant.kv import KVRounding, set_kv_scales_
 from qurl.quant.linear import QuantLinear, full_precision, linear, projections
 from qurl.quant.tracking import UpdateTracker
@@ -194,9 +194,9 @@ def test_what_is_kept_for_the_backward_is_codes():
 # The gap to the engine.
 
 
-def make_model(family: str):
+def make_model(family: str, **changes):
     torch.manual_seed(0)
-    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 160}
+    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 160} | changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
         for name, parameter in model.named_parameters():
@@ -209,9 +209,10 @@ def make_model(family: str):
 
 
 def unified_policy(
-    format: str, model=None, backward: str = "bf16", kv: str = "none", **config
+    format: str, model=None, backward: str = "bf16", kv: str = "none", full_layers=0, **config
 ) -> Policy:
-    quant = QuantConfig(format=format, unified=True, backward=backward, kv=kv)  # type: ignore[arg-type]
+    options: dict = {"format": format, "backward": backward, "kv": kv, "full_layers": full_layers}
+    quant = QuantConfig(unified=True, **options)
     return Policy(model or tiny_llama(), None, ModelConfig(**config), CPU, quant)
 
 
@@ -254,6 +255,44 @@ def test_keys_and_values_are_rounded_on_both_sides(format, family):
     assert gap < 1e-5
     assert unrounded > 100 * gap
     assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8-block"])
+def test_layers_at_either_end_stay_in_full_precision(format, kv):
+    model = make_model("qwen3", num_hidden_layers=4)
+    policy = unified_policy(format, model, kv=kv, full_layers=1)
+    engine = LocalEngine(model, quant=format, kv=kv, full_layers=1)
+    expected = [False, True, True, False]
+    ups = [layer.mlp.up_proj for layer in model.model.layers]
+    assert [isinstance(up, UnifiedLinear) for up in ups] == expected
+    views = [layer.views["up_proj"].weight for layer in engine.weights.layers]
+    assert [isinstance(view, Quantized) for view in views] == expected
+    report = engine.sync(model, version=1)
+    if report.kv_scales is not None:
+        set_kv_scales_(model, report.kv_scales)
+    assert mean_gap(policy, engine) < 1e-5
+    assert mean_gap(unified_policy(format, make_model("qwen3", num_hidden_layers=4)), engine) > 1e-3
+
+
+def test_engines_agree_on_the_layers_that_stay():
+    model, ids = make_model("llama", num_hidden_layers=3), list(range(5, 30))
+    local, dense = (build_engine(k, model, quant="int4", full_layers=1) for k in ("local", "hf"))
+    torch.testing.assert_close(local.score(ids), dense.score(ids), rtol=0, atol=1e-5)
+    everywhere = build_engine("hf", model, quant="int4").score(ids)
+    assert (everywhere - dense.score(ids)).abs().mean() > 0.1
+    damaged = copy.deepcopy(model)
+    with torch.no_grad():
+        damaged.model.layers[2].mlp.up_proj.weight[:, 0] += 1e-3  # a sync copies it as it is
+    local.sync(damaged, version=1)
+    torch.testing.assert_close(
+        local.score(ids),
+        build_engine("hf", damaged, quant="int4", full_layers=1).score(ids),
+        rtol=0,
+        atol=1e-5,
+    )
+    with pytest.raises(ModelError, match="quant.full_layers = 2 leaves none of the 3 decoder lay"):
+        build_engine("local", model, quant="int4", full_layers=2)
 
 
 def test_rounding_of_keys_and_values_by_hand():
@@ -376,6 +415,12 @@ def test_the_tracker_sees_the_updates():
         for parameter in policy.model.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
     assert 0 < tracker.measure(policy.model)["uaq/code_flip_frac"] < 1
+
+
+def test_the_tracker_watches_quantized_layers_only():
+    model, tracker = make_model("llama", num_hidden_layers=3), UpdateTracker("int8", 8, None, 1)
+    tracker.measure(model)
+    assert {name.split(".")[2] for name in tracker.state_dict()} == {"1"}
 
 
 @pytest.mark.parametrize("engine", ["local", "hf"])

@@ -138,6 +138,10 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
     quant, is_compiled = config.quant, config.model.compile
     if quant.kv != "none" and config.rollout.engine == "hf":
         yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
+    if quant.full_layers and quant.format == "none":
+        yield f"quant.full_layers = {quant.full_layers} needs a quant.format other than 'none'"
+    if quant.full_layers and is_users_own(config.rollout.engine):
+        yield f"quant.full_layers = {quant.full_layers} needs rollout.engine = 'local' or 'hf'"
     if not quant.unified:
         if quant.backward != "bf16":
             yield f"quant.backward = {quant.backward!r} needs quant.unified = true"

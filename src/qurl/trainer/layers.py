@@ -35,7 +35,7 @@ from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.kv import KVRounding
-from qurl.quant.linear import Operand
+from qurl.quant.linear import Operand, is_full
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 from qurl.trainer.projection import Projection
 
@@ -68,9 +68,8 @@ class FusedLayer(GradientCheckpointingLayer):
         self.kv_rounding: KVRounding | None = None
 
     def unify_(self, quant: QuantConfig, compute_dtype: torch.dtype) -> None:
-        """Multiply codes of `quant.format`, and round keys and values, as the engine does."""
+        """Multiply codes of `quant.format`, as the engine does."""
         self.format = get_format(quant.format)
-        self.kv_rounding = KVRounding() if quant.kv == "fp8" else None
         for projection in self.projections:
             projection.code_dtype, projection.backward = compute_dtype, quant.backward
         self.is_unified = True
@@ -319,7 +318,7 @@ def fuse_layers_(model: Any) -> int:
 
 
 def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) -> bool:
-    """Make fused layers compute in `quant.format`; False if there are others."""
+    """Make fused layers compute as the engine does; False if there are others."""
     layers = [m for m in model.modules() if type(m).__name__ in LAYERS or isinstance(m, FusedLayer)]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return False
@@ -330,8 +329,10 @@ def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) ->
             f"quant.backward = {quant.backward!r} is not built for {quant.format} on a GPU; set it "
             f"to {built}"
         )
-    for layer in layers:
-        layer.unify_(quant, compute_dtype)
+    for index, layer in enumerate(layers):
+        layer.kv_rounding = KVRounding() if quant.kv == "fp8" else None
+        if not is_full(index, len(layers), quant.full_layers):
+            layer.unify_(quant, compute_dtype)
     return True
 
 

@@ -44,7 +44,7 @@ from qurl.quant.linear import (
     check_quantizable,
     matmul_codes,
     multiply,
-    projections,
+    quantized_projections,
     sum_of_products,
 )
 from qurl.trainer.packing import arithmetic_dtype
@@ -57,7 +57,7 @@ def unify_(model: nn.Module, quant: QuantConfig, compute_dtype: torch.dtype) -> 
     """
     check_quantizable(model)
     coder = Coder(get_format(quant.format))
-    for name, layer in list(projections(model)):
+    for name, layer in quantized_projections(model, quant.full_layers):
         model.set_submodule(name, UnifiedLinear(layer, coder, compute_dtype, quant.backward))
     if quant.kv == "fp8":
         for attention in [module for module in model.modules() if hasattr(module, "k_proj")]:

@@ -40,6 +40,7 @@ class LocalEngine:
         *,
         quant: str = "none",
         kv: str = "none",
+        full_layers: int = 0,
         max_batch: int = 256,
         page_size: int = 0,
         kv_tokens: int = 0,
@@ -49,7 +50,7 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`, and these:
+        """Options are those of `RolloutConfig`, `kv` and `full_layers` of `QuantConfig`, and these:
 
         `page_size` in tokens; 0: by device.
         `dtype` of activations and cache; None: `default_dtype`.
@@ -67,7 +68,8 @@ class LocalEngine:
         self.version = self.num_preemptions = 0
         self.lengths = LengthHistory()
         dtype = dtype or default_dtype(device)
-        self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
+        precision = {"compute_dtype": compute_dtype, "full_layers": full_layers}
+        self.weights = Weights(model, quant, dtype, device, **precision)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic)
         self.stepper = Stepper(self._ops, max_batch)

@@ -27,6 +27,7 @@ from qurl.rollout.sampler import RowParams, sample, uniform
 ROWS = 8
 KEYS = 16
 
+
 class ReferenceOps:
     """Torch primitives. The residual stream, norms and rotations are FP32."""
 
@@ -34,7 +35,7 @@ class ReferenceOps:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
+        self.arch, self.dtype = weights.arch, weights.dtype
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
@@ -43,8 +44,8 @@ class ReferenceOps:
         slots = last_page * page_size + positions % page_size
         return self.weights.embedding[tokens].float(), slots
 
-    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
-        return self._operand(self._add_norm(x, delta, norm))
+    def input_norm(self, layer: Layer, x: Tensor, delta: Product | None) -> Operand:
+        return self._operand(self._add_norm(x, delta, layer.norms["input_layernorm"]), layer)
 
     def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
         return self._add_norm(x, delta, self.weights.norm).to(self.dtype)
@@ -69,23 +70,24 @@ class ReferenceOps:
         return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
     ) -> Operand:
-        return self._operand(attend_prompts(q, k, v, lengths, window))
+        return self._operand(attend_prompts(q, k, v, lengths, layer.window), layer)
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+        self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
-        return self._operand(attend_pages(q, cache, table, positions, window))
+        return self._operand(attend_pages(q, cache, table, positions, layer.window), layer)
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
-        h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])
+        h = self._add_norm(x, delta, layer.norms["post_attention_layernorm"])
+        h = self._operand(h, layer)
         y = finish(self.project(layer.gate_up, h)).float()
         gate, up = (
             y.unflatten(-1, (-1, 2)).unbind(-1) if layer.has_alternating_gate else y.chunk(2, -1)
         )
         # Contiguous: torch's exp has other last bits for numbers that lie apart.
-        h = self._operand((F.silu(gate.contiguous()) * up).to(self.dtype))
+        h = self._operand((F.silu(gate.contiguous()) * up).to(self.dtype), layer)
         return self.project((layer.down,), h)
 
     def head(self, h: Tensor) -> Tensor:
@@ -109,8 +111,9 @@ class ReferenceOps:
             x += finish(delta).float()
         return rms_norm(x, norm, self.arch.norm_eps)
 
-    def _operand(self, x: Tensor) -> Operand:
-        return x.to(self.dtype) if self.format is None else quantize_activation(x, self.format)
+    def _operand(self, x: Tensor, layer: Layer) -> Operand:
+        format = layer.format
+        return x.to(self.dtype) if format is None else quantize_activation(x, format)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -159,9 +162,7 @@ def attend_pages(
     return out.flatten(1)
 
 
-def write_pages_(
-    cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
+def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset.
 
     Returns them as the pages give them back.

@@ -176,6 +176,16 @@ def test_the_range_of_an_fp8_cache_has_a_margin_of_sixteen():
     assert torch.equal(memory.acquire(1).scale, expected)
 
 
+def test_the_share_of_saturated_codes():
+    """Of two tokens in two layers 2 * 2 * 2 * 2 * 8 codes: one is 448, one -448, one is smaller."""
+    memory = make_memory(is_fp8=True)
+    cache = memory.acquire(2)
+    data = cache.data.view(torch.uint8).flatten(2, 3).zero_()  # [layers, 2, slots, heads, D]
+    data[0, 1, 5, 1, 3], data[1, 0, 9, 0, 0], data[1, 1, 9, 1, 7] = 0x7E, 0xFE, 0x7D
+    data[:, :, 6] = 0x7E  # of another token
+    assert cache.saturated_frac([5, 9]) == 2 / 128
+
+
 # Memory. A page of 4 tokens is 2 * 2 layers * 4 * 2 heads * 8 * 4 bytes = 1024 bytes.
 
 

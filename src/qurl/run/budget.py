@@ -106,6 +106,7 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
+    num_full = num_quantized * 2 * config.quant.full_layers // size.num_layers
     unquantized = parameters - num_quantized if is_cuda else 0  # shared on a CPU
     head = size.vocabulary * size.hidden_size
     moments = 8.0 * parameters
@@ -116,7 +117,9 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
         "policy, FP32": 4.0 * parameters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0),
         "critic": 4.0 * parameters * has_critic,
-        "engine weights": float(narrow * num_quantized + wide * unquantized),
+        "engine weights": float(
+            narrow * (num_quantized - num_full) + wide * (unquantized + num_full)
+        ),
         "engine of evaluations": float(wide * parameters * (is_cuda and config.has_full_engine)),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }

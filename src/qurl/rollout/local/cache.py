@@ -26,6 +26,8 @@ SCRATCH_PAGE = 0
 KV_MARGIN = 16.0
 """Range of an FP8 cache relative to what the canary prompt needs. That prompt is short, and a range
 sixteen times as wide costs four of E4M3's 17 binades and no precision."""
+LARGEST_CODE = 0x7E
+"""Of E4M3: 448."""
 MEMORY_CPU = 4 * 2**30
 """Largest cache that `kv_tokens = 0` takes on a CPU; on a GPU it is a share of the free memory."""
 SMALL_GAIN = 1 / 8
@@ -110,6 +112,12 @@ class KVCache:
         """Put a saved copy into pages."""
         index = torch.tensor(pages, device=self.data.device)
         self._bytes()[:, :, index] = saved.to(self.data.device)
+
+    def saturated_frac(self, slots: Sequence[int]) -> float:
+        """Share of the codes of these tokens that are +-448, the ends of the range."""
+        index = torch.tensor(slots, device=self.data.device)
+        codes = self._bytes().flatten(2, 3)[:, :, index]  # [layers, 2, slots, kv_heads, head_dim]
+        return int((codes & 0x7F == LARGEST_CODE).sum()) / codes.numel()
 
     def _bytes(self) -> Tensor:
         """FP8 as bytes: torch cannot index it on every device."""

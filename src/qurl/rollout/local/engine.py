@@ -66,6 +66,8 @@ class LocalEngine:
         self.patience = GPU_PATIENCE if is_cuda else 0.0
         """How long requests wait for company; see `Scheduler`."""
         self.version = self.num_preemptions = 0
+        self.kv_saturated_frac: float | None = None
+        """Share of saturated codes in a sample of an FP8 cache, after the last generation."""
         self.lengths = LengthHistory()
         dtype = dtype or default_dtype(device)
         precision = {"compute_dtype": compute_dtype, "full_layers": full_layers}
@@ -165,7 +167,11 @@ class LocalEngine:
     def _release(self, generation: Generation) -> None:
         """Take the pages and rows back, if the generation has them."""
         if self._active is not None and self._active[0] is generation:
-            self.num_preemptions += self._active[1].num_preemptions
+            scheduler = self._active[1]
+            self.num_preemptions += scheduler.num_preemptions
+            if self.kv == "fp8" and scheduler.sampled_slots:
+                slots = scheduler.sampled_slots
+                self.kv_saturated_frac = self.stepper.cache.saturated_frac(slots)
             self._active = None
             self.stepper.forget()
             self.memory.release()

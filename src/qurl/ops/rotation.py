@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.launch import divide_up, next_power_of_2
+from qurl.ops.launch import EXACT, divide_up, next_power_of_2
 from qurl.ops.rounding import (
     divide_clamped,
     load_float,
@@ -27,6 +27,7 @@ from qurl.ops.rounding import (
 
 TILE = 2048
 """Pairs of numbers that a program rotates."""
+Options = dict[str, Any]
 
 
 def rotate(
@@ -49,25 +50,27 @@ def rotate(
     assert cos.dtype == sin.dtype
     assert all(tensor.is_contiguous() for tensor in (cos, sin))
     assert (scale is None) == (center is None)
-    return _launch(x, out, (cos, sin, len(cos), scale, center), is_gradient)
+    angles: Options = {"cos": cos, "sin": sin, "angles": len(cos)}
+    return _launch(x, out, angles | {"scale": scale, "center": center}, is_gradient)
 
 
 def round_values(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     """x [N, H, D] rounded to FP8 codes of scale [H], written to `out`; memory as for `rotate`."""
-    return _launch(x, out, (None, None, 1, scale, None), is_gradient=False)
+    absent: Options = dict.fromkeys(("cos", "sin", "center"))
+    return _launch(x, out, absent | {"angles": 1, "scale": scale}, is_gradient=False)
 
 
-def _launch(x: Tensor, out: Tensor, options: tuple[Any, ...], is_gradient: bool) -> Tensor:
+def _launch(x: Tensor, out: Tensor, options: Options, is_gradient: bool) -> Tensor:
     tokens, heads, size = x.shape
     assert size % 2 == 0
     assert out.shape == x.shape
     assert all(tensor.stride()[1:] == (size, 1) for tensor in (x, out))
     half = size // 2
     rows = max(1, TILE // next_power_of_2(half))
-    shape: dict[str, Any] = {"HEADS": heads, "HALF": half, "IS_GRADIENT": is_gradient, "ROWS": rows}
-    grid = (divide_up(tokens * heads, rows),)
-    strides = (x.stride(0), out.stride(0))
-    rotate_pairs_kernel[grid](x, out, *options, tokens * heads, *strides, **shape)
+    shape: Options = {"HEADS": heads, "HALF": half, "IS_GRADIENT": is_gradient, "ROWS": rows}
+    strides: Options = {"x_stride": x.stride(0), "out_stride": out.stride(0)}
+    args = options | strides | shape | EXACT
+    rotate_pairs_kernel[(divide_up(tokens * heads, rows),)](x, out, rows=tokens * heads, **args)
     return out
 
 

@@ -254,8 +254,10 @@ class _Heads:
         *turned, v = heads.split(self.sizes, 1)
         self.unnormed: list[tuple[Tensor, Tensor]] = []
         if norms:
-            turned = [self._norm(x, w, eps) for x, w in zip(turned, norms, strict=True)]
-        q, k = (x.new_empty(x.shape) for x in turned)
+            # The engine rounds once, after the rotation.
+            dtype = torch.float32 if layer.is_unified else qkv.dtype
+            turned = [self._norm(x, w, eps, dtype) for x, w in zip(turned, norms, strict=True)]
+        q, k = (qkv.new_empty(x.shape) for x in turned)
         rotation.rotate(turned[0], cos, sin, q)
         if layer.kv_rounding is None or layer.kv_rounding.scales is None:
             rotation.rotate(turned[1], cos, sin, k)
@@ -266,9 +268,9 @@ class _Heads:
             v = rotation.round_values(v, v.new_empty(v.shape), v_scale)
         self.qkv = (q, k, v)
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y, inverse = rms_norm.normalize(rows, weight, eps, x.dtype)
+        y, inverse = rms_norm.normalize(rows, weight, eps, dtype)
         self.unnormed.append((rows, inverse))
         return y.view(x.shape)
 

@@ -69,7 +69,7 @@ def _launch(x: Tensor, out: Tensor, options: Options, is_gradient: bool) -> Tens
     rows = max(1, TILE // next_power_of_2(half))
     shape: Options = {"HEADS": heads, "HALF": half, "IS_GRADIENT": is_gradient, "ROWS": rows}
     strides: Options = {"x_stride": x.stride(0), "out_stride": out.stride(0)}
-    args = options | strides | shape | EXACT
+    args: Options = {**options, **strides, **shape, **EXACT}
     rotate_pairs_kernel[(divide_up(tokens * heads, rows),)](x, out, rows=tokens * heads, **args)
     return out
 

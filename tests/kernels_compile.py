@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qurl.ops import coding, gate, rms_norm, rotation
+from qurl.ops import coding, flash, gate, rms_norm, rotation
 from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
@@ -61,10 +61,17 @@ MAX_SPILLS = {
     (gpu, kernel): most
     for gpu in (AMPERE, ADA)
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
-} | {(gpu, "gate_gradients_coded_kernel"): 30 for gpu in TARGETS}
-"""Accesses to local memory that are allowed: there ptxas lacks a register in the longest rows."""
+}
+MAX_SPILLS[HOPPER, "flash_key_gradients_kernel"] = 60
+"""Accesses to local memory that are allowed.
+
+ptxas lacks a register in the longest rows. In the gradient of keys the accesses are around its main
+loop, which needs every register.
+"""
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-OF_LARGE_TENSORS = re.compile(r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_")
+OF_LARGE_TENSORS = re.compile(
+    r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_|flash_"
+)
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT = "ACQBULK"
@@ -309,23 +316,20 @@ def train_residual_gradients() -> Any:
     return rms_norm.gradients(dy, x, floats(1536), floats(64), onto=onto, rounded=rounded)
 
 
-def train_gate(width: int, format: str | None = None, *, is_coded: bool = False) -> Any:
+def train_gate(width: int, format: str | None = None, *, is_alternating: bool = False) -> Any:
     dy, gate_up = numbers(64, width), numbers(64, 2 * width)
     if format is None:
-        return gate.gate_gradients(dy, gate_up)
+        return gate.gate_gradients(dy, gate_up, is_alternating=is_alternating)
     f = get_format(format)
     scale = floats(64, 1 if f.block is None else -(-width // f.block))
-    target = None
-    if is_coded:
-        codes = numbers(64, 2 * width, dtype=f.dtype)
-        target = gate.CodedGradient(floats(2 * width), codes, floats(64), f.act_max)
-    return gate.gate_gradients(dy, gate_up, y_scale=scale, is_integer=f.is_integer, coded=target)
+    options = {"is_integer": f.is_integer, "is_alternating": is_alternating}
+    return gate.gate_gradients(dy, gate_up, y_scale=scale, **options)
 
 
-def code_gradient(width: int, format: str) -> Any:
+def code_gradient(width: int, format: str, parts: int = 1) -> Any:
     f, g = get_format(format), numbers(64, width)
     codes = numbers(64, width, dtype=f.dtype)
-    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max)
+    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max, parts)
 
 
 def dequantize_rows(format: str) -> Any:
@@ -353,6 +357,27 @@ def update_weights(*, is_coded: bool) -> Any:
     )
 
 
+def packed(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], flash.Spans]:
+    """Queries, keys and values as slices of one product of 1024 tokens."""
+    sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
+    qkv = numbers(1024, sum(sizes), heads.head_dim, dtype=dtype)
+    bounds = numbers(5, dtype=torch.int32)
+    return list(qkv.split(sizes, 1)), flash.Spans(bounds, 1024, heads.window)
+
+
+def train_attention(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]).forward)
+
+
+def train_attention_gradients(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
+    qkv, spans = packed(heads, dtype)
+    plan, out = flash.plan_for(qkv[0]), numbers(*qkv[0].shape, dtype=dtype)
+    lse = floats(heads.heads, 1024)
+    flash.query_gradients(*qkv, out, lse, out, spans, 0.1, plan.query_gradients)
+    return flash.key_gradients(*qkv, lse, lse, out, spans, 0.1, plan.key_gradients)
+
+
 def everywhere(pattern: str) -> Look:
     return Look(dict.fromkeys(TARGETS, pattern))
 
@@ -364,6 +389,11 @@ INT8_MATRIX = Look({HOPPER: r"IGMMA", ADA: r"IMMA", AMPERE: r"IMMA"})
 FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", ADA: r"HMMA", AMPERE: r"HMMA"})
 SMALL_MATRIX = everywhere(r"HMMA")
+FLASH = {"flash_forward_kernel": BF16_MATRIX}
+FLASH_GRADIENTS = {
+    "flash_query_gradients_kernel": BF16_MATRIX,
+    "flash_key_gradients_kernel": BF16_MATRIX,
+}
 WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
 WIDEST_LOADS = everywhere(r"LDG\.\S*128")
 FP64_SUMS = everywhere(r"DADD")
@@ -615,15 +645,16 @@ LAUNCHES = (
         targets=HAVE_FP8,
     ),
     Launch(
-        "coded gradients of a gate",
-        partial(train_gate, 8960, "fp8", is_coded=True),
-        {"gate_gradients_coded_kernel": WIDE_LOADS},
-        targets=HAVE_FP8,
+        "gradients of gates that alternate with ups",
+        partial(train_gate, 8960, "int8", is_alternating=True),
+        {"gate_gradients_kernel": WIDEST_LOADS},
+        targets=VARIANT,
     ),
     Launch(
-        "coded gradients of a wide gate",
-        partial(train_gate, 18944, "int8", is_coded=True),
-        {"gate_gradients_coded_kernel": WIDE_LOADS},
+        "codes of a long gradient, of two layers in turn",
+        partial(code_gradient, 37888, "fp8", 2),
+        {"code_gradient_kernel": WIDE_LOADS},
+        targets=HAVE_FP8,
     ),
     Launch(
         "codes of a gradient",
@@ -660,6 +691,36 @@ LAUNCHES = (
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),
         {"rotate_pairs_kernel": WIDEST_LOADS},
+        targets=VARIANT,
+    ),
+    Launch("attention for training", partial(train_attention, QWEN2_7B), FLASH),
+    Launch("attention of small heads for training", partial(train_attention, QWEN2_05B), FLASH),
+    Launch(
+        "attention over a window for training",
+        partial(train_attention, MISTRAL_7B),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "attention for training in fp16",
+        partial(train_attention, QWEN2_7B, torch.float16),
+        FLASH,
+        targets=VARIANT,
+    ),
+    Launch(
+        "gradients of attention",
+        partial(train_attention_gradients, QWEN2_7B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention of small heads",
+        partial(train_attention_gradients, QWEN2_05B),
+        FLASH_GRADIENTS,
+    ),
+    Launch(
+        "gradients of attention over a window",
+        partial(train_attention_gradients, MISTRAL_7B),
+        FLASH_GRADIENTS,
         targets=VARIANT,
     ),
     Launch(

@@ -61,6 +61,17 @@ def test_one_precision_flow_learns_without_correction(tmp_path, format, backward
 
 
 @pytest.mark.learn
+@pytest.mark.parametrize("is_unified", [False, True])
+def test_adapters_learn(tmp_path, is_unified):
+    settings = {"model__lora_rank": 8, "quant__unified": is_unified, "algo__kl_coef": 1e-3}
+    rows = run(tmp_path, steps=50, optim__lr=5e-3, optim__schedule="linear", **settings)
+    assert gain(rows) > 0.1
+    assert rows[0]["actor/ref_kl"] == 0 < rows[-1]["actor/ref_kl"]
+    if is_unified:
+        assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-5
+
+
+@pytest.mark.learn
 @pytest.mark.parametrize("name", ["rloo", "dapo"])
 def test_critic_free_algorithms_learn(tmp_path, name):
     rows = run(tmp_path, steps=40, algo__name=name)

@@ -50,6 +50,7 @@ ARMS = {
         "quant.unified": True,
         "quant.kv": "fp8",
     },
+    "grpo, int8, LoRA, reference": {"model.lora_rank": 4, "algo.kl_coef": 0.01, "optim.lr": 5e-3},
     "ppo, int8, dithered": {
         "algo.name": "ppo",
         "critic.lr": 1e-3,
@@ -79,7 +80,8 @@ def weights(run_dir):
     folder = run_dir / "checkpoints" / f"step-{STEPS:06d}"
     critic = folder / "critic.pt"
     extra = torch.load(critic, weights_only=True) if critic.exists() else {}
-    return load_file(folder / "policy" / "model.safetensors") | extra
+    (policy,) = (folder / "policy").glob("*.safetensors")
+    return load_file(policy) | extra
 
 
 def run_until(words, run_dir, num_rows, number=signal.SIGKILL):

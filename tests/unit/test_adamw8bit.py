@@ -125,7 +125,7 @@ def test_the_kernel_computes_what_torch_does(shape, is_coded):
         launch(ours[0], gradient.to(DEVICE), *ours[1:], update=update)
         for expected, found in zip(moments.values(), ours[1:], strict=True):
             assert torch.equal(found.cpu(), expected)
-        allowed = 1e-6 * (weight - before).abs() + 1e-7 * weight.abs()
+        allowed = 4e-6 * (weight - before).abs() + 1e-7 * weight.abs()  # a GPU's roots and ratios
         assert ((ours[0].cpu() - weight).abs() <= allowed).all()
         ours[0].copy_(weight)
 

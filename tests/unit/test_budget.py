@@ -141,6 +141,32 @@ def test_reference_and_critic_cost_memory():
     assert rows["gradients"] == 4 * 39_328
 
 
+def test_adapters_by_hand(on_gpu):
+    """A layer has q, k, v, o of 32 x 32 and an MLP of 128: N + K = 4 * 64 + 3 * 160 = 736.
+
+    Frozen weights are BF16, and the engine shares all but the projections. There is neither a
+    reference nor a gradient of the head.
+    """
+    scratch = {"hidden_size": 32, "layers": 2, "heads": 4}
+    model = {"scratch": scratch, "logits_chunk": 10, "lora_rank": 8}
+    config = recipe(model=model, algo={"kl_coef": 0.1}, eval={"every": 1})
+    rows = memory_rows(config, measure_model(config))
+    adapters = 8 * 2 * 736
+    assert rows == {
+        "policy, frozen": 2 * 39_328,
+        "adapters, FP32": 4 * adapters,
+        "engine weights": 32_768,
+        "engine of evaluations": 2 * 32_768,
+        "CUDA": 2**30,
+        "AdamW": 8 * adapters,
+        "KV cache": 2 * 128 * 32 * 15,
+        "gradients": 4 * adapters,
+        "merged weights": 2 * 32_768,
+        "activations": 4 * 32 * 2 * (2 * 576 + 4 * 68),
+        "logits and head": (4 + 2) * 10 * 100,
+    }
+
+
 def test_the_cache_is_as_large_as_asked_for_or_needed():
     """Dynamic sampling asks for 2 x 15 sequences at once; at most max_batch of them together."""
     dynamic = {"dynamic_sampling": True, "gen_multiple": 2}
@@ -194,6 +220,8 @@ SMALLER += ["--batch.microbatch_tokens", "4096"]
         ("gsm8k-ppo-*", QWEN_05B, 24e9, SMALLER),
         ("deepscaler-*", R1_15B, 80e9, []),
         ("dapo-math-*", QWEN_7B, 141e9, []),
+        ("gsm8k-grpo-lora", QWEN_15B, 24e9, []),
+        ("gsm8k-grpo-lora", QWEN_7B, 80e9, []),
     ],
 )
 def test_recipes_fit_the_cards_that_they_name(on_gpu, pattern, shape, card, flags):

@@ -91,6 +91,13 @@ def faults(entry, look, target):
         yield f"it spills registers: {spills}"
     if not any(re.match(look.has[target], name) for name in instructions):
         yield f"no instruction matches {look.has[target]}"
+    products, waits = (
+        sum(n for name, n in instructions.items() if kind in name)
+        for kind in ("GMMA", "WARPGROUP.DEPBAR")
+    )
+    # ptxas waits for each product where it runs out of registers.
+    if entry["kernel"].startswith("flash_") and products and waits >= products:
+        yield f"it waits {waits} times for {products} products, so none overlaps anything"
     if entry["shared_bytes"] > SHARED_BYTES[target]:
         yield f"{entry['shared_bytes']} bytes of shared memory"
     overlaps = target >= HOPPER and not OF_LARGE_TENSORS.match(entry["kernel"])

@@ -13,8 +13,8 @@ from torch import nn
 pytest.importorskip("triton")
 
 from qurl.ops.coding import code_gradient
-from qurl.ops.gate import CodedGradient, gate_gradients
-from qurl.quant.formats import Quantized, dequantize, get_format, quantize, quantize_activation
+from qurl.ops.gate import gate_gradients
+from qurl.quant.formats import dequantize, get_format, quantize, quantize_activation
 from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
 from qurl.trainer.projection import Projection
 
@@ -145,27 +145,63 @@ def test_codes_of_a_gradient(format, shape):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("width", [33, 2100, 12500])
-def test_gradients_of_a_coded_gate(format, width):
+@pytest.mark.parametrize("width", [33, 2100])
+def test_gradients_of_a_gate_whose_result_is_coded(format, width):
     fmt, dy = get_format(format), normal(3, width)
     gate_up = 2 * normal(3, 2 * width, seed=1)
     gate, up = gate_up.float().chunk(2, -1)
     h = quantize_activation((F.silu(gate) * up).bfloat16(), fmt)
-    channel_scale = normal(2 * width, dtype=torch.float32, seed=2).abs() + 0.1
-    codes = torch.empty(3, 2 * width, dtype=fmt.dtype, device=DEVICE)
-    target = CodedGradient(channel_scale, codes, h.scale.new_empty(3, 1), fmt.act_max)
-    options = {"y_scale": h.scale, "is_integer": fmt.is_integer}
-
-    plain, y = gate_gradients(dy, gate_up, **options)
-    again, y_again = gate_gradients(dy, gate_up, **options, coded=target)
-
-    assert torch.equal(plain, again)
-    assert torch.equal(y, y_again)
-    assert relative(plain, gate_gradients(dy, gate_up)[0]) == 0
+    d_gate_up, y = gate_gradients(dy, gate_up, y_scale=h.scale, is_integer=fmt.is_integer)
+    assert torch.equal(d_gate_up, gate_gradients(dy, gate_up)[0])
     assert relative(y, dequantize(h)) < 5e-3
-    row_wise = Quantized(target.codes, target.scale, get_format("int8"))
-    folded = plain.float() * channel_scale
-    assert relative(dequantize(row_wise), folded) < 0.05
+
+
+def alternate(x):
+    """Channels of two halves in turn."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).contiguous()
+
+
+def test_gates_may_alternate_with_ups():
+    dy, gate_up = normal(3, 2100), 2 * normal(3, 4200, seed=1)
+    plain = gate_gradients(dy, gate_up)
+    in_turn = gate_gradients(dy, alternate(gate_up), is_alternating=True)
+    assert all(map(torch.equal, plain, in_turn))
+
+
+@pytest.mark.parametrize("shape", [(5, 66), (3, 4200)])
+def test_codes_of_a_gradient_may_alternate(shape):
+    g, channel_scale = normal(*shape), normal(shape[1], dtype=torch.float32, seed=1).abs()
+    results = []
+    for scale, parts in ((channel_scale, 1), (alternate(channel_scale), 2)):
+        codes = torch.empty(shape, dtype=torch.int8, device=DEVICE)
+        row_scale = torch.empty(shape[0], 1, device=DEVICE)
+        code_gradient(g, scale, codes, row_scale, 127.0, parts)
+        results.append((codes, row_scale))
+    (codes, row_scale), (codes_again, row_scale_again) = results
+    assert torch.equal(alternate(codes), codes_again)
+    assert torch.equal(row_scale, row_scale_again)
+
+
+@pytest.mark.parametrize("backward", ["bf16", "dgrad"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_codes_in_the_buffer_of_an_engine(backward, bias):
+    plain, fmt = projection((48, 48), 144, bias=bias), get_format("int8")
+    plain.format, plain.code_dtype, plain.backward = fmt, torch.bfloat16, backward
+    shared = copy.deepcopy(plain)
+    buffer = quantize(torch.zeros(96, 144, device=DEVICE), fmt)
+    shared.adopt_(buffer, is_alternating=True)
+    x, dy = quantize_rows(normal(20, 144), fmt), normal(20, 96, seed=1)
+    order = torch.arange(96).view(2, 48).T.flatten()
+
+    y = plain.multiply(x, torch.bfloat16)
+    assert torch.equal(shared.multiply(x, torch.bfloat16), y[:, order])
+    assert torch.equal(buffer.codes, plain.codes().codes[order])
+    assert shared.codes().codes.data_ptr() == buffer.codes.data_ptr()
+    dx = plain.input_gradient(dy)
+    assert relative(shared.input_gradient(dy), dx) < 1e-3
+    plain.add_gradients_(dy, x)
+    shared.add_gradients_(dy, x)
+    assert torch.equal(stacked(plain, "weight")[1], stacked(shared, "weight")[1])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -39,6 +39,7 @@ def find_mistakes(
         *_algorithm_mistakes(config, objective, advantage),
         *_correction_mistakes(config, objective, advantage),
         *_precision_mistakes(config),
+        *_lora_mistakes(config, advantage),
         *_other_mistakes(config),
     ]
 
@@ -152,6 +153,23 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
 
 
+def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
+    rank, options, quant = config.model.lora_rank, config.experimental, config.quant
+    if not rank:
+        return
+    if advantage and advantage.needs_critic:
+        critic = f"algo.advantage = {config.algo.advantage!r} trains a whole critic"
+        yield f"model.lora_rank = {rank}: {critic}; use 'grpo', or model.lora_rank = 0"
+    if quant.update_scale > 1:
+        remedy = "UAQ would only scale the adapters; raise model.lora_alpha instead"
+        yield f"model.lora_rank = {rank}, quant.update_scale = {quant.update_scale:g}: {remedy}"
+    if options.norm_fed_lr_scale != 1 or options.dither:
+        changed = "what experimental.norm_fed_lr_scale and experimental.dither change"
+        yield f"model.lora_rank = {rank} freezes {changed}; leave them off"
+    if config.model.compile:
+        yield f"model.lora_rank = {rank} cannot be compiled; set model.compile = false"
+
+
 def _other_mistakes(config: Config) -> Iterator[str]:
     task, scratch, save = config.task, config.model.scratch, config.save
     if task.name == "file" and not (task.path or task.eval_path):
@@ -203,6 +221,8 @@ def find_warnings(
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
+    if config.model.lora_rank and optim.lr < 1e-5:
+        yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
     if optim.warmup_steps > config.steps:
         warmup = f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}"
         yield f"{warmup}: the learning rate never reaches optim.lr"

@@ -55,6 +55,10 @@ class ModelConfig(Section):
     path: str = "scratch"
     """Folder or hub name of a causal LM, or "scratch" to build a tiny one."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    lora_rank: CountOrZero = 0
+    """Rank of the adapters of all projections, trained in place of the weights (LoRA); 0 = off."""
+    lora_alpha: Count = 32
+    """Adapters are scaled by lora_alpha / lora_rank."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

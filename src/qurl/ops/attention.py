@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 _HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def attend_flash(
@@ -22,7 +24,28 @@ def attend_flash(
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's flash attention: q [N, H, D], k and v [N, H_kv, D] to [N, H, D]."""
+    """Causal attention: q [N, H, D], k and v [N, H_kv, D] to [N, H, D].
+
+    Our kernels compute it, except for other head sizes and inside torch.compile: there torch's do.
+    """
+    if _HAS_TRITON and q.is_cuda and not torch.compiler.is_compiling():
+        from qurl.ops import flash
+
+        if flash.supports(q):
+            return flash.attend(q, k, v, flash.Spans(bounds, longest, window), scale)
+    return attend_torch(q, k, v, bounds, longest, window, scale)
+
+
+def attend_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
+    """`attend_flash` by torch's FlashAttention 2."""
     left = -1 if window is None else window - 1
     flags: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG else {}
     return varlen.varlen_attn(  # type: ignore[return-value]

@@ -9,12 +9,14 @@
 Everything is computed in FP32 and rounded once, to the dtype of the result. y is computed once
 more, so that no one needs to keep it; if the next product read codes of y, what they stand for.
 
-Shapes: N tokens, I intermediate channels; gate and up lie side by side in [N, 2 I].
+gate_up [N, 2 I] has the gates first, or gates and ups alternate, as in the engine's weights; its
+gradient has the gates first.
+
+Shapes: N tokens, I intermediate channels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import divide_up, next_power_of_2
-from qurl.ops.rounding import divide, load_float, narrow, round_to_code, scale_for, store_rounded
+from qurl.ops.rounding import divide, load_float, narrow, round_to_code, store_rounded
 
 TILE = 2048
-
-
-@dataclass(frozen=True)
-class CodedGradient:
-    """Where codes of d gate_up * channel_scale go, with one scale per token."""
-
-    channel_scale: Tensor  # [2 I]
-    codes: Tensor  # [N, 2 I]
-    scale: Tensor  # [N]
-    largest: float
 
 
 def gate_gradients(
@@ -44,7 +36,7 @@ def gate_gradients(
     *,
     y_scale: Tensor | None = None,
     is_integer: bool = False,
-    coded: CodedGradient | None = None,
+    is_alternating: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """d gate_up [N, 2 I] from dy [N, I], and y [N, I].
 
@@ -60,20 +52,12 @@ def gate_gradients(
         "GROUPS": groups,
         "GROUP": width if groups == 1 else 128,
         "IS_INT": is_integer,
+        "ALTERNATING": is_alternating,
         "TILE": min(TILE, next_power_of_2(width)),
         "num_warps": 4,
     }
-    tensors = (dy, gate_up, y_scale, d_gate_up, y)
-    if coded is None:
-        tiles = divide_up(width, shape["TILE"])
-        gate_gradients_kernel[(rows, tiles)](*tensors, **shape)
-    else:
-        outputs = (coded.channel_scale, coded.codes, coded.scale)
-        # Eight columns of a tile per thread, and all threads that fit for the longest rows.
-        warps = 8 if width <= 6 * 2048 else 16
-        shape |= {"TILE": 256 * warps, "TILES": divide_up(width, 256 * warps), "num_warps": warps}
-        shape |= {"LARGEST": coded.largest}
-        gate_gradients_coded_kernel[(rows,)](*tensors, *outputs, **shape)
+    tiles = divide_up(width, shape["TILE"])
+    gate_gradients_kernel[(rows, tiles)](dy, gate_up, y_scale, d_gate_up, y, **shape)
     return d_gate_up, y
 
 
@@ -88,87 +72,29 @@ def gate_gradients_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     IS_INT: tl.constexpr,
+    ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per token and tile of channels."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
-    at = d_gate_up + row * (2 * WIDTH) + column
-    store_rounded(at, dgate, column < WIDTH)
-    store_rounded(at + WIDTH, dup, column < WIDTH)
-    _store_value(y, y_scale, value, row, column, WIDTH, GROUPS, GROUP, IS_INT)
-
-
-@triton.jit
-def gate_gradients_coded_kernel(
-    dy,
-    gate_up,
-    y_scale,
-    d_gate_up,
-    y,
-    channel_scale,
-    codes,
-    scale,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    IS_INT: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """One program per token, whose gradients stay in registers until their scale is known."""
-    row = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros([TILE], tl.float32)
-    folded = ()
-    for tile in tl.static_range(TILES):
-        column = tile * TILE + tl.arange(0, TILE)
-        mask = column < WIDTH
-        dgate, dup, value = _gradients(dy, gate_up, row, column, WIDTH)
-        at = d_gate_up + row * (2 * WIDTH) + column
-        store_rounded(at, dgate, mask)
-        store_rounded(at + WIDTH, dup, mask)
-        _store_value(y, y_scale, value, row, column, WIDTH, GROUPS, GROUP, IS_INT)
-        dgate *= load_float(channel_scale + column, mask)
-        dup *= load_float(channel_scale + WIDTH + column, mask)
-        peak = tl.maximum(peak, tl.maximum(tl.abs(dgate), tl.abs(dup)))
-        folded = folded + (dgate, dup)  # noqa: RUF005 (Triton has no unpacking)
-    step = scale_for(tl.max(peak, 0), LARGEST)
-    tl.store(scale + row, step)
-    inverse = 1.0 / step
-    for tile in tl.static_range(TILES):
-        column = tile * TILE + tl.arange(0, TILE)
-        at = codes + row * (2 * WIDTH) + column
-        store_rounded(at, folded[2 * tile] * inverse, column < WIDTH)
-        store_rounded(at + WIDTH, folded[2 * tile + 1] * inverse, column < WIDTH)
-
-
-@triton.jit
-def _gradients(dy, gate_up, row, column, WIDTH: tl.constexpr):
-    """dgate, dup and y of some channels of a token."""
+    first = tl.program_id(1) * TILE
+    column = first + tl.arange(0, TILE)
     mask = column < WIDTH
     upstream = load_float(dy + row * WIDTH + column, mask)
-    x = load_float(gate_up + row * (2 * WIDTH) + column, mask)
-    up = load_float(gate_up + row * (2 * WIDTH) + WIDTH + column, mask)
+    source = gate_up + row * (2 * WIDTH)
+    if ALTERNATING:
+        pair = 2 * first + tl.arange(0, 2 * TILE)
+        both = load_float(source + pair, pair < 2 * WIDTH)
+        x, up = tl.split(tl.reshape(both, [TILE, 2]))
+    else:
+        x = load_float(source + column, mask)
+        up = load_float(source + WIDTH + column, mask)
     share = 1.0 / (1.0 + tl.exp(-x))
     silu = x * share
-    return upstream * up * (share + silu * (1 - share)), upstream * silu, silu * up
-
-
-@triton.jit
-def _store_value(
-    y,
-    y_scale,
-    value,
-    row,
-    column,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    IS_INT: tl.constexpr,
-):
-    mask = column < WIDTH
+    at = d_gate_up + row * (2 * WIDTH) + column
+    store_rounded(at, upstream * up * (share + silu * (1 - share)), mask)
+    store_rounded(at + WIDTH, upstream * silu, mask)
+    value = silu * up
     if y_scale is not None:
         step = tl.load(y_scale + row * GROUPS + column // GROUP, mask=mask, other=1.0)
         value = narrow(value, y.dtype.element_ty).to(tl.float32)  # as the quantizer read it

@@ -11,7 +11,7 @@ reference for `qurl.quant.kernels.gemm`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,6 +40,16 @@ class Partial:
     scale_w: Tensor | None  # [N, 1]
     bias: Tensor | None  # [N]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class EngineCodes:
+    """The codes of one decoder layer in an engine that lends them to a trainer on its device."""
+
+    products: Mapping[str, Quantized]
+    """By product, qkv, o, gate_up and down: the weights of its layers, stacked."""
+    has_alternating_gate: bool
+    """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
 
 
 Operand = Tensor | Quantized  # the input of a linear layer

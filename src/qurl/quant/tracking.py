@@ -102,9 +102,10 @@ class UpdateTracker:
         def watched(num_rows: int, device: torch.device) -> Tensor:
             return watched_rows(num_rows, self.rows, self.format).to(device)
 
-        watched_layers = quantized_projections(model, self.full_layers)
-        weights = {name: layer.weight.detach() for name, layer in watched_layers}
-        sample = {name: w[watched(len(w), w.device)] for name, w in weights.items()}
+        sample = {}
+        for name, layer in quantized_projections(model, self.full_layers):
+            weight = layer.weight.detach()  # one at a time, as adapters are merged here
+            sample[name] = weight[watched(len(weight), weight.device)]
         if not sample:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear named like {', '.join(PROJECTIONS)} to "

@@ -30,9 +30,11 @@ from qurl.rewards import GradingPool, Reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
+from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
+    load_saved_adapters,
     load_saved_policy,
     save_checkpoint,
     staged_folder,
@@ -44,7 +46,7 @@ from qurl.tasks import Draw, GeneratedTask, Task, load_task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
-from qurl.trainer.policy import Policy, load_policy
+from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
@@ -156,16 +158,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
-    precision = (config.model, device, config.quant)
-    if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision)
-    else:
-        policy = load_policy(initial, *precision)
-    has_reference = config.algo.kl_coef > 0
+    policy, reference = _load_policies(config, initial, checkpoint, device)
     learner = Learner(
         policy,
         config,
-        reference=load_policy(initial, *precision).freeze_() if has_reference else None,
+        reference=reference,
         objective=choices.objective,
         advantage=advantage,
     )
@@ -200,6 +197,24 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         )
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts
+
+
+def _load_policies(
+    config: Config, initial: str | Path, checkpoint: Path | None, device: torch.device
+) -> tuple[Policy, Policy | Untrained | None]:
+    """The policy, untrained or as saved, and the reference if the recipe needs one."""
+    precision = (config.model, device, config.quant)
+    has_reference = config.algo.kl_coef > 0
+    if config.model.lora_rank:
+        policy = load_policy(initial, *precision).adapt_(config.model, config.seed)
+        if checkpoint:
+            load_saved_adapters(checkpoint, policy)
+        return policy, Untrained(policy) if has_reference else None
+    if checkpoint:
+        policy = load_saved_policy(checkpoint, *precision)
+    else:
+        policy = load_policy(initial, *precision)
+    return policy, load_policy(initial, *precision).freeze_() if has_reference else None
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
@@ -345,6 +360,8 @@ def build_actor(
         options["kv"] = config.quant.kv if is_main else "none"
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
+        policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 

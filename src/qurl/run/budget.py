@@ -13,7 +13,7 @@ from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
-from qurl.quant.linear import PROJECTIONS
+from qurl.quant.linear import PROJECTIONS, projections
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.adamw8bit import find_coded
 from qurl.trainer.moments import BLOCK
@@ -22,7 +22,7 @@ from qurl.trainer.scratch import build_tiny_llama
 GIB = 1024**3
 CUDA_BYTES = GIB
 """CUDA's own memory and the workspaces of its libraries, about."""
-UPDATE = ("gradients", "BF16 copies", "activations", "logits and head")
+UPDATE = ("gradients", "BF16 copies", "merged weights", "activations", "logits and head")
 """Rows that a step needs while it updates. Policy and critic update in turn and share them."""
 CACHE = "KV cache"
 
@@ -32,6 +32,8 @@ class ModelSize:
     num_parameters: int
     num_quantized: int
     """Parameters of the projections, which the engine holds in codes."""
+    num_in_rank: int
+    """Parameters of the projections' adapters of rank 1."""
     num_coded: int
     """Parameters whose moments AdamW can hold in 8 bits."""
     num_layers: int
@@ -89,12 +91,14 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
 
 def find_savings(config: Config) -> list[str]:
     """Settings that would lower the peak, the cheapest first."""
+    has_lora = config.model.lora_rank > 0
     settings = {
         "rollout.release_kv = true": not config.rollout.release_kv,
-        'optim.moments = "8bit"': config.optim.moments != "8bit",
+        'optim.moments = "8bit"': config.optim.moments != "8bit" and not has_lora,
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
         < config.batch.microbatch_tokens,
+        "model.lora_rank": not has_lora,
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 
@@ -106,21 +110,30 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
-    num_full = num_quantized * 2 * config.quant.full_layers // size.num_layers
-    unquantized = parameters - num_quantized if is_cuda else 0  # shared on a CPU
-    head = size.vocabulary * size.hidden_size
-    moments = 8.0 * parameters
+    num_wide = num_quantized * 2 * config.quant.full_layers // size.num_layers
+    num_adapters = config.model.lora_rank * size.num_in_rank
+    is_full = not num_adapters
+    # The engine shares embedding, head and norms if they have its precision.
+    unquantized = (parameters - num_quantized) * (is_cuda and is_full)
+    trained, num_coded = parameters, size.num_coded
+    if not is_full:
+        trained = num_coded = num_adapters
+    head = size.vocabulary * size.hidden_size * is_full  # a frozen one has no copy, no gradient
+    moments = 8.0 * trained
     if config.optim.moments == "8bit":
-        moments -= (8 - 2 - 4 / BLOCK) * size.num_coded
+        moments -= (8 - 2 - 4 / BLOCK) * num_coded
     has_critic = ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
+    evaluated = (num_quantized + unquantized) * (is_cuda and config.has_full_engine)
     held = {
-        "policy, FP32": 4.0 * parameters,
-        "reference": 4.0 * parameters * (config.algo.kl_coef > 0),
+        "policy, FP32": 4.0 * parameters * is_full,
+        "policy, frozen": float(wide * parameters * (not is_full)),
+        "adapters, FP32": 4.0 * num_adapters,
+        "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
         "critic": 4.0 * parameters * has_critic,
         "engine weights": float(
-            narrow * (num_quantized - num_full) + wide * (unquantized + num_full)
+            narrow * (num_quantized - num_wide) + wide * (unquantized + num_wide)
         ),
-        "engine of evaluations": float(wide * parameters * (is_cuda and config.has_full_engine)),
+        "engine of evaluations": float(wide * evaluated),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }
     moments *= 1 + has_critic
@@ -132,8 +145,9 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
     rows = held | {
         "AdamW": moments,
         CACHE: cache,
-        "gradients": 4.0 * parameters,
-        "BF16 copies": 2.0 * (num_quantized + head) * is_cuda,
+        "gradients": 4.0 * trained,
+        "BF16 copies": 2.0 * (num_quantized + head) * (is_cuda and is_full),
+        "merged weights": float(wide * num_quantized * (not is_full)),
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
         "logits and head": (4.0 + wide) * config.model.logits_chunk * size.vocabulary + 4.0 * head,
@@ -198,6 +212,7 @@ def measure(model: Any) -> ModelSize:
             for name, p in model.named_parameters()
             if p.dim() >= 2 and any(part in PROJECTIONS for part in name.split("."))
         ),
+        num_in_rank=sum(sum(layer.weight.shape) for _, layer in projections(model)),
         num_coded=sum(p.numel() for p in find_coded(model)),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

@@ -1,7 +1,8 @@
 """Checkpoints: written to a temporary folder and renamed, so a kill or full disk harms none.
 
 checkpoints/step-000123/
-    policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config)
+    policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config);
+                       with LoRA a folder of adapters, as peft writes it
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic
     state.pt           step, data position, update tracker, random state
@@ -25,6 +26,8 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
 from qurl.trainer.learner import Learner
+from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
+from qurl.trainer.lora import load_adapters_
 from qurl.trainer.policy import PLAIN, Policy, load_policy
 
 
@@ -85,6 +88,12 @@ def load_saved_policy(
         return load_policy(folder / "policy", config, device, quant)
 
 
+def load_saved_adapters(folder: Path, policy: Policy) -> None:
+    """Give a policy with adapters those of a checkpoint."""
+    with _naming_unreadable(folder):
+        load_adapters_(policy.model, folder / "policy")
+
+
 def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
     device = learner.policy.device
@@ -138,7 +147,8 @@ def find_policy(source: Path) -> Path:
     """The policy folder of a run directory, of a checkpoint, or of a policy folder itself."""
     checkpoint = latest_checkpoint(source / "checkpoints")
     for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
-        if (folder / "config.json").is_file() and list(folder.glob("*.safetensors*")):
+        has_config = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+        if has_config and list(folder.glob("*.safetensors*")):
             return folder
     raise CheckpointError(
         f"{source} is neither a run with a checkpoint nor a checkpoint; expected "

@@ -13,13 +13,17 @@ import torch
 from qurl.errors import ConfigError, MissingExtra, ModelError
 from qurl.quant.scaling import uaq_scale, unscale_
 from qurl.run.checkpoint import find_policy, staged_folder
+from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.policy import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """Write the policy of a run (its newest checkpoint) or of one checkpoint, with UAQ undone."""
+    """Write the policy of a run (its newest checkpoint) or of one checkpoint as a plain model.
+
+    UAQ is undone, and adapters are merged.
+    """
     _check_arguments(target, dtype)
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
@@ -27,8 +31,9 @@ def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
         unscale_(model)
     with staged_folder(target) as folder:
         model.to(DTYPES[dtype]).save_pretrained(folder)
-        for path in policy.iterdir():  # the saved tokenizer, but no weights and no index
-            if not (folder / path.name).exists() and ".safetensors" not in path.name:
+        for path in policy.iterdir():  # the saved tokenizer, but no weights, index or adapters
+            is_model = ".safetensors" in path.name or path.name == ADAPTER_CONFIG
+            if not (folder / path.name).exists() and not is_model:
                 shutil.copy2(path, folder / path.name)
     return target
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from qurl.trainer.lora import FrozenHead
 from qurl.trainer.products import as_factor, multiply
 
 
@@ -61,7 +62,8 @@ def plain_head(model: nn.Module) -> PlainHead | None:
     """The head of a causal LM of transformers, or None if it is more than a linear layer."""
     config: Any = model.config
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
+    is_linear = type(head) in (nn.Linear, FrozenHead)
+    if not is_linear or getattr(config, "final_logit_softcapping", None):
         return None
     return PlainHead(head.weight, head.bias, _logit_scale(config))
 

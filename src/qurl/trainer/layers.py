@@ -30,12 +30,11 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
-from qurl.ops.gate import CodedGradient, gate_gradients
+from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
-from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.kv import KVRounding
-from qurl.quant.linear import Operand, is_full
+from qurl.quant.linear import EngineCodes, Operand, is_full
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 from qurl.trainer.projection import Projection
 
@@ -144,7 +143,7 @@ class _Layer(torch.autograd.Function):
                 inverse=inverse_mlp,
             )
             gate_up = layer.gate_up.multiply(m, dtype)
-            h = swiglu(gate_up, layer.down.format, dtype)
+            h = swiglu(gate_up, layer.down.format, dtype, layer.gate_up.alternates)
             y = middle + layer.down.multiply(h, dtype)
         if needs_grad:
             ctx.layer, ctx.shape, ctx.heads = layer, shape, heads
@@ -170,11 +169,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     a, out, m = ctx.operands.restore(coded)
     dy = dy.reshape(x.shape).contiguous()
     rounded = dy.to(gate_up.dtype)
-    d_gate_up, h, coded = _gate_gradients(
-        layer, layer.down.input_gradient(rounded), gate_up, h_scale
+    d_gate_up, h = gate_gradients(
+        *(layer.down.input_gradient(rounded), gate_up),
+        y_scale=h_scale,
+        is_integer=layer.format is not None and layer.format.is_integer,
+        is_alternating=layer.gate_up.alternates,
     )
     layer.down.add_gradients_(rounded, h)
-    dm = layer.gate_up.input_gradient(d_gate_up, coded)
+    dm = layer.gate_up.input_gradient(d_gate_up)
     layer.gate_up.add_gradients_(d_gate_up, m)
     rounded = torch.empty_like(rounded)
     dx, d_norm_mlp = rms_norm.gradients(dm, middle, norm_mlp, inverse_mlp, onto=dy, rounded=rounded)
@@ -190,22 +192,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     layer.qkv.add_gradients_(d_qkv, a)
     dx, d_norm = rms_norm.gradients(da, x, norm, inverse, onto=dx)
     return dx.view(ctx.shape), None, None, None, None, d_norm, d_norm_mlp, *d_head_norms
-
-
-def _gate_gradients(
-    layer: FusedLayer, dh: Tensor, gate_up: Tensor, h_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Quantized | None]:
-    """d gate_up, h, and codes of d gate_up if the next product wants them."""
-    projection, format = layer.gate_up, layer.down.format
-    is_integer = format is not None and format.is_integer
-    if not projection.has_coded_gradient:
-        return *gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer), None
-    assert format is not None
-    coded = empty_codes(gate_up.shape[0], gate_up.shape[1], format, gate_up.device)
-    scale = projection.foldable_scale()
-    target = CodedGradient(scale, coded.codes, coded.scale, format.act_max)
-    d_gate_up, h = gate_gradients(dh, gate_up, y_scale=h_scale, is_integer=is_integer, coded=target)
-    return d_gate_up, h, coded
 
 
 class _Saved(NamedTuple):
@@ -336,6 +322,17 @@ def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) ->
         if not is_full(index, len(layers), quant.full_layers):
             layer.unify_(quant, compute_dtype)
     return True
+
+
+def adopt_codes_(model: nn.Module, buffers: Sequence[EngineCodes]) -> None:
+    """Keep the codes of unified layers in an engine's buffers, one record for each layer."""
+    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    if len(layers) != len(buffers):  # other layers keep their own
+        return
+    for layer, codes in zip(layers, buffers, strict=True):
+        for name, buffer in codes.products.items():
+            is_alternating = codes.has_alternating_gate and name == "gate_up"
+            getattr(layer, name).adopt_(buffer, is_alternating=is_alternating)
 
 
 def forget_copies_(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
-from qurl.trainer.policy import Policy, TokenScores
+from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.types import Batch, KVScales, Scored, Stage, Trainable
 
 Number = Tensor | float
@@ -110,7 +110,7 @@ class Learner:
         policy: Policy,
         config: Config,
         *,
-        reference: Policy | None = None,
+        reference: Policy | Untrained | None = None,
         objective: Surrogate,
         advantage: Advantage,
     ) -> None:
@@ -134,7 +134,7 @@ class Learner:
     def round_kv_(self, scales: KVScales) -> None:
         """Unified policies see keys and values as an engine's cache with these scales does."""
         for policy in (self.policy, self.reference):
-            if policy is not None:
+            if isinstance(policy, Policy):  # an `Untrained` one is the policy itself
                 set_kv_scales_(policy.model, scales)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The trained model: a transformers causal LM with FP32 master weights.
+"""The trained model: a transformers causal LM with FP32 master weights or adapters.
 
 Forwards are packed, so no padding is computed (`qurl.trainer.packing`). Log-probs and entropies
 come from chunks of tokens, so [B, T, V] never exists (`qurl.trainer.head`).
@@ -7,7 +7,7 @@ Shapes: B sequences, T positions, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,16 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
+from qurl.quant.linear import EngineCodes
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
+from qurl.trainer.lora import (
+    adapters,
+    add_adapters_,
+    base_of,
+    merge_adapters_,
+    save_adapters,
+    without_adapters,
+)
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.trainer.unified import unify_
 from qurl.types import Batch
@@ -93,6 +102,13 @@ class Policy:
             )
         unify_(self.model, quant, self.compute_dtype)
 
+    def adopt_codes_(self, buffers: Sequence[EngineCodes]) -> None:
+        """Share one set of codes with an engine on this device, where the layers are fused."""
+        if self.is_fused:
+            from qurl.trainer.layers import adopt_codes_
+
+            adopt_codes_(self.model, buffers)
+
     def free_copies_(self) -> None:
         """Free the weights in compute precision, until the next forward."""
         if self.is_fused:
@@ -115,15 +131,36 @@ class Policy:
         scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
         return TokenScores(*(layout.spread(values) for values in scores))
 
+    def adapt_(self, config: ModelConfig, seed: int) -> Policy:
+        """Train low-rank adapters from here on, and not the weights."""
+        add_adapters_(
+            self.model, config.lora_rank, config.lora_alpha, seed, dtype=self.compute_dtype
+        )
+        return self
+
     def freeze_(self) -> Policy:
         """Make this a reference, never to be trained."""
         self.model.requires_grad_(False).eval()
         return self
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        if any(adapters(self.model)):
+            save_adapters(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)  # type: ignore[operator]
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+
+
+class Untrained:
+    """A policy without its adapters, the reference of a KL that costs no memory."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.is_packed = policy, policy.is_packed
+
+    def score(self, batch: Batch, layout: BatchLayout | None = None) -> TokenScores:
+        with without_adapters(self.policy.model):
+            return self.policy.score(batch, layout)
 
 
 def load_policy(
@@ -143,20 +180,24 @@ def load_model_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     with _loading(path, "model.path"):
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(base_of(path))
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
-    """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name."""
+    """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name.
+
+    A folder of adapters gives the model that they are for, with them merged into its weights.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key):
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, info = load(path, dtype=torch.float32, output_loading_info=True)
+        model, info = load(base_of(path), dtype=torch.float32, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
+        merge_adapters_(model, path)
     return model
 
 

@@ -9,7 +9,11 @@ are added up in FP32 by the product itself, over micro-batches, and each layer's
 of the sum: no gradient passes through autograd, is cast, or is added in a pass of its own.
 
 With a format the copy is codes, and so is what the forward keeps of x. The backward is
-straight-through: W and x stand for the values of their codes.
+straight-through: W and x stand for the values of their codes. An engine on the same device lends
+its buffers for the codes (`adopt_`): while it does not sample, the trainer renews them there.
+
+Layers with adapters are frozen. What is multiplied is their merged weight, and only the factors of
+the adapters get gradients (`qurl.trainer.lora`).
 
 Shapes: M tokens, N output channels of all layers together, K input channels.
 """
@@ -34,6 +38,7 @@ from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.kernels.rows import dequantize_rows
 from qurl.quant.linear import Operand, finish
+from qurl.trainer.lora import find_adapter, weight_version
 from qurl.trainer.products import as_factor, multiply
 
 
@@ -45,6 +50,8 @@ class Projection:
         self.format: Format | None = None
         self.code_dtype = torch.float32
         """Masters are rounded to it before they are quantized, as in the engine."""
+        self._is_alternating = False
+        self._buffer: Quantized | None = None  # where the codes live
         self.backward = "bf16"
         """Which gradients are products of codes (`quant.backward`)."""
         self.sizes = [linear.out_features for linear in linears]
@@ -56,6 +63,20 @@ class Projection:
         twin = Projection(copy.deepcopy(self.linears, memo))
         twin.format, twin.code_dtype, twin.backward = self.format, self.code_dtype, self.backward
         return twin
+
+    def adopt_(self, buffer: Quantized, *, is_alternating: bool) -> None:
+        """Keep the codes in an engine's buffer."""
+        assert buffer.codes.shape == (sum(self.sizes), self.linears[0].in_features)
+        self._buffer, self._is_alternating = buffer, is_alternating
+        self._copies.clear()
+
+    @property
+    def alternates(self) -> bool:
+        """Whether y has the channels of the layers in turn, as the engine has gate and up.
+
+        Gradients of y, W and b have one layer after the other.
+        """
+        return self._is_alternating and self.format is not None
 
     @property
     def has_coded_gradient(self) -> bool:
@@ -77,27 +98,32 @@ class Projection:
         w = self.weight(dtype)
         return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
 
-    def input_gradient(self, dy: Tensor, coded: Quantized | None = None) -> Tensor:
+    def input_gradient(self, dy: Tensor) -> Tensor:
         """dx [M, K] of dy [M, N], in its dtype.
 
             dx[m, k] = a[m] sum_n q[m, n] c[n, k]        q, a = codes of dy * scale_w, per token
 
-        if gradients are coded: the codes c of W serve as they are, and only dy is rounded. `coded`
-        is q, if it is known.
+        if gradients are coded: the codes c of W serve as they are, and only dy is rounded.
         """
         if not self.has_coded_gradient:
             return torch.mm(dy, self.weight(dy.dtype))
         weight = self.codes()
-        if coded is None:
-            coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
-            largest = weight.format.act_max
-            code_gradient(dy, self.foldable_scale(), coded.codes, coded.scale, largest)
+        coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
+        parts = len(self.sizes) if self.alternates else 1
+        largest = weight.format.act_max
+        code_gradient(dy, self._foldable_scale(), coded.codes, coded.scale, largest, parts)
         return self._multiply_transposed(coded, weight, dy.dtype)
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
-        """Add dW and db of one micro-batch to the layers' `.grad`."""
+        """Add dW and db of one micro-batch to the layers' `.grad`, or those of their adapters."""
         numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
+        if find_adapter(self.linears[0]) is not None:
+            for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
+                adapter = find_adapter(linear)
+                assert adapter is not None, "all projections of a model have adapters, or none"
+                adapter.add_gradients_(part, numbers)
+            return
         factors = (as_factor(dy.T, dy.dtype), as_factor(numbers, dy.dtype))
         weights = [linear.weight for linear in self.linears]
         if weights[0].grad is None:
@@ -127,8 +153,7 @@ class Projection:
 
     def _copy(self, key: Any, make: Any) -> Any:
         """What `make` returns, until a weight changes."""
-        parameters = [p for linear in self.linears for p in linear.parameters()]
-        versions = [self.format, *(parameter._version for parameter in parameters)]
+        versions = [self.format, *(weight_version(linear) for linear in self.linears)]
         if versions != self._versions:
             self._copies.clear()
             self._versions = versions
@@ -138,19 +163,23 @@ class Projection:
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         if self.format is not None:
-            return dequantize(self.codes()).to(dtype)
+            weight = dequantize(self.codes()).to(dtype)
+            if self.alternates:
+                weight = torch.cat(weight.unflatten(0, (-1, len(self.sizes))).unbind(1))
+            return weight
         return torch.cat([linear.weight.detach().to(dtype) for linear in self.linears])
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         if self.linears[0].bias is None:
             return None
-        return torch.cat([linear.bias.detach().to(dtype) for linear in self.linears])
+        biases = [linear.bias.detach().to(dtype) for linear in self.linears]
+        return torch.stack(biases, 1).flatten() if self.alternates else torch.cat(biases)
 
     def codes(self) -> Quantized:
         """W in codes."""
         return self._copy("codes", self._quantize)
 
-    def foldable_scale(self) -> Tensor:
+    def _foldable_scale(self) -> Tensor:
         """Scales [N, 1] of W; 0 for channels of zeros, whose scale of 1 would dwarf the others."""
         weight = self.codes()
 
@@ -163,15 +192,27 @@ class Projection:
     def _quantize(self) -> Quantized:
         assert self.format is not None
         masters = [linear.weight.detach() for linear in self.linears]
-        if self.format.block is not None or not masters[0].is_cuda:
+        if self._buffer is None and (self.format.block is not None or not masters[0].is_cuda):
             return quantize(torch.cat(masters).to(self.code_dtype), self.format)
-        codes = masters[0].new_empty(sum(self.sizes), masters[0].shape[1], dtype=self.format.dtype)
-        coded = Quantized(codes, masters[0].new_empty(len(codes), 1), self.format)
+        coded = self._buffer or self._allocate()
         flips = torch.empty_like(coded.scale, dtype=torch.int32)
-        parts = [x.split(self.sizes) for x in (coded.codes, coded.scale, flips)]
-        for master, rows, scale, changed in zip(masters, *parts, strict=True):
-            requantize_(master, Quantized(rows, scale, self.format), changed, self.code_dtype)
+        for index, master in enumerate(masters):
+            rows = self._rows(index)
+            target = Quantized(coded.codes[rows], coded.scale[rows], self.format)
+            requantize_(master, target, flips[: len(master)], self.code_dtype)
         return coded
+
+    def _allocate(self) -> Quantized:
+        assert self.format is not None
+        rows, columns = sum(self.sizes), self.linears[0].in_features
+        return empty_codes(rows, columns, self.format, self.linears[0].weight.device)
+
+    def _rows(self, index: int) -> slice:
+        """The rows of one of the layers in the codes."""
+        if self.alternates:
+            return slice(index, None, len(self.sizes))
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
 
     def _multiply_codes(self, x: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return _product(x, self.codes(), bias, dtype)

@@ -47,6 +47,7 @@ from qurl.quant.linear import (
     quantized_projections,
     sum_of_products,
 )
+from qurl.trainer.lora import weight_version
 from qurl.trainer.packing import arithmetic_dtype
 
 
@@ -92,7 +93,7 @@ class UnifiedLinear(nn.Linear):
         self.coder, self.compute_dtype, self.backward_mode = coder, compute_dtype, backward
         self.is_unified = True
         self._coded: Quantized | None = None
-        self._coded_version = (0, 0)
+        self._coded_version: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_unified:
@@ -103,7 +104,7 @@ class UnifiedLinear(nn.Linear):
 
     def coded_weight(self) -> Quantized:
         """The weight in codes, made anew whenever the weight has changed."""
-        version = (self.weight.data_ptr(), self.weight._version)
+        version = weight_version(self)
         if self._coded is None or self._coded_version != version:
             rounded = self.weight.detach().to(self.compute_dtype)
             self._coded, self._coded_version = quantize(rounded, self.coder.format), version

@@ -70,6 +70,8 @@ def _check_layers(model: Any) -> None:
     """Raise unless the decoder uses every weight, and every projection is a plain linear layer."""
     for name, module in model.model.layers.named_modules():
         kind = name.rpartition(".")[2]
+        if ".parametrizations" in name:  # parts of a weight that is computed, as with LoRA
+            continue
         if kind in PROJECTIONS and not _is_linear(module):
             what = f"model.layers.{name} of type {type(module).__name__}"
             raise ModelError(refusal(what, ("nn.Linear",)))
@@ -82,8 +84,8 @@ def _check_layers(model: Any) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a layer is all in its weight and bias, also if it multiplies in its own way."""
-    names = {name for name, _ in module.named_parameters()}
-    return isinstance(module, nn.Linear) and names <= {"weight", "bias"}
+    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
+    return isinstance(module, nn.Linear) and names <= {"weight", "bias", "parametrizations"}
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

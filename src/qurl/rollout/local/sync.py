@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from qurl.errors import SyncError
 from qurl.ops.target import Target
@@ -71,6 +72,8 @@ class WeightSync:
         for layer, view, module in self._pairs:
             source = module.weight.detach()
             probe = _probe(view.weight, source, _PROBE_STEP * version)
+            if is_parametrized(module, "weight"):  # a view would keep all of the computed weight
+                probe = (probe[0].clone(), *probe[1:])
             key = (self.weights.layers[layer].format, probe[0].shape, source.dtype)
             layers[key].append(layer)
             probes[key].append(probe)
@@ -98,17 +101,17 @@ class WeightSync:
             copies.append((self._copies[name], source))
             return self._copies[name]
 
-        self._pairs, codings = [], []
+        self._pairs, writings = [], []
         for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
             for name, module in source.named_modules():
                 kind = name.rpartition(".")[2]
                 if kind in layer.views:
-                    view, weight = layer.views[kind], module.weight.detach()
+                    view = layer.views[kind]
                     self._pairs.append((index, view, module))
-                    if isinstance(view.weight, Quantized):
-                        codings.append((weight, view.weight))
+                    if isinstance(view.weight, Quantized) or is_parametrized(module, "weight"):
+                        writings.append((module, view.weight))
                     else:
-                        copies.append((view.weight, weight))
+                        copies.append((view.weight, module.weight.detach()))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
@@ -118,11 +121,11 @@ class WeightSync:
         weights.norm = share("norm", body.norm.weight, torch.float32)
         head, is_tied = model.lm_head.weight, model.lm_head.weight is body.embed_tokens.weight
         weights.lm_head = weights.embedding if is_tied else share("lm_head", head, weights.dtype)
-        return Transfer(codings, copies, weights.compute_dtype, weights.device)
+        return Transfer(writings, copies, weights.compute_dtype, weights.device)
 
 
 class Transfer:
-    """All that a sync writes: weights to quantize, and tensors to copy as they are.
+    """All that a sync writes: weights to quantize or to compute, and tensors to copy as they are.
 
     On a GPU the first run is recorded and replayed from then on, because launching each kernel from
     Python would take longer than the kernels.
@@ -130,11 +133,13 @@ class Transfer:
 
     def __init__(
         self,
-        codings: Sequence[tuple[Tensor, Quantized]],
+        writings: Sequence[tuple[nn.Linear, Quantized | Tensor]],
         copies: Sequence[tuple[Tensor, Tensor]],
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        codings = [(m, target) for m, target in writings if isinstance(target, Quantized)]
+        self._merges = [(m, target) for m, target in writings if isinstance(target, Tensor)]
         self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
         self.num_codes = max(1, sum(target.codes.numel() for _, target in codings))
         self._kernel = _find_kernel(codings, device)
@@ -167,12 +172,14 @@ class Transfer:
             self._launch(self._kernel)
         else:
             self._num_flips.zero_()
-            for source, target in self._codings:
-                fresh = quantize(source.to(self._compute_dtype), target.format)
+            for module, target in self._codings:
+                fresh = quantize(module.weight.to(self._compute_dtype), target.format)
                 # Compared as numbers: a zero that changes its sign is no flip.
                 self._num_flips += (target.codes.float() != fresh.codes.float()).sum()
                 target.codes.copy_(fresh.codes)
                 target.scale.copy_(fresh.scale)
+        for module, target in self._merges:  # one after the other: each is computed here
+            target.copy_(module.weight)
         if self._copies:
             targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -182,8 +189,9 @@ class Transfer:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         turns = itertools.cycle(self._streams)
-        for (source, target), flips in zip(self._codings, self._flips_of, strict=True):
+        for (module, target), flips in zip(self._codings, self._flips_of, strict=True):
             with torch.cuda.stream(next(turns)) if self._streams else nullcontext():
+                source = module.weight.detach()  # adapters are merged here, in the stream
                 kernel(source, target, flips.view_as(target.scale), self._compute_dtype)
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -211,15 +219,16 @@ def watch_parameters(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def _find_kernel(
-    codings: Sequence[tuple[Tensor, Quantized]], device: torch.device
+    codings: Sequence[tuple[nn.Linear, Quantized]], device: torch.device
 ) -> Requantizer | None:
     """The fused quantizer, where device, format and sources permit."""
     if not codings or device.type != "cuda":
         return None
     from qurl.quant.kernels.requantize import SOURCE_DTYPES, requantize_
 
+    sources = (module.weight for module, _ in codings)
     has_sources = all(
-        s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s, _ in codings
+        s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s in sources
     )
     has_format = codings[0][1].format.is_integer or Target.of(device).has_fp8
     return requantize_ if has_sources and has_format else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qurl.quant import Format, Quantized, get_format, quantize
-from qurl.quant.linear import is_full
+from qurl.quant.linear import EngineCodes, is_full
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
@@ -69,6 +69,13 @@ class Layer:
 
     def projections(self) -> Iterator[Projection]:
         yield from (*self.qkv, self.o, *self.gate_up, self.down)
+
+    def codes(self) -> EngineCodes:
+        """Its quantized products, as far as each is one matrix."""
+        stacks = {"qkv": self.qkv, "o": (self.o,), "gate_up": self.gate_up, "down": (self.down,)}
+        weights = {name: stack[0].weight for name, stack in stacks.items() if len(stack) == 1}
+        products = {name: w for name, w in weights.items() if isinstance(w, Quantized)}
+        return EngineCodes(products, self.has_alternating_gate)
 
 
 class Weights:

@@ -28,6 +28,7 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.losses import kl_penalty
 from qurl.ops.device import pick_device
+from qurl.quant.kv import set_kv_scales_
 from qurl.rollout import build_engine
 from qurl.tasks import load_task
 from qurl.trainer.batches import pad
@@ -69,13 +70,13 @@ def main() -> None:
     for arm, kv in itertools.product(args.arms.split(","), caches):
         quant: Any = arm.removesuffix(UNIFIED)
         if arm.endswith(UNIFIED):
-            if kv != "none":
-                continue  # refused
-            precision = QuantConfig(format=quant, unified=True)
+            precision = QuantConfig(format=quant, unified=True, kv=kv)
             policy = load_policy(args.model, ModelConfig(), device, precision).freeze_()
         else:
             policy = plain
         engine = build_engine("local", policy.model, policy.tokenizer, quant=quant, kv=kv)
+        if (scales := engine.sync(policy.model, version=1).kv_scales) is not None:
+            set_kv_scales_(policy.model, scales)
         rollouts = engine.generate(problems, params)
         batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
         row = {"arm": arm, "kv": kv, **compare(score(policy, batch), batch.logp_behav, batch)}

@@ -336,9 +336,16 @@ def dequantize_rows(format: str) -> Any:
     return rows.dequantize_rows(codes(64, 1536, format), BF16)
 
 
-def train_rotation(*, is_gradient: bool) -> Any:
+def train_rotation(*, is_gradient: bool = False, is_rounded: bool = False) -> Any:
     angles, x = floats(64, 64), numbers(64, 14, 64)
-    return rotation.rotate(x, angles, angles, torch.empty_like(x), is_gradient=is_gradient)
+    options = {"scale": floats(14), "center": floats(14, 64)} if is_rounded else {}
+    target = torch.empty_like(x)
+    return rotation.rotate(x, angles, angles, target, is_gradient=is_gradient, **options)
+
+
+def round_values() -> Any:
+    x = numbers(64, 14, 64)
+    return rotation.round_values(x, torch.empty_like(x), floats(14))
 
 
 def update_weights(*, is_coded: bool) -> Any:
@@ -536,6 +543,12 @@ LAUNCHES = (
         targets=VARIANT,
     ),
     Launch(
+        "rope of a prompt to an fp8 cache",
+        partial(rotate, FP8, QWEN3_8B, parts=0, keep_kv=True),
+        {"rotate_kernel": WIDE_LOADS.with_early(7)},
+        targets=HAVE_FP8,
+    ),
+    Launch(
         "rope of small heads",
         partial(rotate, torch.bfloat16, QWEN2_05B),
         {"rotate_kernel": WIDE_LOADS.with_early(4)},
@@ -665,9 +678,15 @@ LAUNCHES = (
     ),
     Launch(
         "rotation for training",
-        partial(train_rotation, is_gradient=False),
+        train_rotation,
         {"rotate_pairs_kernel": WIDEST_LOADS},
     ),
+    Launch(
+        "rotation of keys that are rounded",
+        partial(train_rotation, is_rounded=True),
+        {"rotate_pairs_kernel": WIDEST_LOADS},
+    ),
+    Launch("rounding of values", round_values, {"rotate_pairs_kernel": WIDEST_LOADS}),
     Launch(
         "gradient of a rotation",
         partial(train_rotation, is_gradient=True),

@@ -153,6 +153,8 @@ class Sampler:
             "timing_s/rollout": self._rollout_seconds,
             "timing_s/grade": self._grade_seconds,
         }
+        if (saturated := getattr(self.engine, "kv_saturated_frac", None)) is not None:
+            metrics["rollout/kv_saturated_frac"] = saturated
         if self.overlong_cache:
             allowed = self.config.sampling.max_tokens - self.overlong_cache
             metrics["reward/overlong"] = fmean(length > allowed for length in lengths)

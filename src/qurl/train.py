@@ -120,6 +120,8 @@ def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
         gap = synced.canary_gap
         if not synced.verified:
             gap = check_copy(parts.engine, model, config.quant.format, step)
+        if synced.kv_scales is not None:
+            parts.learner.round_kv_(synced.kv_scales)
     # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
     metrics = {"sync/canary_gap": gap, "sync/bytes": float(synced.bytes)}
     if parts.tracker is not None:

@@ -127,6 +127,17 @@ class Graded:
         return [d["accuracy"] for d in self.details]
 
 
+@dataclass(frozen=True, eq=False)
+class KVScales:
+    """How an FP8 cache codes keys and values (`qurl.quant.kv`).
+
+    A key 9.0 of a head with scale 0.5 and center 1.0 has the code 16.
+    """
+
+    scale: Tensor  # [layers, 2, H_kv], of keys and of values
+    center: Tensor  # [layers, H_kv, D], of keys
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What one `engine.sync` did."""
@@ -146,6 +157,8 @@ class SyncReport:
     """Mean |log-prob difference| between trainer and engine on the canary prompt."""
     verify_seconds: float = 0.0
     """For the canary prompt and the spot check, where they are timed apart; else in `seconds`."""
+    kv_scales: KVScales | None = None
+    """Of an FP8 cache, for trainers that round keys and values as the engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,12 +266,35 @@ def test_the_range_of_an_fp8_cache_follows_the_weights():
     scale = engine.memory.scale
     before = scale.clone()
     with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight *= 3
-        model.model.layers[1].self_attn.v_proj.bias *= 3
-    engine.sync(model, version=1)
+        model.model.layers[1].self_attn.v_proj.weight *= 4
+        model.model.layers[1].self_attn.v_proj.bias *= 4
+    report = engine.sync(model, version=1)
     assert engine.memory.scale is scale
-    torch.testing.assert_close(scale[1, 1], 3 * before[1, 1])
-    torch.testing.assert_close(scale[:, 0], before[:, 0])
+    assert torch.equal(scale[1, 1], 4 * before[1, 1])
+    assert torch.equal(scale[:, 0], before[:, 0])
+    assert torch.equal(report.kv_scales.scale, scale)
+    assert report.kv_scales.scale is not scale, "the next sync changes the engine's own"
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_prompts_see_the_keys_that_an_fp8_cache_holds(family, quant):
+    """A completion scored as a prompt, or recomputed after preemption, has the same log-probs."""
+    engine = build("local", shared_model(family), quant, kv="fp8")
+    params = SamplingParams(max_tokens=12, group_size=3, seed=3, ignore_eos=True)
+    rollouts = engine.generate(make_problems(4), params)
+    for rollout in rollouts:
+        for c in rollout.completions:
+            scores = engine.score([*rollout.problem.prompt_ids, *c.token_ids])
+            sampled = torch.tensor(c.logprobs)
+            torch.testing.assert_close(scores[-len(sampled) :], sampled, rtol=0, atol=1e-4)
+    small = build(
+        "local", shared_model(family), quant, kv="fp8", max_batch=5, page_size=4, kv_tokens=64
+    )
+    preempted = small.generate(make_problems(4), params)
+    assert small.num_preemptions > 0
+    assert tokens_of(preempted) == tokens_of(rollouts)
+    assert largest_gap(preempted, rollouts) < 1e-4
 
 
 @pytest.mark.gpu
@@ -676,8 +699,8 @@ def test_canary_is_decoded_with_the_cache(quant, kv, monkeypatch):
     """A prompt scored without the cache would not notice."""
     engine = build("local", own_model(), quant, kv=kv)
 
-    def not_finite(q, cache, table, positions, window):
-        return attend_pages(q + math.nan, cache, table, positions, window)
+    def not_finite(layer, q, cache, table, positions):
+        return attend_pages(layer, q + math.nan, cache, table, positions)
 
     attend_pages = engine._ops.attend_pages
     message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=not_finite)
@@ -689,8 +712,8 @@ def test_canary_refuses_decoding_that_reads_the_wrong_keys(monkeypatch):
     engine = build("local", own_model())
     attend_pages = engine._ops.attend_pages
 
-    def miss_the_last(q, cache, table, positions, window):
-        return attend_pages(q, cache, table, (positions - 1).clamp_min(0), window)
+    def miss_the_last(layer, q, cache, table, positions):
+        return attend_pages(layer, q, cache, table, (positions - 1).clamp_min(0))
 
     message = sync_with_broken_decoding(engine, monkeypatch, attend_pages=miss_the_last)
     assert re.search(r"decoded with the KV cache: mean .* = .* exceeds 0\.01", message)

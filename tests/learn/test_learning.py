@@ -48,10 +48,13 @@ def test_grpo_learns_in_every_format(tmp_path, format):
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize(("format", "backward"), [("int8", "all"), ("fp8", "dgrad")])
-def test_one_precision_flow_learns_without_correction(tmp_path, format, backward):
-    settings = {"quant__unified": True, "quant__format": format, "quant__backward": backward}
-    rows = run(tmp_path, steps=40, algo__objective="ppo_prox", **settings)
+@pytest.mark.parametrize(
+    ("format", "backward", "kv"), [("int8", "all", "none"), ("fp8", "dgrad", "fp8")]
+)
+def test_one_precision_flow_learns_without_correction(tmp_path, format, backward, kv):
+    settings = {"quant__format": format, "quant__backward": backward, "quant__kv": kv}
+    objective = {"algo__objective": "ppo_prox", "quant__unified": True}
+    rows = run(tmp_path, steps=40, **objective, **settings)
     assert gain(rows) > 0.1
     assert max(abs(row["rollout_corr/kl"]) for row in rows) < 1e-6
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-5

@@ -44,6 +44,12 @@ ARMS = {
     },
     "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
     "grpo, int8, 8-bit moments": {"optim.moments": "8bit"},
+    "grpo, one flow with an FP8 cache": {
+        "algo.kl_coef": 0.01,
+        "quant.format": "fp8",
+        "quant.unified": True,
+        "quant.kv": "fp8",
+    },
     "grpo, int8, LoRA, reference": {"model.lora_rank": 4, "algo.kl_coef": 0.01, "optim.lr": 5e-3},
     "ppo, int8, dithered": {
         "algo.name": "ppo",

@@ -149,29 +149,41 @@ def test_an_fp8_cache_reads_back_within_half_a_code():
     common = 1000 * torch.randn(2, 8)
     k, v = torch.randn(4, 2, 8) + common, 100 * torch.randn(4, 2, 8)
     memory.set_range_(sample_of(k, v))
-    write_pages_(cache.layer(1), k, v, torch.arange(4, 8))
+    kept = write_pages_(cache.layer(1), k, v, torch.arange(4, 8))
     assert cache.data.dtype == torch.float8_e4m3fn
     assert cache.scale is not None
     assert cache.center is not None
     torch.testing.assert_close(cache.center[1], k.mean(0))
-    for stored, scale, source in zip(
-        cache.data[1], cache.scale[1], (k - cache.center[1], v), strict=True
+    sources = (k - cache.center[1], v)
+    for stored, scale, source, read in zip(
+        cache.data[1], cache.scale[1], sources, kept, strict=True
     ):
         values = stored[1].float() * scale[:, None]
+        assert torch.equal(read, values)
         # The smallest codes have fewer bits: 2^-10 of the unit is half of their step.
         assert ((values - source).abs() <= source.abs() / 16 + scale[:, None] * 2**-10).all()
     assert cache.scale[1, 0].max() * 448 < 16 * 5, "the range is that of what tells keys apart"
 
 
 def test_the_range_of_an_fp8_cache_has_a_margin_of_sixteen():
-    """16 * 28 / 448 = 1; a head that was always zero gets 1 as well."""
+    """16 * 28 / 448 = 1, and the next power of two; a head that was always zero gets 1 as well."""
     memory = make_memory(is_fp8=True)
     amax = torch.zeros(2, 2, 2)
-    amax[0, 1, 0], amax[1, 0, 1] = 28, 14
+    amax[0, 1, 0], amax[1, 0, 1], amax[1, 1, 0], amax[1, 1, 1] = 28, 14, 29, 3.4
     memory.set_range_(KVRange(torch.zeros(2, 2, 8), amax, torch.ones(1, 4), torch.zeros(1, 4)))
     expected = torch.ones(2, 2, 2)
-    expected[1, 0, 1] = 0.5
+    expected[1, 0, 1], expected[1, 1, 0], expected[1, 1, 1] = 0.5, 2, 0.125
     assert torch.equal(memory.acquire(1).scale, expected)
+
+
+def test_the_share_of_saturated_codes():
+    """Of two tokens in two layers 2 * 2 * 2 * 2 * 8 codes: one is 448, one -448, one is smaller."""
+    memory = make_memory(is_fp8=True)
+    cache = memory.acquire(2)
+    data = cache.data.view(torch.uint8).flatten(2, 3).zero_()  # [layers, 2, slots, heads, D]
+    data[0, 1, 5, 1, 3], data[1, 0, 9, 0, 0], data[1, 1, 9, 1, 7] = 0x7E, 0xFE, 0x7D
+    data[:, :, 6] = 0x7E  # of another token
+    assert cache.saturated_frac([5, 9]) == 2 / 128
 
 
 # Memory. A page of 4 tokens is 2 * 2 layers * 4 * 2 heads * 8 * 4 bytes = 1024 bytes.

@@ -278,11 +278,15 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             {"quant": {"unified": True}, "model": {"compile": True}},
             "quant.unified = true cannot be compiled; set model.compile = false",
         ),
-        (
-            {"quant": {"unified": True, "kv": "fp8"}},
-            "quant.unified = true does not round keys and values yet; quant.kv = 'fp8'",
-        ),
         ({"quant": {"backward": "all"}}, "quant.backward = 'all' needs quant.unified = true"),
+        (
+            {"quant": {"format": "none", "full_layers": 1}},
+            "quant.full_layers = 1 needs a quant.format other than 'none'",
+        ),
+        (
+            {"quant": {"full_layers": 1}, "rollout": {"engine": "qurl.rollout:HFEngine"}},
+            "quant.full_layers = 1 needs rollout.engine = 'local' or 'hf'",
+        ),
         ({"correction": {"reject": ["token_k9:1"]}}, "'token_k9:1' does not start with one of"),
         ({"correction": {"reject": ["token_k1:1"]}}, "'token_k1:1' needs a band"),
         ({"correction": {"reject": ["seq_sum_k2:1_2"]}}, "'seq_sum_k2:1_2' needs one upper bound"),

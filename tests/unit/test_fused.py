@@ -79,8 +79,9 @@ class Course:
 
 
 @torch.no_grad()
-def run(model, quant: str, *, is_fused: bool, has_codes: bool = False, deterministic=False):
-    weights = Weights(model, quant, torch.float32, CPU, native_codes=is_fused)
+def run(model, quant: str, *, is_fused: bool, has_codes=False, deterministic=False, full_layers=0):
+    options = {"native_codes": is_fused, "full_layers": full_layers}
+    weights = Weights(model, quant, torch.float32, CPU, **options)
     WeightSync(weights).load_(model)
     if is_fused:
         from qurl.rollout.local.fused import FusedOps
@@ -166,6 +167,16 @@ def test_with_an_fp8_cache(name, quant):
     assert_near(fused, reference, "fp8")
     exact = run(model, quant, is_fused=False)
     assert exact.gaps_to(reference)["cached"].median() > 1e-3, "the cache did hold codes"
+
+
+@interpreted
+@pytest.mark.parametrize("quant", ["int8", "fp8-block"])
+def test_with_layers_in_full_precision(quant):
+    model = tiny_llama(**SHAPE | {"num_hidden_layers": 3}, attention_bias=True)
+    fused, reference = (run(model, quant, is_fused=f, full_layers=1) for f in (True, False))
+    assert_near(fused, reference, quant)
+    everywhere = run(model, quant, is_fused=False)
+    assert everywhere.gaps_to(reference)["logits"].median() > 1e-3
 
 
 @interpreted

@@ -60,6 +60,22 @@ def test_keys_with_a_large_bias_cost_an_fp8_cache_little(monkeypatch):
     assert gaps[0] < 0.3 * gaps[1]
 
 
+def test_the_share_of_saturated_codes_is_seen_after_a_rollout(monkeypatch):
+    problems = [Problem(str(i), [3 + i, 5, 7 + i]) for i in range(6)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    engine = LocalEngine(tiny_llama(), kv="fp8")
+    assert engine.kv_saturated_frac is None
+    engine.generate(problems, params)
+    assert engine.kv_saturated_frac == 0.0
+    monkeypatch.setattr("qurl.rollout.local.cache.KV_MARGIN", 2**-20)
+    engine.sync(engine._model, version=1)
+    engine.generate(problems, params)
+    assert engine.kv_saturated_frac > 0.9
+    plain = LocalEngine(tiny_llama())
+    plain.generate(problems, params)
+    assert plain.kv_saturated_frac is None
+
+
 def mean_gap(model):
     policy = tiny_policy(model=model)
     engine = LocalEngine(model, policy.tokenizer, kv="fp8")

@@ -28,10 +28,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
+from qurl.quant.kv import KVRounding, set_kv_scales_
 from qurl.quant.linear import full_precision
 from qurl.trainer.packing import Packed, use_packed_attention_
 from qurl.trainer.policy import decoder_layers, hidden_states
 from qurl.trainer.unified import unify_
+from qurl.types import KVScales
 
 pytest.importorskip("triton")
 
@@ -144,6 +146,33 @@ def test_rotation_and_its_gradient(shape, dtype):
     assert y.dtype == dx.dtype == dtype
     assert_near(y, expected.detach(), dtype)
     assert_near(dx, leaf.grad, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 64), (5, 2, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_are_rounded_as_in_the_cache(shape, dtype):
+    """To the bit what torch's operations on the rotated keys give, and nothing else is written."""
+    _, heads, size = shape
+    wide = normal(shape[0], heads + 2, size, dtype=dtype) * 300  # tokens lie apart
+    x, (cos, sin) = wide[:, 1:-1], (normal(shape[0], size, seed=seed) for seed in (1, 2))
+    scales, center = kv_scales(heads, size)
+    rounding = KVRounding()
+    rounding._scales = scales, center
+    turned = rotation.rotate(x, cos, sin, x.new_empty(shape))
+    expected = [y.transpose(0, 1) for y in rounding(turned.transpose(0, 1), x.transpose(0, 1))]
+    k = rotation.rotate(x, cos, sin, x.new_empty(shape), scale=scales[0], center=center)
+    v = rotation.round_values(x, x.new_empty(shape), scales[1])
+    assert k.dtype == v.dtype == dtype
+    assert torch.equal(k, expected[0])
+    assert torch.equal(v, expected[1])
+    assert not torch.equal(v, x)
+
+
+def kv_scales(heads, size, layers=()):
+    """Powers of two from one that clamps most numbers to one that loses small ones."""
+    powers = torch.arange(2 * heads, device=DEVICE).view(2, heads) - 3.0
+    scale, center = powers.exp2(), normal(heads, size, seed=4)
+    return scale.expand(*layers, *scale.shape), center.expand(*layers, *center.shape)
 
 
 def test_sequences_may_share_their_angles():
@@ -294,31 +323,46 @@ def test_under_autocast_rotated_heads_have_the_compute_dtype():
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
 
 
+@pytest.mark.parametrize("kv", ["none", "fp8"])
 @pytest.mark.parametrize("make", [qwen2, qwen3])
 @pytest.mark.parametrize("backward", ["bf16", "dgrad"])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_unified_layers_compute_what_unified_projections_do(make, format, backward):
-    quant = QuantConfig(format=format, unified=True, backward=backward)
+def test_unified_layers_compute_what_unified_projections_do(make, format, backward, kv):
+    quant = QuantConfig(format=format, unified=True, backward=backward, kv=kv)
     model = perturbed(make())
+    use_packed_attention_(model)
     fused = copy.deepcopy(model)
     fuse_layers_(fused)
     assert unify_layers_(fused, quant, torch.bfloat16)
     unify_(model, quant, torch.bfloat16)
     ids = torch.arange(12, device=DEVICE).view(2, 6)
+    unrounded = fused(input_ids=ids).logits
     for m in (model, fused):
+        set_kv_scales_(m, KVScales(*kv_scales(2, 8, layers=(2,))))
         m.zero_grad()
         logits = m(input_ids=ids).logits
         logits.sin().sum().backward()
         m.found = [logits.detach(), *(p.grad for p in m.parameters())]
     gaps = [float((a - b).norm() / b.norm()) for a, b in zip(fused.found, model.found, strict=True)]
     # On a GPU last bits differ, which moves some activations to the next code; 6 % apart in FP8.
-    slack = 0.3 if DEVICE.type == "cuda" and format == "fp8" else 0.0
+    slack = 0.3 if DEVICE.type == "cuda" and "fp8" in (format, kv) else 0.0
     assert gaps[0] < 0.01 + slack
     assert max(gaps) < {"bf16": 0.01, "dgrad": 0.12}[backward] + slack  # other scales of codes
+    has_rounded = (unrounded - fused.found[0]).norm() > 1e-3 * unrounded.norm()
+    assert has_rounded == (kv == "fp8")
     with full_precision(fused):
         plain = fused(input_ids=ids).logits
     assert (plain - fused.found[0]).norm() > 1e-3 * plain.norm()
     assert all(layer.is_unified for layer in fused.model.layers)
+
+
+def test_fused_layers_at_either_end_stay_in_full_precision():
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**FAMILY_SHAPE | {"num_hidden_layers": 3})).to(DEVICE)
+    fuse_layers_(model)
+    unify_layers_(model, QuantConfig(unified=True, kv="fp8", full_layers=1), torch.bfloat16)
+    assert [layer.is_unified for layer in model.model.layers] == [False, True, False]
+    assert all(layer.kv_rounding is not None for layer in model.model.layers)
 
 
 def test_other_precisions_of_gradients_are_refused():

@@ -19,7 +19,8 @@ from qurl.config import Config, ModelConfig, build_config
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.quant import rescale_
-from qurl.quant.formats import dequantize, quantize, quantize_activation
+from qurl.quant.formats import Quantized, dequantize, quantize, quantize_activation
+from qurl.quant.kv import KVRounding, set_kv_scales_
 from qurl.quant.linear import QuantLinear, full_precision, linear, projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
@@ -193,9 +194,9 @@ def test_what_is_kept_for_the_backward_is_codes():
 # The gap to the engine.
 
 
-def make_model(family: str):
+def make_model(family: str, **changes):
     torch.manual_seed(0)
-    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 160}
+    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 160} | changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
         for name, parameter in model.named_parameters():
@@ -207,8 +208,11 @@ def make_model(family: str):
     return LlamaForCausalLM(LlamaConfig(**shape)).eval()
 
 
-def unified_policy(format: str, model=None, backward: str = "bf16", **config) -> Policy:
-    quant = QuantConfig(format=format, unified=True, backward=backward)  # type: ignore[arg-type]
+def unified_policy(
+    format: str, model=None, backward: str = "bf16", kv: str = "none", full_layers=0, **config
+) -> Policy:
+    options: dict = {"format": format, "backward": backward, "kv": kv, "full_layers": full_layers}
+    quant = QuantConfig(unified=True, **options)
     return Policy(model or tiny_llama(), None, ModelConfig(**config), CPU, quant)
 
 
@@ -238,6 +242,91 @@ def test_there_is_nothing_to_correct(format, family, uaq):
     assert gap < 1e-5
     if uaq == 1:
         assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_keys_and_values_are_rounded_on_both_sides(format, family):
+    policy = unified_policy(format, make_model(family), kv="fp8")
+    engine = build_engine("local", policy.model, quant=format, kv="fp8")
+    unrounded = mean_gap(policy, engine)
+    set_kv_scales_(policy.model, engine.sync(policy.model, version=1).kv_scales)
+    gap = mean_gap(policy, engine)
+    assert gap < 1e-5
+    assert unrounded > 100 * gap
+    assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8-block"])
+def test_layers_at_either_end_stay_in_full_precision(format, kv):
+    model = make_model("qwen3", num_hidden_layers=4)
+    policy = unified_policy(format, model, kv=kv, full_layers=1)
+    engine = LocalEngine(model, quant=format, kv=kv, full_layers=1)
+    expected = [False, True, True, False]
+    ups = [layer.mlp.up_proj for layer in model.model.layers]
+    assert [isinstance(up, UnifiedLinear) for up in ups] == expected
+    views = [layer.views["up_proj"].weight for layer in engine.weights.layers]
+    assert [isinstance(view, Quantized) for view in views] == expected
+    report = engine.sync(model, version=1)
+    if report.kv_scales is not None:
+        set_kv_scales_(model, report.kv_scales)
+    assert mean_gap(policy, engine) < 1e-5
+    assert mean_gap(unified_policy(format, make_model("qwen3", num_hidden_layers=4)), engine) > 1e-3
+
+
+def test_engines_agree_on_the_layers_that_stay():
+    model, ids = make_model("llama", num_hidden_layers=3), list(range(5, 30))
+    local, dense = (build_engine(k, model, quant="int4", full_layers=1) for k in ("local", "hf"))
+    torch.testing.assert_close(local.score(ids), dense.score(ids), rtol=0, atol=1e-5)
+    everywhere = build_engine("hf", model, quant="int4").score(ids)
+    assert (everywhere - dense.score(ids)).abs().mean() > 0.1
+    before = local.score(ids)
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[:, 0] += 1e-3  # too small for a code of INT4
+    for engine in (local, dense):
+        engine.sync(model, version=1)
+    torch.testing.assert_close(local.score(ids), dense.score(ids), rtol=0, atol=1e-5)
+    assert (local.score(ids) - before).abs().max() > 1e-4
+    with pytest.raises(ModelError, match="full_layers = 2 leaves none of the 3"):
+        build_engine("local", model, quant="int4", full_layers=2)
+
+
+def test_rounding_of_keys_and_values_by_hand():
+    rounding = KVRounding()
+    k, v = (torch.tensor([[[[9.25, 2000.0]]]], requires_grad=True) for _ in range(2))
+    assert rounding(k, v) == (k, v)  # no scales yet
+    # (9.25 - 1) / 0.5 = 16.5 has the code 16, and 3998 is clamped to 448. 9.25 / 2 = 4.625 lies
+    # between the codes 4.5 and 5.
+    rounding._scales = torch.tensor([[0.5], [2.0]]), torch.ones(1, 2)
+    rounded = rounding(k, v)
+    assert rounded[0].flatten().tolist() == [8.0, 224.0]
+    assert rounded[1].flatten().tolist() == [9.0, 896.0]
+    (3 * rounded[0] + 5 * rounded[1]).sum().backward()
+    assert k.grad.flatten().tolist() == [3.0, 3.0]  # straight through, clamped ones too
+    assert v.grad.flatten().tolist() == [5.0, 5.0]
+
+
+def test_neither_the_canary_nor_full_precision_rounds_keys_and_values():
+    policy, plain = unified_policy("int8", kv="fp8"), unified_policy("int8")
+    batch, ids = random_batch(tiny_policy()), list(range(5, 30))
+    before = policy.score(batch).logp
+    scales = LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales()
+    set_kv_scales_(policy.model, scales)
+    assert not torch.equal(policy.score(batch).logp, before)
+    assert torch.equal(score_with(policy.model, ids, "int8"), score_with(plain.model, ids, "int8"))
+    with full_precision(policy.model):
+        assert torch.equal(policy.score(batch).logp, tiny_policy().score(batch).logp)
+    assert not torch.equal(policy.score(batch).logp, before)
+
+
+def test_the_reference_rounds_as_the_policy_does():
+    config = build_config({"quant": {"unified": True, "kv": "fp8"}})
+    policy, reference = (unified_policy("int8", kv="fp8") for _ in range(2))
+    learner, batch = build_learner(config, policy, reference=reference), random_batch(tiny_policy())
+    learner.round_kv_(LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales())
+    assert torch.equal(policy.score(batch).logp, reference.score(batch).logp)
+    assert not torch.equal(policy.score(batch).logp, unified_policy("int8").score(batch).logp)
 
 
 def test_a_bf16_trainer_codes_what_its_engine_codes():
@@ -323,6 +412,12 @@ def test_the_tracker_sees_the_updates():
         for parameter in policy.model.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
     assert 0 < tracker.measure(policy.model)["uaq/code_flip_frac"] < 1
+
+
+def test_the_tracker_watches_quantized_layers_only():
+    model, tracker = make_model("llama", num_hidden_layers=3), UpdateTracker("int8", 8, None, 1)
+    tracker.measure(model)
+    assert {name.split(".")[2] for name in tracker.state_dict()} == {"1"}
 
 
 @pytest.mark.parametrize("engine", ["local", "hf"])

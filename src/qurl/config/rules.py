@@ -139,6 +139,10 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
     quant, is_compiled = config.quant, config.model.compile
     if quant.kv != "none" and config.rollout.engine == "hf":
         yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
+    if quant.full_layers and quant.format == "none":
+        yield f"quant.full_layers = {quant.full_layers} needs a quant.format other than 'none'"
+    if quant.full_layers and is_users_own(config.rollout.engine):
+        yield f"quant.full_layers = {quant.full_layers} needs rollout.engine = 'local' or 'hf'"
     if not quant.unified:
         if quant.backward != "bf16":
             yield f"quant.backward = {quant.backward!r} needs quant.unified = true"
@@ -147,8 +151,6 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
-    if quant.kv != "none":
-        yield f"quant.unified = true does not round keys and values yet; quant.kv = {quant.kv!r}"
 
 
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:

@@ -244,10 +244,13 @@ class QuantConfig(Section):
     """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """s of UAQ, which divides norm-fed weights once, before training; 1 = off, paper: 1.5."""
+    full_layers: CountOrZero = 0
+    """Decoder layers at either end whose linear layers stay in full precision."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache; none = compute precision."""
     unified: Flag = False
-    """Compute the trainer's linear layers in `format` too: one precision flow (Jet-RL)."""
+    """Compute the trainer's linear layers in `format` too, and round keys and values as the cache
+    does: one precision flow (Jet-RL)."""
     backward: Literal["bf16", "dgrad", "all"] = "bf16"
     """Gradients of unified layers that are products of codes: none, of inputs, of weights too."""
     track_rows: CountOrZero = 128

@@ -19,6 +19,7 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_FP8_MAX = tl.constexpr(448.0)
 # Beyond it the FP32 grid is the integers, and the low bits of the sum are the integer.
 _ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
@@ -88,6 +89,14 @@ def divide(values, scale):
 
 
 @triton.jit
+def divide_clamped(values, scale):
+    """values / scale within the range of FP8."""
+    # Clamp first, so that the division cannot overflow; 448 scale / scale rounds to 448.
+    bound = _FP8_MAX * scale
+    return divide(tl.clamp(values, -bound, bound, tl.PropagateNan.ALL), scale)
+
+
+@triton.jit
 def narrow(values, dtype: tl.constexpr):
     """FP32 values in a narrower dtype, rounded half to even; INT8 takes values within +-127."""
     if dtype == tl.int8:
@@ -138,6 +147,7 @@ def round_to_code(values, IS_INT: tl.constexpr):
         small = (values * 512.0 + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
         is_small = tl.abs(values) < 2.0**-6
         rounded = tl.where(is_small, small * (1 / 512.0), normal.to(tl.float32, bitcast=True))
+        rounded = tl.where(values == values, rounded, values)
     return rounded
 
 

@@ -130,12 +130,35 @@ def projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, layer
 
 
+def quantized_projections(model: nn.Module, full_layers: int) -> list[tuple[str, nn.Linear]]:
+    """Projections but those of the first and last `full_layers` decoder layers."""
+    found = list(projections(model))
+    if not full_layers:
+        return found
+    layers = [next((int(p) for p in name.split(".") if p.isdigit()), 0) for name, _ in found]
+    num_layers = max(layers, default=-1) + 1
+    kept = [is_full(layer, num_layers, full_layers) for layer in layers]
+    return [projection for projection, is_kept in zip(found, kept, strict=True) if not is_kept]
+
+
+def is_full(layer: int, num_layers: int, full_layers: int) -> bool:
+    """Whether a decoder layer stays in full precision; raises if all of them would."""
+    if 2 * full_layers >= num_layers:
+        raise ModelError(
+            f"quant.full_layers = {full_layers} leaves none of the {num_layers} decoder layers to "
+            "quantize; lower it, or set quant.format = 'none'"
+        )
+    return not full_layers <= layer < num_layers - full_layers
+
+
 @torch.no_grad()
-def quantized_copy(model: nn.Module, format: str, dtype: torch.dtype | None = None) -> nn.Module:
+def quantized_copy(
+    model: nn.Module, format: str, dtype: torch.dtype | None = None, full_layers: int = 0
+) -> nn.Module:
     """A copy of a transformers model whose projections are quantized: the dense reference."""
     check_quantizable(model)
     clone = copy.deepcopy(model).requires_grad_(False).eval()
-    for name, layer in list(projections(clone)):
+    for name, layer in quantized_projections(clone, full_layers):
         clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
     return clone
 
@@ -147,10 +170,12 @@ def check_quantizable(model: nn.Module) -> None:
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """Compute with the masters for a while, also if the trainer's layers multiply codes."""
-    unified = [module for module in model.modules() if getattr(module, "is_unified", False)]
-    use_full_precision_(model)
+def full_precision(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
+    """Make unified modules of a kind compute in full precision for a while."""
+    unified = [m for m in model.modules() if getattr(m, "is_unified", False)]
+    unified = [module for module in unified if isinstance(module, kind)]
+    for module in unified:
+        module.is_unified = False  # type: ignore[assignment]
     try:
         yield
     finally:

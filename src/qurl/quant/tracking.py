@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qurl.errors import ModelError
 from qurl.quant.formats import Format, dequantize, get_format, quantize
-from qurl.quant.linear import PROJECTIONS, projections
+from qurl.quant.linear import PROJECTIONS, quantized_projections
 
 GROUPS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_in"),
@@ -48,12 +48,15 @@ def update_ratios(sums: Sequence[float]) -> dict[str, float]:
 class UpdateTracker:
     """Compares the weights at a sync with those of the sync before, in `rows` output channels.
 
-    Weights are rounded to `dtype`, if given, and coded in `format`, as for the actor.
+    Weights are rounded to `dtype`, if given, and coded in `format`, as for the actor. The first and
+    last `full_layers` decoder layers, which the actor does not quantize, are left out.
     """
 
-    def __init__(self, format: str, rows: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, format: str, rows: int, dtype: torch.dtype | None = None, full_layers: int = 0
+    ) -> None:
         self.format = None if format == "none" else get_format(format)
-        self.rows, self.dtype = rows, dtype
+        self.rows, self.dtype, self.full_layers = rows, dtype, full_layers
         self._snapshot: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -100,7 +103,7 @@ class UpdateTracker:
             return watched_rows(num_rows, self.rows, self.format).to(device)
 
         sample = {}
-        for name, layer in projections(model):
+        for name, layer in quantized_projections(model, self.full_layers):
             weight = layer.weight.detach()  # one at a time, as adapters are merged here
             sample[name] = weight[watched(len(weight), weight.device)]
         if not sample:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qurl.errors import SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
+from qurl.quant.kv import KVRounding
 from qurl.quant.linear import full_precision
 from qurl.rollout.engine import Engine, context_length
 
@@ -42,10 +43,12 @@ def score_with(model: Any, token_ids: Sequence[int], quant: str = "none") -> Ten
     """Log-probs [T - 1] of tokens 1.. given their prefix, by the model's own forward.
 
     `quant` is the engine's: a model that computes in codes does so only for a quantized engine.
+    Keys and values are not rounded: their scales may be those of an earlier sync.
     """
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     # A compiled model would be compiled again for this one short prompt.
-    with evaluating(model, quant), torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with evaluating(model, quant), full_precision(model, KVRounding), eager:
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 

@@ -36,6 +36,10 @@ class EpisodeEngine:
         self.engine, self.tokenizer = engine, tokenizer
         self.episode: Episode = loaded
 
+    @property
+    def kv_saturated_frac(self) -> float | None:
+        return getattr(self.engine, "kv_saturated_frac", None)
+
     def sync(self, source: nn.Module, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)
 

@@ -31,9 +31,11 @@ class HFEngine:
         *,
         quant: str = "none",
         compute_dtype: torch.dtype | None = None,
+        full_layers: int = 0,
     ) -> None:
         """`compute_dtype`: see `build_engine`."""
         self.quant, self.compute_dtype, self.tokenizer = quant, compute_dtype, tokenizer
+        self.full_layers = full_layers
         self.version = 0
         self.actor: Any = None
         self.sync(model, version=0)
@@ -43,7 +45,7 @@ class HFEngine:
         start = time.perf_counter()
         actor: Any = source
         if self.quant != "none":
-            actor = quantized_copy(source, self.quant, self.compute_dtype)
+            actor = quantized_copy(source, self.quant, self.compute_dtype, self.full_layers)
         flip_frac = _code_flip_frac(self.actor, actor)
         ids = canary_ids(source)
         bound = canary_bound(self.quant, next(source.parameters()).dtype)

@@ -351,6 +351,8 @@ def build_actor(
     options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
+    if engine is None:
+        options["full_layers"] = config.quant.full_layers
     if engine is None and rollout.engine == "local":
         options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
         is_main = quant == config.quant.format
@@ -375,7 +377,8 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
-    return UpdateTracker(config.quant.format, config.quant.track_rows, dtype)
+    quant = config.quant
+    return UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers)
 
 
 def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:

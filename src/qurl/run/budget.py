@@ -110,6 +110,7 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
+    num_wide = num_quantized * 2 * config.quant.full_layers // size.num_layers
     num_adapters = config.model.lora_rank * size.num_in_rank
     is_full = not num_adapters
     # The engine shares embedding, head and norms if they have its precision.
@@ -129,7 +130,9 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
         "critic": 4.0 * parameters * has_critic,
-        "engine weights": float(narrow * num_quantized + wide * unquantized),
+        "engine weights": float(
+            narrow * (num_quantized - num_wide) + wide * (unquantized + num_wide)
+        ),
         "engine of evaluations": float(wide * evaluated),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }

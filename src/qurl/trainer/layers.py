@@ -33,7 +33,8 @@ from qurl.ops.families import FAMILIES
 from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
-from qurl.quant.linear import EngineCodes, Operand
+from qurl.quant.kv import KVRounding
+from qurl.quant.linear import EngineCodes, Operand, is_full
 from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
 from qurl.trainer.projection import Projection
 
@@ -63,6 +64,7 @@ class FusedLayer(GradientCheckpointingLayer):
 
         self.projections = (self.qkv, self.o, self.gate_up, self.down)
         self.format: Format | None = None
+        self.kv_rounding: KVRounding | None = None
 
     def unify_(self, quant: QuantConfig, compute_dtype: torch.dtype) -> None:
         """Multiply codes of `quant.format`, as the engine does."""
@@ -215,7 +217,10 @@ class _Saved(NamedTuple):
 
 
 class _Heads:
-    """q, k and v out of their product: normed if the family does that, and rotated."""
+    """q, k and v out of their product: normed if the family does that, and rotated.
+
+    If the layer rounds keys and values, gradients pass straight through.
+    """
 
     def __init__(
         self,
@@ -235,13 +240,23 @@ class _Heads:
         *turned, v = heads.split(self.sizes, 1)
         self.unnormed: list[tuple[Tensor, Tensor]] = []
         if norms:
-            turned = [self._norm(x, w, eps) for x, w in zip(turned, norms, strict=True)]
-        q, k = (rotation.rotate(x, cos, sin, x.new_empty(x.shape)) for x in turned)
-        self.qkv = (q, k, v.contiguous())  # a view would keep the whole product
+            # The engine rounds once, after the rotation.
+            dtype = torch.float32 if layer.is_unified else qkv.dtype
+            turned = [self._norm(x, w, eps, dtype) for x, w in zip(turned, norms, strict=True)]
+        q, k = (qkv.new_empty(x.shape) for x in turned)
+        rotation.rotate(turned[0], cos, sin, q)
+        if layer.kv_rounding is None or layer.kv_rounding.scales is None:
+            rotation.rotate(turned[1], cos, sin, k)
+            v = v.contiguous()  # a view would keep the whole product
+        else:
+            (k_scale, v_scale), center = layer.kv_rounding.scales
+            rotation.rotate(turned[1], cos, sin, k, scale=k_scale, center=center)
+            v = rotation.round_values(v, v.new_empty(v.shape), v_scale)
+        self.qkv = (q, k, v)
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y, inverse = rms_norm.normalize(rows, weight, eps, x.dtype)
+        y, inverse = rms_norm.normalize(rows, weight, eps, dtype)
         self.unnormed.append((rows, inverse))
         return y.view(x.shape)
 
@@ -291,7 +306,7 @@ def fuse_layers_(model: Any) -> int:
 
 
 def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) -> bool:
-    """Make fused layers compute in `quant.format`; False if there are others."""
+    """Make fused layers compute as the engine does; False if there are others."""
     layers = [m for m in model.modules() if type(m).__name__ in LAYERS or isinstance(m, FusedLayer)]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return False
@@ -302,8 +317,10 @@ def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) ->
             f"quant.backward = {quant.backward!r} is not built for {quant.format} on a GPU; set it "
             f"to {built}"
         )
-    for layer in layers:
-        layer.unify_(quant, compute_dtype)
+    for index, layer in enumerate(layers):
+        layer.kv_rounding = KVRounding() if quant.kv == "fp8" else None
+        if not is_full(index, len(layers), quant.full_layers):
+            layer.unify_(quant, compute_dtype)
     return True
 
 

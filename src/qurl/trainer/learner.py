@@ -35,6 +35,7 @@ from qurl.losses import (
     value_loss,
 )
 from qurl.objectives import Advantage
+from qurl.quant.kv import set_kv_scales_
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
@@ -42,7 +43,7 @@ from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
-from qurl.types import Batch, Scored, Stage, Trainable
+from qurl.types import Batch, KVScales, Scored, Stage, Trainable
 
 Number = Tensor | float
 ScoredStage = TypeVar("ScoredStage", bound=Scored)
@@ -129,6 +130,12 @@ class Learner:
     def cap(self) -> float | None:
         """C as the objective applies it."""
         return facts_of(self.objective).cap(self.config.algo.cap)
+
+    def round_kv_(self, scales: KVScales) -> None:
+        """Unified policies see keys and values as an engine's cache with these scales does."""
+        for policy in (self.policy, self.reference):
+            if isinstance(policy, Policy):  # an `Untrained` one is the policy itself
+                set_kv_scales_(policy.model, scales)
 
     @torch.no_grad()
     def recompute(self, batch: Batch, step: int) -> Scored:

@@ -156,7 +156,13 @@ def attend(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [1, H, N, D] and two [1, H_kv, N, D] to [1, N, H, D]."""
+    """Attention as transformers calls it: [1, H, N, D] and two [1, H_kv, N, D] to [1, N, H, D].
+
+    A `KVRounding` of the module acts on keys and values in the dtype of the computation.
+    """
+    dtype = arithmetic_dtype(query)
+    if (rounding := getattr(module, "kv_rounding", None)) is not None:
+        key, value = rounding(key.to(dtype), value.to(dtype))
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -166,7 +172,6 @@ def attend(
     _check_plain(module, options)
     assert max_length_q is not None
     window = sliding_window if sliding_window and sliding_window < max_length_q else None
-    dtype = arithmetic_dtype(query)
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     is_fast = q.is_cuda and dtype in (torch.bfloat16, torch.float16)
     attend_packed: Any = attend_flash if is_fast else _attend_padded

@@ -95,6 +95,11 @@ class Policy:
 
             if unify_layers_(self.model, quant, self.compute_dtype):
                 return
+        if quant.kv != "none" and not self.is_packed:
+            raise ModelError(
+                "quant.unified = true rounds keys and values of packed sequences only; set "
+                f"quant.kv = 'none' ({self.notes[-1]})"
+            )
         unify_(self.model, quant, self.compute_dtype)
 
     def adopt_codes_(self, buffers: Sequence[EngineCodes]) -> None:

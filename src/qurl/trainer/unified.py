@@ -39,11 +39,12 @@ from qurl.quant.formats import (
     quantize,
     quantize_activation,
 )
+from qurl.quant.kv import KVRounding
 from qurl.quant.linear import (
     check_quantizable,
     matmul_codes,
     multiply,
-    projections,
+    quantized_projections,
     sum_of_products,
 )
 from qurl.trainer.lora import weight_version
@@ -51,11 +52,17 @@ from qurl.trainer.packing import arithmetic_dtype
 
 
 def unify_(model: nn.Module, quant: QuantConfig, compute_dtype: torch.dtype) -> nn.Module:
-    """Make the model's projections compute in `quant.format`; parameters and their names stay."""
+    """Make the model's projections compute in `quant.format`; parameters and their names stay.
+
+    With an FP8 cache, packed attention (`qurl.trainer.packing`) rounds keys and values, too.
+    """
     check_quantizable(model)
     coder = Coder(get_format(quant.format))
-    for name, layer in list(projections(model)):
+    for name, layer in quantized_projections(model, quant.full_layers):
         model.set_submodule(name, UnifiedLinear(layer, coder, compute_dtype, quant.backward))
+    if quant.kv == "fp8":
+        for attention in [module for module in model.modules() if hasattr(module, "k_proj")]:
+            attention.kv_rounding = KVRounding()
     return model
 
 

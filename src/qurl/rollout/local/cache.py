@@ -15,16 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl.quant.kv import FP8_MAX
 from qurl.rollout.local.architecture import Architecture
 from qurl.rollout.local.arena import Arena
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.ops import LayerCache
-from qurl.rollout.local.reference import FP8_MAX
+from qurl.types import KVScales
 
 SCRATCH_PAGE = 0
 KV_MARGIN = 16.0
 """Range of an FP8 cache relative to what the canary prompt needs. That prompt is short, and a range
 sixteen times as wide costs four of E4M3's 17 binades and no precision."""
+LARGEST_CODE = 0x7E
+"""Of E4M3: 448."""
 MEMORY_CPU = 4 * 2**30
 """Largest cache that `kv_tokens = 0` takes on a CPU; on a GPU it is a share of the free memory."""
 SMALL_GAIN = 1 / 8
@@ -110,6 +113,12 @@ class KVCache:
         index = torch.tensor(pages, device=self.data.device)
         self._bytes()[:, :, index] = saved.to(self.data.device)
 
+    def saturated_frac(self, slots: Sequence[int]) -> float:
+        """Share of the codes of these tokens that are +-448, the ends of the range."""
+        index = torch.tensor(slots, device=self.data.device)
+        codes = self._bytes().flatten(2, 3)[:, :, index]  # [layers, 2, slots, kv_heads, head_dim]
+        return int((codes & 0x7F == LARGEST_CODE).sum()) / codes.numel()
+
     def _bytes(self) -> Tensor:
         """FP8 as bytes: torch cannot index it on every device."""
         return self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
@@ -165,11 +174,22 @@ class CacheMemory:
         return math.prod(self._shape(0)) * self.dtype.itemsize
 
     def set_range_(self, sample: KVRange) -> None:
-        """FP8 scales and centers from what a sample of keys and values shows."""
+        """FP8 scales and centers from what a sample of keys and values shows.
+
+        A scale is the next power of two, see `qurl.quant.kv`.
+        """
         assert self.scale is not None
         assert self.center is not None
-        self.scale.copy_(torch.where(sample.amax == 0, 1.0, KV_MARGIN * sample.amax / FP8_MAX))
+        mantissa, exponent = torch.frexp(KV_MARGIN * sample.amax / FP8_MAX)  # mantissa < 1
+        power = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        self.scale.copy_(torch.where(sample.amax == 0, 1.0, power))
         self.center.copy_(sample.center)
+
+    def scales(self) -> KVScales | None:
+        """A copy of the present scales and centers; None if the cache holds no codes."""
+        if self.scale is None or self.center is None:
+            return None
+        return KVScales(self.scale.clone(), self.center.clone())
 
     def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
         """Pages for so many sequences of so many tokens, as far as memory permits.

@@ -57,8 +57,10 @@ def prefill(
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed prompts, normed; fills the pages of `tables`.
 
-    `kv_range` learns from the keys and values.
+    A cache of codes rounds the keys and values that queries see. `kv_range` learns from them
+    unrounded, so without a cache.
     """
+    assert cache is None or kv_range is None
     weights, lengths = ops.weights, [len(p) for p in prompts]
 
     def packed(x: Tensor) -> Tensor:
@@ -69,13 +71,13 @@ def prefill(
     slots = None if cache is None else packed(_slots(lengths, tables, cache.page_size))
     x, delta = weights.embedding[tokens].float(), None
     for index, layer in enumerate(weights.layers):
-        h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
+        h = ops.input_norm(layer, x, delta)
         qkv = ops.project(layer.qkv, h)
         pages = cache and cache.layer(index, slots)
         q, k, v = ops.rotate(qkv, layer, positions, pages, keep_kv=True)
         if kv_range is not None:
             kv_range.observe_(index, k[: sum(lengths)], v[: sum(lengths)])
-        h = ops.attend_prompts(q, k, v, lengths, layer.window)
+        h = ops.attend_prompts(layer, q, k, v, lengths)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.final_norm(x, delta)[: sum(lengths)]
 
@@ -102,11 +104,11 @@ def decode(ops: Ops, cache: KVCache, tokens: Tensor, positions: Tensor, table: T
     x, slots = ops.begin(tokens, positions, table, cache.page_size)
     delta = None
     for index, layer in enumerate(ops.weights.layers):
-        h = ops.add_norm(x, delta, layer.norms["input_layernorm"])
+        h = ops.input_norm(layer, x, delta)
         qkv = ops.project(layer.qkv, h)
         pages = cache.layer(index, slots)
         (q,) = ops.rotate(qkv, layer, positions, pages, keep_kv=False)
-        h = ops.attend_pages(q, pages, table, positions, layer.window)
+        h = ops.attend_pages(layer, q, pages, table, positions)
         delta = ops.mlp(layer, x, ops.project((layer.o,), h))
     return ops.head(ops.final_norm(x, delta))
 

@@ -40,6 +40,7 @@ class LocalEngine:
         *,
         quant: str = "none",
         kv: str = "none",
+        full_layers: int = 0,
         max_batch: int = 256,
         page_size: int = 0,
         kv_tokens: int = 0,
@@ -50,7 +51,7 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Options are those of `qurl.config.RolloutConfig` and `QuantConfig.kv`, and these:
+        """Options are those of `RolloutConfig`, `kv` and `full_layers` of `QuantConfig`, and these:
 
         `page_size` in tokens; 0: by device.
         `dtype` of activations and cache; None: `default_dtype`.
@@ -67,9 +68,12 @@ class LocalEngine:
         self.patience = GPU_PATIENCE if is_cuda else 0.0
         """How long requests wait for company; see `Scheduler`."""
         self.version = self.num_preemptions = 0
+        self.kv_saturated_frac: float | None = None
+        """Share of saturated codes in a sample of an FP8 cache, after the last generation."""
         self.lengths = LengthHistory()
         dtype = dtype or default_dtype(device)
-        self.weights = Weights(model, quant, dtype, device, compute_dtype=compute_dtype)
+        precision = {"compute_dtype": compute_dtype, "full_layers": full_layers}
+        self.weights = Weights(model, quant, dtype, device, **precision)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
         self.stepper = Stepper(self._ops, max_batch)
@@ -93,17 +97,28 @@ class LocalEngine:
         gap = self._verify(source, version)
         self._model, self.version, self._is_sound = source, version, True
         num_bytes = sum(p.num_bytes for p in self.weights.projections())
-        seconds, verify_seconds = loaded - start, self._clock() - loaded
-        return SyncReport(version, seconds, num_bytes, flip_frac, True, gap, verify_seconds)
+        times = {"seconds": loaded - start, "verify_seconds": self._clock() - loaded}
+        return SyncReport(
+            version=version,
+            bytes=num_bytes,
+            code_flip_frac=flip_frac,
+            verified=True,
+            canary_gap=gap,
+            kv_scales=self.memory.scales(),
+            **times,
+        )
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int], kv_range: KVRange | None = None) -> Tensor:
-        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill.
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probs [T - 1] of tokens 1.. given their prefix, at temperature 1, by prefill."""
+        if self.kv == "none":
+            return self._score(token_ids)
+        cache = self.memory.make_small(len(token_ids))
+        return self._score(token_ids, cache, [range(1, cache.data.shape[2])])
 
-        `kv_range` learns from the keys and values.
-        """
+    def _score(self, token_ids: Sequence[int], *prefill_options: Any) -> Tensor:
         self.weights.extend_rotations_(len(token_ids))
-        hidden = prefill(self._ops, [token_ids], kv_range=kv_range)
+        hidden = prefill(self._ops, [token_ids], *prefill_options)
         return _logprobs(self._ops.head(hidden[:-1]), token_ids[1:])
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
@@ -154,7 +169,11 @@ class LocalEngine:
     def _release(self, generation: Generation) -> None:
         """Take the pages and rows back, if the generation has them."""
         if self._active is not None and self._active[0] is generation:
-            self.num_preemptions += self._active[1].num_preemptions
+            scheduler = self._active[1]
+            self.num_preemptions += scheduler.num_preemptions
+            if self.kv == "fp8" and scheduler.sampled_slots:
+                slots = scheduler.sampled_slots
+                self.kv_saturated_frac = self.stepper.cache.saturated_frac(slots)
             self._active = None
             self.stepper.forget()
             self.memory.release()
@@ -175,14 +194,15 @@ class LocalEngine:
     def _verify(self, model: nn.Module, version: int) -> float:
         """The canary's mean |log-prob gap|; raises if the copy is not sound.
 
-        It is scored by prefill, whose keys and values give an FP8 cache its range, and by what
-        samples tokens: the decode step and its cache.
+        It is scored by prefill without a cache, whose keys and values give an FP8 cache its range,
+        and by what samples tokens: the decode step and its cache.
         """
         ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
         expected = score_with(model, ids, self.quant)
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
-        gap = verify(expected, self.score(ids, sample), bound=bound, version=version)
+        scores = self._score(ids, None, (), sample)
+        gap = verify(expected, scores, bound=bound, version=version)
         if sample is not None:
             self.memory.set_range_(sample)
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])

@@ -38,9 +38,9 @@ class FusedOps:
         self, weights: Weights, *, deterministic: bool = False, unified: bool = False
     ) -> None:
         self.weights = weights
-        self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
+        self.arch, self.dtype = weights.arch, weights.dtype
         self.target = Target.of(weights.device)
-        self.kind = kind_of(self.format, self.target)
+        self.kind = kind_of(weights.format, self.target)
         self.deterministic = deterministic
         self.plans = Plans(self.target, deterministic=deterministic, unified=unified)
 
@@ -49,8 +49,9 @@ class FusedOps:
     ) -> tuple[Tensor, Tensor]:
         return begin_step(self.weights.embedding, tokens, positions, table, page_size)
 
-    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
-        return add_norm(x, delta, norm, self.arch.norm_eps, self.format, self.dtype)
+    def input_norm(self, layer: Layer, x: Tensor, delta: Product | None) -> Operand:
+        norm, eps = layer.norms["input_layernorm"], self.arch.norm_eps
+        return add_norm(x, delta, norm, eps, layer.format, self.dtype)
 
     def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
         h = add_norm(x, delta, self.weights.norm, self.arch.norm_eps, None, self.dtype)
@@ -82,22 +83,22 @@ class FusedOps:
         return heads if isinstance(heads, tuple) else (heads,)
 
     def attend_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
     ) -> Operand:
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             bounds = bounds.to(q.device, non_blocking=True)
-            out = attend_flash(q, k, v, bounds, max(lengths), window).flatten(1)
+            out = attend_flash(q, k, v, bounds, max(lengths), layer.window).flatten(1)
         else:
-            out = attend_prompts(q, k, v, lengths, window)
-        return out if self.format is None else quantize_rows(out, self.format)
+            out = attend_prompts(q, k, v, lengths, layer.window)
+        return out if layer.format is None else quantize_rows(out, layer.format)
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+        self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
         return attend_pages(
-            *(q, cache.data, table, positions, window, cache.scale, self.format),
+            *(q, cache.data, table, positions, layer.window, cache.scale, layer.format),
             num_chunks=num_chunks,
         )
 
@@ -105,7 +106,7 @@ class FusedOps:
         # The norm zeroes it and the product raises it, which saves a kernel.
         amax = torch.empty(x.shape[0], device=x.device)
         norm, eps = layer.norms["post_attention_layernorm"], self.arch.norm_eps
-        h = add_norm(x, delta, norm, eps, self.format, self.dtype, clear=amax)
+        h = add_norm(x, delta, norm, eps, layer.format, self.dtype, clear=amax)
         return self.project((layer.down,), self._gate_and_up(layer, h, amax))
 
     def head(self, h: Tensor) -> Tensor:
@@ -132,13 +133,13 @@ class FusedOps:
         plan = self._plan(projection.weight, h)
         if plan is None or not layer.has_alternating_gate:
             product = self.project(layer.gate_up, h)
-            return swiglu(product, self.format, self.dtype, layer.has_alternating_gate)
+            return swiglu(product, layer.format, self.dtype, layer.has_alternating_gate)
         plan = dataclasses.replace(plan, splits=0)
         weight, bias = projection.weight, projection.bias
-        if self.format is None:
+        if layer.format is None:
             return multiply_gated(h, weight, bias, self.dtype, plan)
         y = multiply_gated(h, weight, bias, self.dtype, plan, amax)
-        return quantize_rows(y, self.format, amax)
+        return quantize_rows(y, layer.format, amax)
 
     def _plan(self, weight: Operand, h: Operand) -> Choice:
         is_coded = isinstance(weight, Quantized)

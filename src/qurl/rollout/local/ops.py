@@ -44,8 +44,8 @@ class Ops(Protocol):
         """Embeddings [B, hidden] of one token per sequence in FP32, and their slots [B]."""
         ...
 
-    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
-        """x [N, hidden] += delta, in place; then RMSNorm, as the next projection wants it."""
+    def input_norm(self, layer: Layer, x: Tensor, delta: Product | None) -> Operand:
+        """x [N, hidden] += delta, in place; then RMSNorm, as the layer's projections want it."""
         ...
 
     def project(self, projections: Sequence[Projection], h: Operand) -> Product:
@@ -55,17 +55,20 @@ class Ops(Protocol):
     def rotate(
         self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
-        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache."""
+        """q [N, H, D], rotated, and with `keep_kv` k and v [N, H_kv, D]; these go to the cache.
+
+        They come back as the cache gives them back: rounded, if it holds codes.
+        """
         ...
 
     def attend_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
     ) -> Operand:
         """Causal attention within each packed prompt."""
         ...
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+        self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
         """One query per sequence over its pages table [B, P], up to and with its position."""
         ...

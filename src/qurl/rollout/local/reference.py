@@ -18,6 +18,7 @@ from torch import Tensor
 from qurl.ops.attention import attend_dense
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
+from qurl.quant.kv import code_kv, decode_kv
 from qurl.quant.linear import Operand, Product, finish, multiply
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Layer, Projection, Weights
@@ -25,7 +26,6 @@ from qurl.rollout.sampler import RowParams, sample, uniform
 
 ROWS = 8
 KEYS = 16
-FP8_MAX = 448.0
 
 
 class ReferenceOps:
@@ -35,7 +35,7 @@ class ReferenceOps:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.arch, self.format, self.dtype = weights.arch, weights.format, weights.dtype
+        self.arch, self.dtype = weights.arch, weights.dtype
 
     def begin(
         self, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int
@@ -44,8 +44,8 @@ class ReferenceOps:
         slots = last_page * page_size + positions % page_size
         return self.weights.embedding[tokens].float(), slots
 
-    def add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Operand:
-        return self._operand(self._add_norm(x, delta, norm))
+    def input_norm(self, layer: Layer, x: Tensor, delta: Product | None) -> Operand:
+        return self._operand(self._add_norm(x, delta, layer.norms["input_layernorm"]), layer)
 
     def final_norm(self, x: Tensor, delta: Product | None) -> Tensor:
         return self._add_norm(x, delta, self.weights.norm).to(self.dtype)
@@ -66,27 +66,28 @@ class ReferenceOps:
         cos, sin = self.weights.cos[positions], self.weights.sin[positions]
         q, k = rotate(q, cos, sin).to(self.dtype), rotate(k, cos, sin).to(self.dtype)
         if cache is not None and cache.slots is not None:
-            write_pages_(cache, k, v, cache.slots)
+            k, v = write_pages_(cache, k, v, cache.slots)
         return (q, k, v) if keep_kv else (q,)
 
     def attend_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
     ) -> Operand:
-        return self._operand(attend_prompts(q, k, v, lengths, window))
+        return self._operand(attend_prompts(q, k, v, lengths, layer.window), layer)
 
     def attend_pages(
-        self, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, window: int | None
+        self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
-        return self._operand(attend_pages(q, cache, table, positions, window))
+        return self._operand(attend_pages(q, cache, table, positions, layer.window), layer)
 
     def mlp(self, layer: Layer, x: Tensor, delta: Product) -> Product:
-        h = self.add_norm(x, delta, layer.norms["post_attention_layernorm"])
+        h = self._add_norm(x, delta, layer.norms["post_attention_layernorm"])
+        h = self._operand(h, layer)
         y = finish(self.project(layer.gate_up, h)).float()
         gate, up = (
             y.unflatten(-1, (-1, 2)).unbind(-1) if layer.has_alternating_gate else y.chunk(2, -1)
         )
         # Contiguous: torch's exp has other last bits for numbers that lie apart.
-        h = self._operand((F.silu(gate.contiguous()) * up).to(self.dtype))
+        h = self._operand((F.silu(gate.contiguous()) * up).to(self.dtype), layer)
         return self.project((layer.down,), h)
 
     def head(self, h: Tensor) -> Tensor:
@@ -110,8 +111,9 @@ class ReferenceOps:
             x += finish(delta).float()
         return rms_norm(x, norm, self.arch.norm_eps)
 
-    def _operand(self, x: Tensor) -> Operand:
-        return x.to(self.dtype) if self.format is None else quantize_activation(x, self.format)
+    def _operand(self, x: Tensor, layer: Layer) -> Operand:
+        format = layer.format
+        return x.to(self.dtype) if format is None else quantize_activation(x, format)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,10 +152,8 @@ def attend_pages(
         x.unflatten(0, table.shape).flatten(1, 2).transpose(1, 2) for x in pages
     )  # [B, H_kv, keys, D]
     if cache.scale is not None:
-        keys, values = (
-            (x.float() * s[:, None, None]).to(q.dtype)
-            for x, s in zip((keys, values), cache.scale, strict=True)
-        )
+        scales = cache.scale[..., None, None]
+        keys, values = map(decode_kv, (keys, values), scales, (q.dtype, q.dtype))
     at = torch.arange(keys.shape[2], device=q.device)
     visible = at <= positions[:, None]
     if window is not None:
@@ -162,17 +162,19 @@ def attend_pages(
     return out.flatten(1)
 
 
-def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset."""
-    for index, source in enumerate((k, v)):
-        target = cache.data[index].flatten(0, 1)
-        if cache.scale is not None:
-            source = source.float()
-            if index == 0 and cache.center is not None:
-                source = source - cache.center
-            source = source / cache.scale[index][:, None]
-            source = source.clamp(-FP8_MAX, FP8_MAX)
-        target[slots] = source.to(target.dtype)
+def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Store k and v [N, H_kv, D] at flat slots [N] = page * page_size + offset.
+
+    Returns them as the pages give them back.
+    """
+    targets = [plane.flatten(0, 1) for plane in cache.data]
+    if cache.scale is None:
+        targets[0][slots], targets[1][slots] = k, v
+        return k, v
+    k_scale, v_scale = cache.scale[..., None]
+    k_codes, v_codes = code_kv(k, k_scale, cache.center), code_kv(v, v_scale)
+    targets[0][slots], targets[1][slots] = k_codes, v_codes
+    return decode_kv(k_codes, k_scale, k.dtype), decode_kv(v_codes, v_scale, v.dtype)
 
 
 def _causal_mask(length: int, window: int, device: torch.device) -> Tensor:

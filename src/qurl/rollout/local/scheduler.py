@@ -21,6 +21,8 @@ from qurl.rollout.local.requests import Request
 
 LOOKAHEAD = 64
 """Tokens ahead for which pages are reserved, so that the page table seldom changes."""
+MOST_SAMPLED = 256
+"""Slots that are remembered for statistics."""
 GPU_PATIENCE = 4.0
 """Estimated cost of a small prefill in decode steps: the host launches its kernels one by one."""
 
@@ -72,6 +74,9 @@ class Scheduler:
         self._lookahead, self._patience, self._save = lookahead, patience, save
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
+        self.sampled_slots: list[int] = []
+        """Of one token each of the requests that have left. Later holders of their pages only write
+        tokens of their own there, so these slots can be looked at when all is over."""
 
     @property
     def has_work(self) -> bool:
@@ -168,6 +173,10 @@ class Scheduler:
         and reads only what it wrote.
         """
         assert request.row is not None
+        num_cached = int(self.lengths[request.row]) - 1
+        if num_cached and len(self.sampled_slots) < MOST_SAMPLED:
+            page, offset = divmod(request.key % num_cached, self.pool.page_size)
+            self.sampled_slots.append(request.pages[page] * self.pool.page_size + offset)
         self._empty(request.row)
         self.num_running -= 1
         self.pool.release(request.pages)

@@ -74,10 +74,11 @@ class WeightSync:
             probe = _probe(view.weight, source, _PROBE_STEP * version)
             if is_parametrized(module, "weight"):  # a view would keep all of the computed weight
                 probe = (probe[0].clone(), *probe[1:])
-            layers[probe[0].shape, source.dtype].append(layer)
-            probes[probe[0].shape, source.dtype].append(probe)
-        format, dtype = self.weights.format, self.weights.compute_dtype
-        differs = [_differ(alike, format, dtype) for alike in probes.values()]
+            key = (self.weights.layers[layer].format, probe[0].shape, source.dtype)
+            layers[key].append(layer)
+            probes[key].append(probe)
+        dtype = self.weights.compute_dtype
+        differs = [_differ(alike, format, dtype) for (format, *_), alike in probes.items()]
         pairs = zip(itertools.chain(*layers.values()), torch.cat(differs).tolist(), strict=True)
         if failed := [layer for layer, is_bad in pairs if is_bad]:
             raise SyncError(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.quant import Quantized, get_format, quantize
-from qurl.quant.linear import EngineCodes
+from qurl.quant import Format, Quantized, get_format, quantize
+from qurl.quant.linear import EngineCodes, is_full
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
@@ -58,6 +58,8 @@ class Layer:
     gate_up: tuple[Projection, ...]
     down: Projection
     window: int | None
+    format: Format | None
+    """Of the operands; None: full precision."""
     has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
     views: dict[str, Projection]
@@ -91,12 +93,14 @@ class Weights:
         device: torch.device,
         native_codes: bool | None = None,
         compute_dtype: torch.dtype | None = None,
+        full_layers: int = 0,
     ) -> None:
         """Allocate the buffers; a sync fills them.
 
         `native_codes` keeps codes in the format's 8 bits, as the kernels read them. A CPU
         multiplies FP32 numbers, so it keeps codes as such. None: native on a GPU.
         `compute_dtype` is the trainer's; None: `dtype`, the decoder's.
+        `full_layers` at either end are not quantized.
         """
         self.arch = read_architecture(model)
         self.dtype = dtype
@@ -104,10 +108,16 @@ class Weights:
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
         self._native_codes = device.type == "cuda" if native_codes is None else native_codes
-        body = model.model
+        body, num_layers = model.model, self.arch.num_layers
         self.layers = [
-            self._allocate_layer(layer, window)
-            for layer, window in zip(body.layers, self.arch.windows, strict=True)
+            self._allocate_layer(
+                layer,
+                window,
+                None if is_full(index, num_layers, full_layers) else self.format,
+            )
+            for index, (layer, window) in enumerate(
+                zip(body.layers, self.arch.windows, strict=True)
+            )
         ]
         self.inv_freq = body.rotary_emb.inv_freq.float().clone()
         self.rope_scale = float(body.rotary_emb.attention_scaling)
@@ -134,16 +144,16 @@ class Weights:
         tensors += [self.embedding, self.norm, self.lm_head, self.cos, self.sin]
         return tuple(t.data_ptr() for t in tensors)
 
-    def _allocate_layer(self, source: Any, window: int | None) -> Layer:
+    def _allocate_layer(self, source: Any, window: int | None, format: Format | None) -> Layer:
         views: dict[str, Projection] = {}
-        alternates = self.format is None or self.format.block is None
+        alternates = format is None or format.block is None
 
         def allocate(owner: Any, *names: str, alternates: bool = False) -> tuple[Projection, ...]:
             modules = [getattr(owner, name) for name in names]
-            block = (self.format and self.format.block) or 1
+            block = (format and format.block) or 1
             if any(m.out_features % block for m in modules) and len(names) > 1:
                 return tuple(p for name in names for p in allocate(owner, name))
-            projection = self._allocate(modules)
+            projection = self._allocate(modules, format)
             for name, rows in zip(names, _rows_of(modules, alternates), strict=True):
                 views[name] = projection.view(rows)
             return (projection,)
@@ -155,18 +165,19 @@ class Weights:
             gate_up=allocate(mlp, "gate_proj", "up_proj", alternates=alternates),
             down=allocate(mlp, "down_proj")[0],
             window=window,
+            format=format,
             has_alternating_gate=alternates,
             views=views,
         )
 
-    def _allocate(self, modules: Sequence[nn.Linear]) -> Projection:
+    def _allocate(self, modules: Sequence[nn.Linear], format: Format | None) -> Projection:
         rows, columns = sum(m.out_features for m in modules), modules[0].in_features
         has_bias = any(m.bias is not None for m in modules)
         bias = torch.zeros(rows, dtype=self.dtype, device=self.device) if has_bias else None
-        if self.format is None:
+        if format is None:
             weight = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
             return Projection(weight, bias)
-        weight = quantize(torch.zeros(rows, columns, device=self.device), self.format)
+        weight = quantize(torch.zeros(rows, columns, device=self.device), format)
         if not self._native_codes:
             weight = replace(weight, codes=weight.codes.float())
         return Projection(weight, bias)

@@ -21,11 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import EXACT, await_inputs, divide_up, next_power_of_2, overlapping
-from qurl.ops.rounding import divide, narrow, store_rounded
+from qurl.ops.rounding import divide_clamped, narrow, round_to_code, store_rounded
 from qurl.quant.kernels.product import load_channels, load_product, product_args
 from qurl.quant.linear import Product
 
-_FP8_MAX = tl.constexpr(448.0)
 _NUM_WARPS = 4
 _TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions of a program: 16-byte loads of 32-bit parts
 
@@ -54,7 +53,8 @@ def rotate_and_store(
     """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
 
     `rotations` are cos and sin [P, D / 2], `norms` the weights [D] of RMS norms of each head of q
-    and of k before the rotation. With a cache, k and v also go to their slots.
+    and of k before the rotation. With a cache, k and v also go to their slots, and come back as it
+    gives them back: rounded, and k without its center, if the cache holds codes.
     """
     rows, columns = (qkv if isinstance(qkv, Tensor) else qkv.acc[0]).shape
     cos, sin = rotations
@@ -194,19 +194,22 @@ def rotate_kernel(
     q_at = q_out + row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + lane
     _store_pair(q_at, a, b, mask & is_query, HEAD_DIM)
     kv_at = kv_head * HEAD_DIM + lane
-    if k_out is not None:
-        kept_at = row * (NUM_KV_HEADS * HEAD_DIM) + kv_at
-        _store_pair(k_out + kept_at, a, b, mask & ~is_query & ~is_value, HEAD_DIM)
-        _store_pair(v_out + kept_at, a, b, mask & is_value, HEAD_DIM)
     if kv is not None:
         a = narrow(a, q_out.dtype.element_ty).to(tl.float32)
         b = narrow(b, q_out.dtype.element_ty).to(tl.float32)
         if kv_scale is not None:
-            a = _divide_clamped(a - center_a, scale)
-            b = _divide_clamped(b - center_b, scale)
+            a = divide_clamped(a - center_a, scale)
+            b = divide_clamped(b - center_b, scale)
         slot_at = slot * (NUM_KV_HEADS * HEAD_DIM)
         plane_at = tl.where(is_value, plane_stride, 0).to(tl.int64)
         _store_pair(kv + plane_at + slot_at + kv_at, a, b, mask & ~is_query, HEAD_DIM)
+    if k_out is not None:
+        if kv_scale is not None:
+            a = round_to_code(a, False) * scale
+            b = round_to_code(b, False) * scale
+        kept_at = row * (NUM_KV_HEADS * HEAD_DIM) + kv_at
+        _store_pair(k_out + kept_at, a, b, mask & ~is_query & ~is_value, HEAD_DIM)
+        _store_pair(v_out + kept_at, a, b, mask & is_value, HEAD_DIM)
 
 
 @triton.jit
@@ -214,14 +217,6 @@ def _load_gain(q_norm, k_norm, is_query, lane, mask):
     q_gain = tl.load(q_norm + lane, mask=mask, other=0.0)
     k_gain = tl.load(k_norm + lane, mask=mask, other=0.0)
     return tl.where(is_query, q_gain, k_gain)
-
-
-@triton.jit
-def _divide_clamped(values, scale):
-    """values / scale within the range of FP8."""
-    # Clamp first, so that the division cannot overflow; 448 scale / scale rounds to 448.
-    bound = _FP8_MAX * scale
-    return divide(tl.clamp(values, -bound, bound, tl.PropagateNan.ALL), scale)
 
 
 @triton.jit

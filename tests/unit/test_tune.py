@@ -65,6 +65,17 @@ def test_the_users_table_comes_first(cache, target, shipped):
     assert ("package" in plans.source) == (len(plans.table) > 1) == shipped
 
 
+def test_unified_flows_take_our_best_plan_where_the_library_is_faster(cache):
+    target = Target("NVIDIA H200", (9, 0), 132)
+    own = products.Plan(256, 128, 128, 0, 8, 3)
+    plans = {("fp8", 640, 384, 8192): None, ("fp8-unified", 640, 384, 8192): own}
+    path = user_table(target.name)
+    path.parent.mkdir(parents=True)
+    path.write_text(write_table(plans, {}))
+    assert Plans(target).choose("fp8", 5000, 640, 384) is None
+    assert Plans(target, unified=True).choose("fp8", 5000, 640, 384) == own
+
+
 def test_the_cache_of_a_user_who_names_none(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/ann")
@@ -239,7 +250,8 @@ def test_tables_are_merged(tmp_path):
     session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0})
     newer = dataclasses.replace(plan, prefetch=4)
     session.save(problem, {plan: 2.0, newer: 1.0})
-    merged = {("int8", 512, 256, 64): newer, ("fp8", 512, 256, 64): None}
+    shape = (512, 256, 64)
+    merged = {("int8", *shape): newer, ("fp8", *shape): None, ("fp8-unified", *shape): plan}
     assert open_table(path) == merged
     assert json.loads(path.read_text())["about"] == MACHINE
     with pytest.raises(ConfigError, match=r"holds plans of NVIDIA H200, and this is NVIDIA A100"):

@@ -7,6 +7,7 @@ saved at once, so a command that is killed loses little.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -30,6 +31,7 @@ from qurl.quant.kernels.plans import (
     Plans,
     TableKey,
     open_table,
+    own_kind,
     user_table,
     write_table,
 )
@@ -71,9 +73,16 @@ class Tuning:
         return products.measure(setup, choices)
 
     def save(self, problem: Gemm, times: Times) -> None:
-        """Add the best plan to the table, and keep those of other products."""
+        """Add the best plan to the table, and keep those of other products.
+
+        If the library beats our plans of codes, our best one is added too, for unified flows.
+        """
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}
+        own: Times = {plan: us for plan, us in times.items() if plan is not None}
+        if best is None and own and problem.format is not None:
+            renamed = dataclasses.replace(problem, kind=own_kind(problem.kind))
+            plans[renamed.table_key] = products.best_of(own)
         replace_text(self.table, write_table(plans, self.machine))
 
 

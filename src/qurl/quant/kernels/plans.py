@@ -66,8 +66,11 @@ class Plans:
             return self._choose_fixed(kind, tokens, channels, depth)
         measured = [m for k, n, d, m in self.table if (k, n, d) == (kind, channels, depth)]
         if larger := [m for m in measured if m >= tokens]:
-            plan = self.table[kind, channels, depth, min(larger)]
-            if plan is not None or kind in STEPS or not self.unified:
+            shape = (channels, depth, min(larger))
+            plan = self.table[kind, *shape]
+            needs_own = plan is None and self.unified and kind not in STEPS
+            plan = self.table.get((own_kind(kind), *shape)) if needs_own else plan
+            if plan is not None or not needs_own:
                 return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind in STEPS:
             return None
@@ -79,6 +82,11 @@ class Plans:
         if plan is None:
             plan = rule_of_thumb(kind, _FIXED_TOKENS, channels, depth, self.target.num_sms)
         return dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
+
+
+def own_kind(kind: str) -> str:
+    """Under this name the table has our best plan of products where the library is faster."""
+    return f"{kind}-unified"
 
 
 def bucket_of(tokens: int) -> int:

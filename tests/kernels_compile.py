@@ -70,7 +70,7 @@ loop, which needs every register.
 """
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(
-    r"requantize_|norm_|gate_|rotate_pairs_|code_|dequantize_|adamw_|flash_"
+    r"requantize_|norm_|gate_|rotate_pairs_|code_|column_|transpose_|dequantize_|adamw_|flash_"
 )
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
@@ -330,6 +330,12 @@ def code_gradient(width: int, format: str, parts: int = 1) -> Any:
     f, g = get_format(format), numbers(64, width)
     codes = numbers(64, width, dtype=f.dtype)
     return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max, parts)
+
+
+def weight_gradient(format: str) -> Any:
+    f, g, target = get_format(format), numbers(1000, 1536), codes(1536, 1008, format)
+    coding.code_columns(g, floats(1000), target.codes, floats(1536), f.act_max)
+    return coding.transpose_codes(codes(1000, 1536, format).codes, target.codes)
 
 
 def dequantize_rows(format: str) -> Any:
@@ -655,6 +661,15 @@ LAUNCHES = (
         partial(code_gradient, 37888, "fp8", 2),
         {"code_gradient_kernel": WIDE_LOADS},
         targets=HAVE_FP8,
+    ),
+    Launch(
+        "transposed codes of a gradient",
+        partial(weight_gradient, "int8"),
+        {
+            "column_peaks_kernel": WIDE_LOADS,
+            "code_columns_kernel": everywhere(r"LDG"),
+            "transpose_codes_kernel": everywhere(r"LDG"),
+        },
     ),
     Launch(
         "codes of a gradient",

@@ -324,9 +324,18 @@ def test_under_autocast_rotated_heads_have_the_compute_dtype():
 
 
 @pytest.mark.parametrize("kv", ["none", "fp8"])
+UNIFIED = [
+    ("int8", "bf16", "none"),
+    ("int8", "dgrad", "fp8"),
+    ("int8", "all", "none"),
+    ("fp8", "bf16", "fp8"),
+    ("fp8", "dgrad", "none"),
+    ("fp8", "all", "fp8"),
+]
+
+
 @pytest.mark.parametrize("make", [qwen2, qwen3])
-@pytest.mark.parametrize("backward", ["bf16", "dgrad"])
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize(("format", "backward", "kv"), UNIFIED)
 def test_unified_layers_compute_what_unified_projections_do(make, format, backward, kv):
     quant = QuantConfig(format=format, unified=True, backward=backward, kv=kv)
     model = perturbed(make())
@@ -347,7 +356,8 @@ def test_unified_layers_compute_what_unified_projections_do(make, format, backwa
     # On a GPU last bits differ, which moves some activations to the next code; 6 % apart in FP8.
     slack = 0.3 if DEVICE.type == "cuda" and "fp8" in (format, kv) else 0.0
     assert gaps[0] < 0.01 + slack
-    assert max(gaps) < {"bf16": 0.01, "dgrad": 0.12}[backward] + slack  # other scales of codes
+    # Codes of gradients have one scale for all layers of a stack, there one for each.
+    assert max(gaps) < (0.01 if backward == "bf16" else 0.15) + slack
     has_rounded = (unrounded - fused.found[0]).norm() > 1e-3 * unrounded.norm()
     assert has_rounded == (kv == "fp8")
     with full_precision(fused):
@@ -368,8 +378,10 @@ def test_fused_layers_at_either_end_stay_in_full_precision():
 def test_other_precisions_of_gradients_are_refused():
     model = qwen2().to(DEVICE)
     fuse_layers_(model)
-    with pytest.raises(ConfigError, match="is not built for int8"):
-        unify_layers_(model, QuantConfig(unified=True, backward="all"), torch.bfloat16)
+    with pytest.raises(ConfigError, match="is not built for fp8-block"):
+        unify_layers_(
+            model, QuantConfig(format="fp8-block", unified=True, backward="all"), torch.bfloat16
+        )
 
 
 def test_what_is_not_known_stays():

@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from qurl.ops.coding import code_gradient
+from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import dequantize, get_format, quantize, quantize_activation
 from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
@@ -104,6 +104,46 @@ def test_input_gradients_of_codes(format, rows):
     exact = dy.double() @ dequantize(stacked_weight(found)).double()
     error = relative(found.input_gradient(dy), exact)
     assert 1e-4 < error < ROUNDING[format] * 3
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 37, 130])
+def test_weight_gradients_of_codes(format, rows):
+    found, fmt = projection(inputs=144), get_format(format)
+    found.format, found.code_dtype, found.backward = fmt, torch.bfloat16, "all"
+    x, dy = normal(rows, 144) * normal(rows, 1, seed=2), normal(rows, 80, seed=1)
+    if rows > 1:
+        x[3], dy[3] = 0, 1e4  # its scale of 1 must not dwarf the others
+    x = quantize_rows(x, fmt)
+    for _ in range(2):
+        found.add_gradients_(dy, x)
+    exact = 2 * dy.double().T @ dequantize(x).double()
+    assert relative(stacked(found, "weight")[1], exact) < ROUNDING[format] * 3
+    assert relative(stacked(found, "bias")[1], 2 * dy.double().sum(0)) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 150), (1100, 70)])
+def test_codes_of_columns(format, shape):
+    fmt, g = get_format(format), normal(*shape)
+    token_scale = normal(shape[0], dtype=torch.float32, seed=1).abs() + 0.1
+    length = shape[0] + 5
+    codes = torch.empty(shape[1], length, dtype=fmt.dtype, device=DEVICE)
+    scale = torch.empty(shape[1], 1, device=DEVICE)
+    code_columns(g, token_scale, codes, scale, fmt.act_max)
+    expected = quantize_activation((g.float() * token_scale[:, None]).T.contiguous(), fmt)
+    assert torch.equal(scale, expected.scale)
+    gap = (codes[:, : shape[0]].float() - expected.codes.float()).abs()
+    assert (gap <= (1 if fmt.is_integer else 32)).all()
+    assert (gap > 0).double().mean() < 0.01
+    assert not codes[:, shape[0] :].float().any()
+    transposed = torch.empty(shape[0], shape[1] + 3, dtype=fmt.dtype, device=DEVICE)
+    expected.codes[0] = 0
+    assert transpose_codes(expected.codes, transposed).tolist() == [
+        row > 0 for row in range(shape[1])
+    ]
+    assert torch.equal(transposed[:, : shape[1]].float(), expected.codes.T.float())
+    assert not transposed[:, shape[1] :].float().any()
 
 
 def test_a_copy_follows_its_own_weights():

@@ -1,11 +1,16 @@
-"""Gradients as factors of the next product, in one pass over memory.
+"""Gradients as factors of products of codes.
 
-    scale[m] = max_n |g[m, n] channel_scale[n]| / largest
-    codes[m, n] = round(g[m, n] channel_scale[n] / scale[m])
+    input gradient    codes[m, n] = round(g[m, n] channel_scale[n] / scale[m])
+                      scale[m] = max_n |g[m, n] channel_scale[n]| / largest
 
-A weight's scale runs along the sum of its input gradient, so it is folded into g beforehand, and
-the codes of the weight serve as they are. If the rows of the weight are those of two layers in
-turn, then so are the channels of codes and channel_scale; g has one layer after the other.
+    weight gradient   codes[n, m] = round(g[m, n] token_scale[m] / scale[n])
+                      scale[n] = max_m |g[m, n] token_scale[m]| / largest
+
+The scale of the other factor runs along the sum, so it is folded into g beforehand, and the codes
+of that factor serve as they are. If the rows of a weight are those of two layers in turn, then so
+are the channels of the input gradient's codes and of channel_scale; g has one layer after the
+other. Matrix units of 8 bits want both factors with the summed dimension last, so the weight
+gradient's are transposed.
 
 Shapes: M tokens, N channels in P parts of W.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,3 +85,108 @@ def code_gradient_kernel(
         place = start * P + tl.arange(0, P * COLUMNS)[None, :]  # of a channel in the codes
         mask = (row < rows)[:, None] & (place < P * W)
         store_rounded(codes + row[:, None] * (P * W) + place, values * inverse, mask)
+
+
+def code_columns(
+    g: Tensor, token_scale: Tensor, codes: Tensor, scale: Tensor, largest: float
+) -> None:
+    """Write codes [N, M or more] and scale [N] of g [M, N], transposed; codes beyond M are zero."""
+    rows, width = g.shape
+    assert len(codes) == scale.numel() == width
+    assert codes.shape[1] >= rows
+    assert token_scale.numel() == rows
+    assert all(tensor.is_contiguous() for tensor in (g, token_scale, codes, scale))
+    peaks = g.new_zeros(width, dtype=torch.int32)
+    tile: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "STEPS": 16}
+    grid = (divide_up(width, 128), divide_up(rows, 64 * 16))
+    column_peaks_kernel[grid](g, token_scale, peaks, rows, width, **tile)
+    tile = {"ROWS": 64, "COLUMNS": 64, "LARGEST": largest}
+    grid = (divide_up(codes.shape[1], 64), divide_up(width, 64))
+    code_columns_kernel[grid](
+        g, token_scale, peaks, codes, scale, rows, width, codes.shape[1], **tile
+    )
+
+
+def transpose_codes(codes: Tensor, target: Tensor) -> Tensor:
+    """Write codes [M, K] to [K, M or more], zero beyond M; returns which rows [M] are not zero.
+
+    The scale of a zero row is 1. It must not be folded into g, where it would dwarf the others.
+    """
+    (rows, width), length = codes.shape, target.shape[1]
+    assert len(target) == width
+    assert length >= rows
+    assert all(tensor.is_contiguous() for tensor in (codes, target))
+    source, out = codes.view(torch.uint8), target.view(torch.uint8)
+    grid = (divide_up(length, 64), divide_up(width, 64))
+    tile: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64}
+    largest = torch.zeros(rows, dtype=torch.int32, device=codes.device)
+    transpose_codes_kernel[grid](source, out, largest, rows, width, length, **tile)
+    return largest > 0
+
+
+@triton.jit(do_not_specialize=["rows"])
+def column_peaks_kernel(
+    g,
+    token_scale,
+    peaks,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Bits of the largest magnitude in each column; one program per STEPS tiles of rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    peak = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(1) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        factor = load_float(token_scale + row, row < rows)
+        peak = tl.maximum(peak, tl.abs(load_float(g + at, mask) * factor[:, None]))
+    bits = tl.max(peak, 0).to(tl.int32, bitcast=True)  # of positive numbers, they sort alike
+    tl.atomic_max(peaks + column, bits, mask=column < width, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "length"])
+def code_columns_kernel(
+    g,
+    token_scale,
+    peaks,
+    codes,
+    scale,
+    rows,
+    width,
+    length,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One program per tile."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    peak = tl.load(peaks + column, mask=column < width, other=0).to(tl.float32, bitcast=True)
+    step = scale_for(peak, LARGEST)
+    tl.store(scale + column, step, mask=(column < width) & (tl.program_id(0) == 0))
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    factor = load_float(token_scale + row, row < rows)
+    values = load_float(g + row.to(tl.int64)[:, None] * width + column[None, :], mask)
+    values = values * factor[:, None] * (1.0 / step)[None, :]
+    target = codes + column.to(tl.int64)[:, None] * length + row[None, :]
+    is_inside = (column < width)[:, None] & (row < length)[None, :]
+    store_rounded(target, tl.trans(values), is_inside)
+
+
+@triton.jit(do_not_specialize=["rows", "length"])
+def transpose_codes_kernel(
+    source, out, largest, rows, width, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program per tile."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    tile = tl.load(source + row.to(tl.int64)[:, None] * width + column[None, :], mask, 0)
+    size = tl.max((tile & 0x7F).to(tl.int32), 1)  # FP8 has a zero with a sign
+    tl.atomic_max(largest + row, size, mask=(row < rows) & (size > 0), sem="relaxed")
+    target = out + column.to(tl.int64)[:, None] * length + row[None, :]
+    tl.store(target, tl.trans(tile), (column < width)[:, None] & (row < length)[None, :])

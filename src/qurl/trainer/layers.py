@@ -167,6 +167,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     layer = ctx.layer
     x, inverse, middle, inverse_mlp, gate_up, h_scale, norm, norm_mlp, *coded = ctx.saved_tensors
     a, out, m = ctx.operands.restore(coded)
+    is_coded = h_scale is not None and layer.down.backward == "all"
     dy = dy.reshape(x.shape).contiguous()
     rounded = dy.to(gate_up.dtype)
     d_gate_up, h = gate_gradients(
@@ -175,7 +176,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         is_integer=layer.format is not None and layer.format.is_integer,
         is_alternating=layer.gate_up.alternates,
     )
-    layer.down.add_gradients_(rounded, h)
+    layer.down.add_gradients_(rounded, _operand(h, layer.down.format) if is_coded else h)
     dm = layer.gate_up.input_gradient(d_gate_up)
     layer.gate_up.add_gradients_(d_gate_up, m)
     rounded = torch.empty_like(rounded)
@@ -310,12 +311,10 @@ def unify_layers_(model: Any, quant: QuantConfig, compute_dtype: torch.dtype) ->
     layers = [m for m in model.modules() if type(m).__name__ in LAYERS or isinstance(m, FusedLayer)]
     if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return False
-    format = get_format(quant.format)
-    if quant.backward == "all" or (quant.backward == "dgrad" and format.block is not None):
-        built = "'bf16'" if format.block is not None else "'bf16' or 'dgrad'"
+    if quant.backward != "bf16" and get_format(quant.format).block is not None:
         raise ConfigError(
             f"quant.backward = {quant.backward!r} is not built for {quant.format} on a GPU; set it "
-            f"to {built}"
+            "to 'bf16'"
         )
     for index, layer in enumerate(layers):
         layer.kv_rounding = KVRounding() if quant.kv == "fp8" else None

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.ops.coding import code_gradient
+from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.target import Target
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
 from qurl.quant.kernels.gemm import multiply as multiply_codes
@@ -39,6 +39,9 @@ from qurl.quant.kernels.rows import dequantize_rows
 from qurl.quant.linear import Operand, finish
 from qurl.trainer.lora import find_adapter, weight_version
 from qurl.trainer.products import as_factor, multiply
+
+ALIGNMENT = 16
+"""Products of codes add up a multiple of so many numbers."""
 
 
 class Projection:
@@ -116,6 +119,10 @@ class Projection:
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
         """Add dW and db of one micro-batch to the layers' `.grad`, or those of their adapters."""
+        if isinstance(x, Quantized) and self.backward == "all":
+            self._add_weight_gradient_(_weight_gradient(dy, x))
+            self._add_bias_gradient_(dy)
+            return
         numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
         if find_adapter(self.linears[0]) is not None:
             for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
@@ -129,6 +136,16 @@ class Projection:
             self._share(weights, multiply(*factors))
         else:
             multiply(*factors, self._whole(weights))
+        self._add_bias_gradient_(dy)
+
+    def _add_weight_gradient_(self, gradient: Tensor) -> None:
+        weights = [linear.weight for linear in self.linears]
+        if weights[0].grad is None:
+            self._share(weights, gradient.float())
+        else:
+            self._whole(weights).add_(gradient)
+
+    def _add_bias_gradient_(self, dy: Tensor) -> None:
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
         if biases and biases[0].grad is None:
             self._share(biases, dy.sum(0, dtype=torch.float32))
@@ -223,12 +240,31 @@ class Projection:
             codes = weight.codes.T.contiguous()  # [K, N]
             return Quantized(codes, weight.scale.new_ones(len(codes), 1), weight.format)
 
-        w = self._copy("transposed", transpose)
-        if not x.codes.is_cuda or x.format.is_integer:
-            return _product(x, w, None, dtype)
-        # Gradients need not agree with the engine's, so they may lose bits inside the sum.
-        scales = {"scale_a": x.scale, "scale_b": w.scale.T}
-        return torch._scaled_mm(x.codes, w.codes.T, **scales, out_dtype=dtype, use_fast_accum=True)
+        return _fast_product(x, self._copy("transposed", transpose), dtype)
+
+
+def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:
+    """dW [N, K] of dy [M, N] and x [M, K] in the dtype of dy.
+
+        dW[n, k] = a[n] sum_m q[n, m] c[m, k]        q, a = codes of dy * scale_x, per channel
+
+    The codes c of x serve as they are, and only dy is rounded.
+    """
+    (tokens, channels), format, device = dy.shape, x.format, dy.device
+    length = -(-tokens // ALIGNMENT) * ALIGNMENT
+    q, c = (empty_codes(n, length, format, device) for n in (channels, x.codes.shape[1]))
+    token_scale = x.scale * transpose_codes(x.codes, c.codes)[:, None]
+    c.scale.fill_(1.0)
+    code_columns(dy, token_scale, q.codes, q.scale, format.act_max)
+    return _fast_product(q, c, dy.dtype)
+
+
+def _fast_product(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """x W^T of gradients. They need not agree with the engine's, so bits may be lost in sums."""
+    if not x.codes.is_cuda or x.format.is_integer:
+        return _product(x, weight, None, dtype)
+    scales = {"scale_a": x.scale, "scale_b": weight.scale.T}
+    return torch._scaled_mm(x.codes, weight.codes.T, **scales, out_dtype=dtype, use_fast_accum=True)
 
 
 def _product(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -323,7 +323,6 @@ def test_under_autocast_rotated_heads_have_the_compute_dtype():
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
 
 
-@pytest.mark.parametrize("kv", ["none", "fp8"])
 UNIFIED = [
     ("int8", "bf16", "none"),
     ("int8", "dgrad", "fp8"),

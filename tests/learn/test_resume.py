@@ -43,8 +43,8 @@ ARMS = {
         "quant.update_scale": 1.5,
     },
     "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
-    "grpo, int8, 8-bit moments": {"optim.moments": "8bit"},
-    "grpo, one flow with an FP8 cache": {
+    "grpo, one flow with an FP8 cache, 8-bit moments": {
+        "optim.moments": "8bit",
         "algo.kl_coef": 0.01,
         "quant.format": "fp8",
         "quant.unified": True,

@@ -42,7 +42,6 @@ ARMS = {
         "algo.kl_coef": 0.01,
         "quant.update_scale": 1.5,
     },
-    "ppo, fp8": {"algo.name": "ppo", "quant.format": "fp8", "critic.lr": 1e-3, "batch.epochs": 2},
     "grpo, one flow with an FP8 cache, 8-bit moments": {
         "optim.moments": "8bit",
         "algo.kl_coef": 0.01,
@@ -51,9 +50,11 @@ ARMS = {
         "quant.kv": "fp8",
     },
     "grpo, int8, LoRA, reference": {"model.lora_rank": 4, "algo.kl_coef": 0.01, "optim.lr": 5e-3},
-    "ppo, int8, dithered": {
+    "ppo, fp8, dithered": {
         "algo.name": "ppo",
+        "quant.format": "fp8",
         "critic.lr": 1e-3,
+        "batch.epochs": 2,
         "experimental.dither": True,
         "model.compute_dtype": "bfloat16",
     },
@@ -130,7 +131,7 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
 @pytest.mark.learn
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
-    words = [*flags("ppo, fp8", tmp_path), "--save.every", "0"]
+    words = [*flags("ppo, fp8, dithered", tmp_path), "--save.every", "0"]
     assert run_until(words, tmp_path, 2, number) == 130
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     done = rows(tmp_path)[-1]["step"] + 1
@@ -141,7 +142,15 @@ def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
 
 @pytest.mark.learn
 def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
-    words = [*flags("ppo, fp8", tmp_path), "--save.every", "0", "--save.keep", "0", "--steps", "2"]
+    words = [
+        *flags("ppo, fp8, dithered", tmp_path),
+        "--save.every",
+        "0",
+        "--save.keep",
+        "0",
+        "--steps",
+        "2",
+    ]
     train(load_config(None, words))
     assert not (tmp_path / "checkpoints").exists()
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -154,7 +163,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
 
 @pytest.mark.learn
 def test_a_finished_run_is_left_as_it_is(tmp_path):
-    words = flags("ppo, fp8", tmp_path / "run")
+    words = flags("ppo, fp8, dithered", tmp_path / "run")
     train(load_config(None, words))
     before = rows(tmp_path / "run")
     train(load_config(None, words))
@@ -163,7 +172,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
 
 @pytest.mark.learn
 def test_fewer_steps_than_were_trained_are_refused(tmp_path):
-    words = flags("ppo, fp8", tmp_path)
+    words = flags("ppo, fp8, dithered", tmp_path)
     train(load_config(None, [*words, "--steps", "3"]))
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"steps = 2, but .* has been trained for 3 already"):
@@ -175,7 +184,7 @@ def test_fewer_steps_than_were_trained_are_refused(tmp_path):
 def test_a_run_outlives_whoever_reads_its_output(tmp_path):
     """As with `qurl train ... 2>&1 | head`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qurl", "train", *flags("ppo, fp8", tmp_path)],
+        [sys.executable, "-m", "qurl", "train", *flags("ppo, fp8, dithered", tmp_path)],
         env={**os.environ, "PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -197,16 +197,18 @@ def test_the_cache_takes_its_share_of_a_card(on_gpu):
         assert peak_memory(config, rows) == pytest.approx(held + cached)
 
 
-def test_what_was_measured_on_an_h200(on_gpu):
-    """1.5B, no engine, micro-batches of 15,600 tokens: 60.3 GiB at the peak, estimated 59.9."""
+@pytest.mark.parametrize(("chunk", "measured"), [(1024, 53.5), (4096, 55.1)])
+def test_what_was_measured_on_an_h200(on_gpu, chunk, measured):
+    """1.5B, no engine, micro-batches of 13,520 tokens; estimates may be a tenth too high."""
     config = recipe(
-        batch={"problems": 64, "minibatches": 1, "microbatch_tokens": 15_600},
+        batch={"problems": 64, "minibatches": 1, "microbatch_tokens": 13_520},
         sampling={"max_tokens": 1024, "group_size": 4},
-        model={"logits_chunk": 1024},
+        model={"logits_chunk": chunk},
     )
     rows = memory_rows(config, measure_qwen(*QWEN_15B))
     names = ("policy, FP32", "AdamW", "gradients", "BF16 copies", "activations", "logits and head")
-    assert sum(rows[name] for name in names) / 2**30 == pytest.approx(60.3, rel=0.01)
+    estimate = sum(rows[name] for name in names) / 2**30
+    assert measured <= estimate <= 1.1 * measured
 
 
 SMALLER = ["--optim.moments", "8bit", "--rollout.release_kv", "true"]

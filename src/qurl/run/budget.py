@@ -173,9 +173,9 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     """What the backward pass of one micro-batch keeps, with fused layers.
 
     Per token and layer, in compute precision: the results of both norms (2 H), queries, keys,
-    values and attention's result, gate, up and their product; in FP32: the residual stream before
-    each norm (2 H) and a number per head. With checkpointing: the residual stream once per layer,
-    and one layer with its gradients.
+    values and attention's result, gate, up, and as much again as one of those for what the backward
+    pass computes meanwhile; in FP32: the residual stream before each norm (2 H) and a number per
+    head. With checkpointing: the residual stream once per layer, and one layer with its gradients.
     """
     longest = longest_sequence(config)
     rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)

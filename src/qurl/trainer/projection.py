@@ -96,7 +96,7 @@ class Projection:
         """y [M, N], rounded once to `dtype`."""
         bias = self._copy(("bias", dtype), lambda: self._bias(dtype))
         if isinstance(x, Quantized):
-            return self._multiply_codes(x, bias, dtype)
+            return _product(x, self.codes(), bias, dtype)
         w = self.weight(dtype)
         return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
 
@@ -229,9 +229,6 @@ class Projection:
             return slice(index, None, len(self.sizes))
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
-
-    def _multiply_codes(self, x: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return _product(x, self.codes(), bias, dtype)
 
     def _multiply_transposed(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """x W of codes, whose matrix unit wants W transposed."""

@@ -40,7 +40,7 @@ def product_args(product: Product | None) -> dict[str, Any]:
     parts, rows, columns = product.acc.shape
     assert parts > 0
     assert product.acc.is_contiguous()
-    assert product.acc.dtype in (torch.int32, *DTYPES)
+    assert product.acc.dtype in (torch.int32, torch.float32)
     vectors = {"scale_x": product.scale_x, "scale_w": product.scale_w, "bias": product.bias}
     shapes = {"scale_x": (rows, 1), "scale_w": (columns, 1), "bias": (columns,)}
     for name, vector in vectors.items():

@@ -25,6 +25,7 @@ from qurl.ops.launch import DTYPES, EXACT, await_inputs, divide_up, next_power_o
 from qurl.ops.rounding import divide, load_float, magnitude, narrow, scale_for, store_rounded
 from qurl.quant.formats import Format, Quantized
 from qurl.quant.kernels.product import (
+    empty_codes,
     empty_operand,
     largest,
     load_channels,
@@ -99,16 +100,14 @@ def swiglu(
     return operand
 
 
-def quantize_rows(x: Product, format: Format, amax: Tensor | None = None) -> Quantized:
+def quantize_rows(x: Tensor, format: Format, amax: Tensor | None = None) -> Quantized:
     """`qurl.quant.formats.quantize_activation` of x [M, K].
 
     A known `amax` = max|x| [M] of each row saves a pass; formats with blocks ignore it.
     """
-    rows, width = product_shape(x)
+    rows, width = x.shape
     assert amax is None or (amax.shape == (rows,) and amax.dtype == torch.float32)
-    device = x.device if isinstance(x, Tensor) else x.acc.device
-    operand = empty_operand(rows, width, format, x.dtype, device)
-    assert isinstance(operand, Quantized)
+    operand = empty_codes(rows, width, format, x.device)
     no_gate = {"GATED": False, "ALTERNATING": False, "RESULT": DTYPES[x.dtype]}
     _map_rows(x, operand, amax if format.block is None else None, no_gate)
     return operand

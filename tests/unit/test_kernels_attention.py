@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from qurl.ops.flash import Spans
+from qurl.ops.flash import attend as flash_attend
 from qurl.quant.formats import FORMATS, Quantized, quantize_activation
 from qurl.rollout.local.kernels.attention import CHUNK, Tiling, attend_pages, chunks_for
+from qurl.rollout.local.kernels.flash_pages import attend_pages_alike
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -322,3 +325,54 @@ def test_in_a_cuda_graph():
     problem.positions.sub_(100)
     graph.replay()
     assert torch.equal(out.codes, attend(problem, FORMATS["int8"]).codes)
+
+
+def attend_alike(problem: Problem) -> Tensor:
+    pages = (problem.kv, problem.table, problem.positions, problem.window, problem.kv_scale)
+    return attend_pages_alike(problem.q, *pages)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("has_codes", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((3, 1), 128)])
+def test_attention_alike_against_float64(heads, head_dim, has_codes, window):
+    options = {"window": window, "has_codes": has_codes, "page_size": 16}
+    problem = make([0, 63, 64, 130], heads, head_dim, dtype=torch.bfloat16, **options)
+    if has_codes:  # of a cache whose scales are powers of two
+        problem = replace(problem, kv_scale=2.0 ** problem.kv_scale.log2().round())
+    expected = reference(problem)
+    error = (attend_alike(problem).flatten(1).double() - expected).abs().amax(1)
+    assert (error / expected.abs().amax(1)).max() < 2**-7
+
+
+@pytest.mark.parametrize("has_codes", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_alike_has_the_bits_of_the_trainers(head_dim, window, has_codes):
+    """Each token of a sequence as a query of its own, over the sequence's pages."""
+    length, (num_heads, kv_heads), page_size = 150, (6, 2), 16
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(length, heads, head_dim) for heads in (num_heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(s, generator=generator).to(DEVICE, torch.bfloat16) for s in shapes)
+    kv, scale = torch.stack((k, v)), None
+    if has_codes:
+        scale = torch.full((2, kv_heads), 2.0**-5, device=DEVICE)
+        codes = (kv.float() * 2**5).to(torch.float8_e4m3fn)
+        k, v = (codes.float() * 2**-5).bfloat16()
+        kv = codes
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+    expected = flash_attend(q, k, v, Spans(bounds, length, window))
+    num_pages = -(-length // page_size)
+    cache = kv.new_zeros(2, num_pages * page_size, kv_heads, head_dim)
+    cache[:, :length] = kv
+    table = torch.arange(num_pages, dtype=torch.int32, device=DEVICE).repeat(length, 1)
+    positions = torch.arange(length, device=DEVICE)
+    pages = cache.view(2, num_pages, page_size, kv_heads, head_dim)
+    found = attend_pages_alike(q, pages, table, positions, window, scale)
+    assert torch.equal(found, expected)
+
+
+def test_attention_alike_without_a_page_is_nan():
+    problem = make([5, 20], dtype=torch.bfloat16)
+    problem = replace(problem, table=problem.table[:, :1])
+    assert attend_alike(problem).isnan().flatten(1).all(1).tolist() == [False, True]

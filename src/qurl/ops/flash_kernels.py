@@ -21,8 +21,8 @@ import triton.language as tl
 
 from qurl.ops.rounding import as_factor, narrow, store_rounded
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
-_HIDDEN = tl.constexpr(-1e8)
+LOG2_E = tl.constexpr(math.log2(math.e))
+HIDDEN = tl.constexpr(-1e8)
 """Score of a hidden key. A tile may hide all keys of a query. Then p is exp2 of the rounding error
 of score * factor, which must stay finite until the first key that is seen shrinks it to zero."""
 
@@ -78,16 +78,28 @@ def _load_tile(
 
 
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
     return tl.dot(as_factor(a), as_factor(b), acc, input_precision="ieee")
 
 
 @triton.jit
-def _is_seen(row, key, window):
-    is_seen = key <= row
+def softmax_step(s, largest, total, factor):
+    """p of scores [queries, keys], what earlier sums shrink by, largest score and sum of p so far.
+
+    An engine that attends to the same tiles of keys in the same order gets the same bits.
+    """
+    larger = tl.maximum(largest, tl.max(s, 1) * factor)
+    shrink = tl.exp2(largest - larger)
+    p = tl.exp2(s * factor - larger[:, None])
+    return p, shrink, larger, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def is_seen(row, key, window):
+    seen = key <= row
     if window is not None:
-        is_seen = is_seen & (key > row - window)
-    return is_seen
+        seen = seen & (key > row - window)
+    return seen
 
 
 @triton.jit
@@ -136,31 +148,27 @@ def flash_forward_kernel(
     q_tile = _load_rows(q + origin * q_token + head * D, row, q_token, row >= 0, D)
     k += origin * k_token + kv_head * D
     v += origin * v_token + kv_head * D
-    factor = scale * _LOG2_E
+    factor = scale * LOG2_E
 
     acc = tl.zeros([QUERIES, D], tl.float32)
-    largest = tl.full([QUERIES], _HIDDEN, tl.float32)
+    largest = tl.full([QUERIES], HIDDEN, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     low, high = _whole_and_cut_keys(first, window, KEYS)
     # Scores of keys after `end` are replaced, whatever the copy engine reads there.
     IS_CUT_K: tl.constexpr = k_tiles is None
     place = start, kv_head * D
     k_tile = _load_tile(k, k_tiles, *place, low, k_token, end, KEYS, D, IS_CUT_K)
-    next_s = _dot(q_tile, k_tile.T, None)
+    next_s = dot(q_tile, k_tile.T, None)
     for IS_CUT in tl.static_range(2):
         for key in range(low, high, KEYS):
             s = next_s
             k_tile = _load_tile(k, k_tiles, *place, key + KEYS, k_token, end, KEYS, D, IS_CUT_K)
-            next_s = _dot(q_tile, k_tile.T, None)
+            next_s = dot(q_tile, k_tile.T, None)
             if IS_CUT:
-                s = tl.where(_is_seen(row[:, None], key + block[None, :], window), s, _HIDDEN)
-            larger = tl.maximum(largest, tl.max(s, 1) * factor)
-            shrink = tl.exp2(largest - larger)
-            largest = larger
-            p = tl.exp2(s * factor - larger[:, None])
-            total = total * shrink + tl.sum(p, 1)
+                s = tl.where(is_seen(row[:, None], key + block[None, :], window), s, HIDDEN)
+            p, shrink, largest, total = softmax_step(s, largest, total, factor)
             v_tile = _load_tile(v, v_tiles, *place, key, v_token, end, KEYS, D, IS_CUT)
-            acc = _dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
+            acc = dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
         low, high = high, end
 
     is_row = row >= 0
@@ -217,7 +225,7 @@ def flash_query_gradients_kernel(
     log_sum = tl.load(lse + at_row, mask=is_row, other=0.0)
     k += origin * k_token + kv_head * D
     v += origin * v_token + kv_head * D
-    factor = scale * _LOG2_E
+    factor = scale * LOG2_E
 
     acc = tl.zeros([QUERIES, D], tl.float32)
     low, high = _whole_and_cut_keys(first, window, KEYS)
@@ -226,13 +234,13 @@ def flash_query_gradients_kernel(
             place = start, kv_head * D, key
             k_tile = _load_tile(k, k_tiles, *place, k_token, end, KEYS, D, IS_CUT)
             v_tile = _load_tile(v, v_tiles, *place, v_token, end, KEYS, D, IS_CUT)
-            s = _dot(q_tile, k_tile.T, tl.broadcast_to(-log_sum[:, None], [QUERIES, KEYS]))
-            dp = _dot(d_tile, v_tile.T, tl.broadcast_to(-change[:, None], [QUERIES, KEYS]))
+            s = dot(q_tile, k_tile.T, tl.broadcast_to(-log_sum[:, None], [QUERIES, KEYS]))
+            dp = dot(d_tile, v_tile.T, tl.broadcast_to(-change[:, None], [QUERIES, KEYS]))
             p = tl.exp2(s * factor)
             if IS_CUT:
-                p = tl.where(_is_seen(row[:, None], key + block[None, :], window), p, 0.0)
+                p = tl.where(is_seen(row[:, None], key + block[None, :], window), p, 0.0)
             ds = p * dp
-            acc = _dot(narrow(ds, k_tile.dtype), k_tile, acc)
+            acc = dot(narrow(ds, k_tile.dtype), k_tile, acc)
         low, high = high, end
     to = dq + at + row[:, None] * width + tl.arange(0, D)[None, :]
     store_rounded(to, acc * scale, is_row[:, None])
@@ -281,7 +289,7 @@ def flash_key_gradients_kernel(
     v_tile = _load_rows(v + origin * v_token + kv_head * D, key, v_token, is_key, D)
     q += origin * q_token
     d_out += origin * width
-    factor = scale * _LOG2_E
+    factor = scale * LOG2_E
 
     # Tiles of queries from the end on: up to `cut` they see every key, then they are masked.
     if window is None:
@@ -309,14 +317,14 @@ def flash_key_gradients_kernel(
             else:
                 log_sum = tl.load(lse + at_row)
                 change = tl.load(delta + at_row)
-            s = _dot(k_tile, q_tile.T, tl.broadcast_to(-log_sum[None, :], [KEYS, QUERIES]))
-            dp = _dot(v_tile, d_tile.T, tl.broadcast_to(-change[None, :], [KEYS, QUERIES]))
+            s = dot(k_tile, q_tile.T, tl.broadcast_to(-log_sum[None, :], [KEYS, QUERIES]))
+            dp = dot(v_tile, d_tile.T, tl.broadcast_to(-change[None, :], [KEYS, QUERIES]))
             p = tl.exp2(s * factor)
             if IS_CUT:
-                p = tl.where(_is_seen(rows[None, :], key[:, None], window), p, 0.0)
-            dv_tile = _dot(narrow(p, d_tile.dtype), d_tile, dv_tile)
+                p = tl.where(is_seen(rows[None, :], key[:, None], window), p, 0.0)
+            dv_tile = dot(narrow(p, d_tile.dtype), d_tile, dv_tile)
             ds = p * dp
-            dk_tile = _dot(narrow(ds, q_tile.dtype), q_tile, dk_tile)
+            dk_tile = dot(narrow(ds, q_tile.dtype), q_tile, dk_tile)
         low, high = 0, cut
     at = origin * kv_width + kv_head * D + key[:, None] * kv_width + tl.arange(0, D)[None, :]
     store_rounded(dk + at, dk_tile * scale, is_key[:, None])

@@ -206,7 +206,9 @@ def add_norm_kernel(
             acc, scale_x, scale, shift, row, columns, mask, num_rows, K, S, DTYPE
         )
         tl.store(total + row * K + columns, values, mask=mask)
-    mean = tl.sum(tl.sum(values * values, axis=1), axis=0) / K
+    # In FP64: the order of the sum is the compiler's, and differs between trainer and engine.
+    squares = values.to(tl.float64) * values.to(tl.float64)
+    mean = (tl.sum(tl.sum(squares, axis=1), axis=0) / K).to(tl.float32)
     factor = tl.rsqrt(mean + eps)
     if inverse is not None:
         tl.store(inverse + row, factor)

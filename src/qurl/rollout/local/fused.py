@@ -1,6 +1,7 @@
 """The decoder's operations in Triton, for GPUs: ten kernels a layer and no host synchronisation.
 
-Plans choose each product by shape (`qurl.quant.kernels.plans`). Attention over prompts is torch's.
+Plans choose each product by shape (`qurl.quant.kernels.plans`). With `unified`, every operation has
+the bits of the trainer's, as far as the order of its sums is ours: that of FP8 products is not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qurl.ops import flash
 from qurl.ops.attention import attend_flash
 from qurl.ops.target import Target
 from qurl.quant import Quantized
@@ -20,6 +22,7 @@ from qurl.quant.kernels.plans import Choice, Plans, kind_of
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
+from qurl.rollout.local.kernels.flash_pages import attend_pages_alike
 from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
@@ -41,7 +44,7 @@ class FusedOps:
         self.arch, self.dtype = weights.arch, weights.dtype
         self.target = Target.of(weights.device)
         self.kind = kind_of(weights.format, self.target)
-        self.deterministic = deterministic
+        self.deterministic, self.unified = deterministic, unified
         self.plans = Plans(self.target, deterministic=deterministic, unified=unified)
 
     def begin(
@@ -96,6 +99,10 @@ class FusedOps:
     def attend_pages(
         self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
+        if self.unified and flash.supports(q):
+            pages = (cache.data, table, positions, layer.window, cache.scale)
+            out = attend_pages_alike(q, *pages).flatten(1)
+            return out if layer.format is None else quantize_rows(out, layer.format)
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
         return attend_pages(
             *(q, cache.data, table, positions, layer.window, cache.scale, layer.format),

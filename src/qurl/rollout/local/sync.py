@@ -117,10 +117,11 @@ class WeightSync:
                 elif kind in NORMS:
                     name = f"layers.{index}.{kind}"
                     layer.norms[kind] = share(name, module.weight, torch.float32)
-        weights.embedding = share("embedding", body.embed_tokens.weight, weights.dtype)
+        # As the trainer has it: the residual stream starts unrounded.
+        embedding = body.embed_tokens.weight
+        weights.embedding = share("embedding", embedding, embedding.dtype)
         weights.norm = share("norm", body.norm.weight, torch.float32)
-        head, is_tied = model.lm_head.weight, model.lm_head.weight is body.embed_tokens.weight
-        weights.lm_head = weights.embedding if is_tied else share("lm_head", head, weights.dtype)
+        weights.lm_head = share("lm_head", model.lm_head.weight, weights.dtype)
         return Transfer(writings, copies, weights.compute_dtype, weights.device)
 
 

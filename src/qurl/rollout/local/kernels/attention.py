@@ -220,14 +220,14 @@ def split_kernel(
     top = tl.full([HEADS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK, HEADS], dtype=tl.float32)
     table += sequence * table_stride
-    page = _load_page(table, low, keys, high, PAGE_SIZE, BLOCK)
+    page = load_page(table, low, keys, high, PAGE_SIZE, BLOCK)
     for start in tl.range(low, high, BLOCK, num_stages=STAGES):
         is_seen = start + keys < high
         if WINDOW:
             is_seen &= start + keys > position - WINDOW
-        base, offsets = _locate(page, start, keys, H_KV * WIDTH, PAGE_SIZE, BLOCK)
+        base, offsets = locate(page, start, keys, H_KV * WIDTH, PAGE_SIZE, BLOCK)
         # A step ahead, so that no load of keys has to wait for the load of their page.
-        page = _load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
+        page = load_page(table, start + BLOCK, keys, high, PAGE_SIZE, BLOCK)
         base += kv_head * WIDTH
         # Unseen keys and values may be NaN; they are loaded as zero.
         is_key = is_seen[:, None] & (dims < WIDTH)[None, :]
@@ -351,7 +351,7 @@ def _softmax_step(scores, top):
 
 
 @triton.jit
-def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The page of each key from `start` on; one for all if blocks do not cross pages."""
     at = start
     if PAGE_SIZE % BLOCK != 0:
@@ -360,7 +360,7 @@ def _load_page(table, start, keys, high, PAGE_SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def locate(page, start, keys, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A base and an offset for each key from `start` on, STRIDE numbers each."""
     if PAGE_SIZE % BLOCK == 0:
         base = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * STRIDE

@@ -184,8 +184,10 @@ def rotate_kernel(
 
     turned_a, turned_b = a, b
     if q_norm is not None:
-        squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)
+        # In FP64, so that the trainer's order gives the same (`qurl.ops.rms_norm`).
+        squares = a.to(tl.float64) * a.to(tl.float64) + b.to(tl.float64) * b.to(tl.float64)
+        mean = (tl.sum(squares, axis=1, keep_dims=True) / HEAD_DIM).to(tl.float32)
+        inverse = tl.rsqrt(mean + eps)
         turned_a = gain_a * (a * inverse)
         turned_b = gain_b * (b * inverse)
     turned_a, turned_b = turned_a * c - turned_b * s, turned_b * c + turned_a * s

@@ -165,14 +165,27 @@ def test_a_row_does_not_depend_on_the_batch():
         assert torch.equal(finish(multiply(alone, w, bias, BF16, plan))[0], together[row])
 
 
-def test_unified_plans_name_no_library_for_codes():
-    """Trainer and engine add up alike only where both use our kernel."""
-    shape = (1536, 1536)
-    assert Plans(H200).choose("fp8", 8192, *shape) is None
-    plan = Plans(H200, unified=True).choose("fp8", 8192, *shape)
-    assert plan is not None
-    assert plan.depth % 128 == 0
-    assert Plans(H200, unified=True).choose("bf16", 8192, *shape) is None
+@pytest.mark.parametrize("tokens", [1, 16, 200, 8192])
+def test_unified_plans_name_no_library_and_cut_no_sum(tokens):
+    """Then trainer and engine add up alike, whatever the number of tokens."""
+    for shape in ((1536, 1536), (1536, 8960)):
+        plan = Plans(H200, unified=True).choose("fp8", tokens, *shape)
+        assert plan is not None
+        assert plan.splits == 0
+        assert plan.depth % 128 == 0
+    assert Plans(H200, unified=True).choose("bf16", 8192, 1536, 1536) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_sums_in_one_part_have_the_same_bits_for_every_plan(format):
+    """On a GPU only: the interpreter adds up a step at a time, whose depth is the plan's."""
+    x, w, _ = operands(format, 300, 640, 1536)
+    sizes = ((16, 64, 128), (64, 64, 256), (128, 128, 128), (256, 128, 128))
+    plans = [Plan(*size, warps=8 if size[0] > 64 else 4, stages=3) for size in sizes]
+    first, *others = (finish(multiply(x, w, None, FP32, plan)) for plan in plans)
+    assert all(torch.equal(first, other) for other in others)
 
 
 # --- the vendor's library ---------------------------------------------------------------------

@@ -65,15 +65,21 @@ def test_the_users_table_comes_first(cache, target, shipped):
     assert ("package" in plans.source) == (len(plans.table) > 1) == shipped
 
 
-def test_unified_flows_take_our_best_plan_where_the_library_is_faster(cache):
+def test_unified_flows_take_plans_of_their_own_that_cut_no_sum(cache):
     target = Target("NVIDIA H200", (9, 0), 132)
-    own = products.Plan(256, 128, 128, 0, 8, 3)
+    own, cut = products.Plan(256, 128, 128, 0, 8, 3), products.Plan(16, 64, 128, 4)
     plans = {("fp8", 640, 384, 8192): None, ("fp8-unified", 640, 384, 8192): own}
+    plans |= {("fp8", 640, 512, 16): cut, ("int8", 640, 512, 16): cut}
     path = user_table(target.name)
     path.parent.mkdir(parents=True)
     path.write_text(write_table(plans, {}))
     assert Plans(target).choose("fp8", 5000, 640, 384) is None
-    assert Plans(target, unified=True).choose("fp8", 5000, 640, 384) == own
+    unified = Plans(target, unified=True)
+    assert unified.choose("fp8", 5000, 640, 384) == own
+    assert unified.choose("fp8", 16, 640, 384) == dataclasses.replace(own, tokens=16)
+    assert unified.choose("fp8", 16, 640, 512) == dataclasses.replace(cut, splits=0)
+    assert unified.choose("int8", 16, 640, 512) == cut
+    assert unified.choose("fp8", 16, 999, 512).splits == 0
 
 
 def test_the_cache_of_a_user_who_names_none(monkeypatch):
@@ -247,11 +253,12 @@ def test_tables_are_merged(tmp_path):
     plan = products.Plan(64, 64, 128, 2)
     assert tune.known_plans(path, MACHINE) == {}
     session.save(problem, {plan: 2.0})
-    session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0})
+    whole = dataclasses.replace(plan, splits=0)
+    session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0, whole: 4.0})
     newer = dataclasses.replace(plan, prefetch=4)
     session.save(problem, {plan: 2.0, newer: 1.0})
     shape = (512, 256, 64)
-    merged = {("int8", *shape): newer, ("fp8", *shape): None, ("fp8-unified", *shape): plan}
+    merged = {("int8", *shape): newer, ("fp8", *shape): None, ("fp8-unified", *shape): whole}
     assert open_table(path) == merged
     assert json.loads(path.read_text())["about"] == MACHINE
     with pytest.raises(ConfigError, match=r"holds plans of NVIDIA H200, and this is NVIDIA A100"):

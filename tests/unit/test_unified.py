@@ -21,13 +21,15 @@ from qurl.errors import ModelError
 from qurl.quant import rescale_
 from qurl.quant.formats import Quantized, dequantize, quantize, quantize_activation
 from qurl.quant.kv import KVRounding, set_kv_scales_
-from qurl.quant.linear import QuantLinear, full_precision, linear, projections
+from qurl.quant.linear import QuantLinear, finish, full_precision, linear, projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
+from qurl.rollout.local.decoder import decode_sequence, prefill
 from qurl.rollout.local.engine import LocalEngine
 from qurl.trainer.batches import pad
-from qurl.trainer.policy import Policy, load_policy
+from qurl.trainer.packing import Packed
+from qurl.trainer.policy import Policy, hidden_states, load_policy
 from qurl.trainer.unified import UnifiedLinear, unify_
 from qurl.types import Graded, Problem, SamplingParams
 
@@ -204,16 +206,22 @@ def make_model(family: str, **changes):
                 nn.init.normal_(parameter)
         return model.eval()
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16} | shape)).eval()
     return LlamaForCausalLM(LlamaConfig(**shape)).eval()
 
 
 def unified_policy(
-    format: str, model=None, backward: str = "bf16", kv: str = "none", full_layers=0, **config
+    format: str,
+    model=None,
+    backward: str = "bf16",
+    kv: str = "none",
+    full_layers=0,
+    device=CPU,
+    **config,
 ) -> Policy:
     options: dict = {"format": format, "backward": backward, "kv": kv, "full_layers": full_layers}
     quant = QuantConfig(unified=True, **options)
-    return Policy(model or tiny_llama(), None, ModelConfig(**config), CPU, quant)
+    return Policy(model or tiny_llama(), None, ModelConfig(**config), device, quant)
 
 
 def mean_gap(policy: Policy, engine) -> float:
@@ -242,6 +250,42 @@ def test_there_is_nothing_to_correct(format, family, uaq):
     assert gap < 1e-5
     if uaq == 1:
         assert mean_gap(Policy(make_model(family), None, ModelConfig(), CPU), engine) > 100 * gap
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen2", 64), ("qwen2", 128), ("qwen3", 128)])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_a_gpu_computes_the_engines_bits(format, family, head_dim, kv, monkeypatch):
+    """Residual streams after all layers: the trainer's, by prefill, and by decoding in batches."""
+    shape = {"hidden_size": 4 * head_dim, "intermediate_size": 704, "num_hidden_layers": 4}
+    model = make_model(family, **shape, head_dim=head_dim, max_position_embeddings=512)
+    policy = unified_policy(format, model.cuda(), kv=kv, device=torch.device("cuda"))
+    engine = build_engine("local", model, quant=format, kv=kv, unified=True)
+    if kv == "fp8":
+        set_kv_scales_(model, engine.sync(model, version=1).kv_scales)
+    ids = torch.randint(3, 99, (200,), device="cuda")
+    streams = []
+
+    def keep(x, delta):
+        streams.append(x + finish(delta).float())
+        return x.to(engine.weights.dtype)
+
+    monkeypatch.setattr(engine._ops, "final_norm", keep)
+    engine.weights.extend_rotations_(len(ids))
+    cache = engine.memory.make_small(len(ids))
+    prefill(engine._ops, [ids.tolist()], cache, [range(1, cache.data.shape[2])])
+    lengths = (200, 17, 1)
+    for length in lengths:
+        decode_sequence(engine._ops, engine.memory.make_small(length), ids[:length].tolist())
+    packed = Packed.of(ids[None], [len(ids)])
+    kept = []
+    model.model.layers[-1].register_forward_hook(lambda *call: kept.append(call[-1]))
+    with torch.no_grad():
+        hidden_states(model, packed.token_ids[None], policy.compute_dtype, **packed.options)
+    for length, stream in zip((200, *lengths), streams, strict=True):
+        assert torch.equal(stream[:length], kept[0][0, :length])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -31,8 +31,8 @@ from qurl.quant.kernels.plans import (
     Plans,
     TableKey,
     open_table,
-    own_kind,
     user_table,
+    whole_kind,
     write_table,
 )
 
@@ -75,14 +75,14 @@ class Tuning:
     def save(self, problem: Gemm, times: Times) -> None:
         """Add the best plan to the table, and keep those of other products.
 
-        If the library beats our plans of codes, our best one is added too, for unified flows.
+        For FP8 our best plan that does not cut K is added too, for unified flows.
         """
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}
-        own: Times = {plan: us for plan, us in times.items() if plan is not None}
-        if best is None and own and problem.format is not None:
-            renamed = dataclasses.replace(problem, kind=own_kind(problem.kind))
-            plans[renamed.table_key] = products.best_of(own)
+        whole: Times = {p: us for p, us in times.items() if p is not None and not p.splits}
+        if whole and problem.kind == "fp8":
+            renamed = dataclasses.replace(problem, kind=whole_kind(problem.kind))
+            plans[renamed.table_key] = products.best_of(whole)
         replace_text(self.table, write_table(plans, self.machine))
 
 

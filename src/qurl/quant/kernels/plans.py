@@ -43,8 +43,8 @@ class Plans:
     def __init__(
         self, target: Target, *, deterministic: bool = False, unified: bool = False
     ) -> None:
-        """With `unified`, codes are never multiplied by the library, whose FP8 sums differ in the
-        last of 14 bits: quantizing what follows would turn such a bit into a whole code."""
+        """With `unified`, trainer and engine must agree to the bit for every number of tokens. Sums
+        of integers do; those of FP8 codes do if our kernel adds them up, and in one part."""
         self.target = target
         self.deterministic, self.unified = deterministic, unified
         own, shipped = user_table(target.name), SHIPPED.get(target.capability or (0, 0))
@@ -61,20 +61,29 @@ class Plans:
 
     def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
         """The plan for x [tokens, depth] times W [channels, depth]."""
-        tokens = bucket_of(tokens)
+        tokens, shape = bucket_of(tokens), (channels, depth)
+        if self.unified and kind.startswith("fp8"):
+            return self._choose_whole(kind, tokens, *shape)
         if self.deterministic and kind != "int8":
-            return self._choose_fixed(kind, tokens, channels, depth)
-        measured = [m for k, n, d, m in self.table if (k, n, d) == (kind, channels, depth)]
-        if larger := [m for m in measured if m >= tokens]:
-            shape = (channels, depth, min(larger))
-            plan = self.table[kind, *shape]
-            needs_own = plan is None and self.unified and kind not in STEPS
-            plan = self.table.get((own_kind(kind), *shape)) if needs_own else plan
-            if plan is not None or not needs_own:
-                return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
+            return self._choose_fixed(kind, tokens, *shape)
+        if key := self._nearest(kind, tokens, *shape):
+            plan = self.table[key]
+            return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind in STEPS:
             return None
-        return rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)
+        return rule_of_thumb(kind, tokens, *shape, self.target.num_sms)
+
+    def _nearest(self, kind: str, tokens: int, channels: int, depth: int) -> TableKey | None:
+        """The next larger number of tokens that was measured."""
+        keys = [key for key in self.table if key[:3] == (kind, channels, depth)]
+        return min((key for key in keys if key[3] >= tokens), default=None)
+
+    def _choose_whole(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
+        """A plan that adds up a sum in one part: another number of parts has other bits."""
+        keys = [self._nearest(k, tokens, channels, depth) for k in (whole_kind(kind), kind)]
+        known = [plan for key in keys if key and (plan := self.table[key])]
+        plan = (known or [rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)])[0]
+        return dataclasses.replace(plan, tokens=min(tokens, plan.tokens), splits=0)
 
     def _choose_fixed(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
         """The order of a floating-point sum is the cut of K: it must not follow the batch."""
@@ -84,8 +93,8 @@ class Plans:
         return dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
 
 
-def own_kind(kind: str) -> str:
-    """Under this name the table has our best plan of products where the library is faster."""
+def whole_kind(kind: str) -> str:
+    """Under this name the table has our best plan that does not cut K, for unified flows."""
     return f"{kind}-unified"
 
 

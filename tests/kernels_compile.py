@@ -43,7 +43,7 @@ from qurl.quant.kernels import gemm, requantize, rows
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
-from qurl.rollout.local.kernels import attention, rope, sampling, step
+from qurl.rollout.local.kernels import attention, flash_pages, rope, sampling, step
 from qurl.trainer.kernels import adamw8bit, token_scores
 from qurl.trainer.moments import Update, make_moments
 
@@ -63,6 +63,7 @@ MAX_SPILLS = {
     for kernel, most in (("add_norm_kernel", 1), ("requantize_rows_kernel", 2))
 }
 MAX_SPILLS[HOPPER, "flash_key_gradients_kernel"] = 60
+MAX_SPILLS[HOPPER, "add_norm_kernel"] = 12  # rows of 8192 only
 """Accesses to local memory that are allowed.
 
 ptxas lacks a register in the longest rows. In the gradient of keys the accesses are around its main
@@ -253,6 +254,18 @@ def attend(
         floats(2, kv_heads) if kv_dtype == FP8 else None,
         None if format is None else get_format(format),
         num_chunks=attention.chunks_for(2048),
+    )
+
+
+def attend_alike(kv_dtype: torch.dtype, heads: Heads = QWEN2_7B) -> Any:
+    head_dim, kv_heads = heads.head_dim, heads.kv_heads
+    return flash_pages.attend_pages_alike(
+        numbers(64, heads.heads, head_dim),
+        numbers(2, 8, 64, kv_heads, head_dim, dtype=kv_dtype),
+        numbers(64, 32, dtype=torch.int32),
+        numbers(64, dtype=torch.int64),
+        heads.window,
+        floats(2, kv_heads) if kv_dtype == FP8 else None,
     )
 
 
@@ -588,6 +601,17 @@ LAUNCHES = (
         partial(attend, FP8, 64, None, QWEN2_05B),
         {"split_kernel": SMALL_MATRIX, "combine_kernel": WIDE_LOADS},
         targets=VARIANT,
+    ),
+    Launch(
+        "attention alike over a bf16 cache",
+        partial(attend_alike, torch.bfloat16),
+        {"alike_kernel": BF16_MATRIX},
+    ),
+    Launch(
+        "attention alike of small heads over an fp8 cache",
+        partial(attend_alike, FP8, QWEN2_05B),
+        {"alike_kernel": BF16_MATRIX},
+        targets=HAVE_FP8,
     ),
     Launch("sampling", sample, {"summarise_kernel": WIDE_LOADS, "sample_kernel": WIDE_LOADS}),
     Launch(

@@ -78,7 +78,7 @@ def norm_kernel(x, weight, y, inverse, rows, eps, H: tl.constexpr, ROWS: tl.cons
     is_inside = (row < rows)[:, None] & (column < H)[None, :]
     values = load_float(x + at, is_inside)
     # In FP64: an engine adds up in another order (`rotate_and_store`) and gets the same.
-    squares = values.to(tl.float64) * values.to(tl.float64)
+    squares = (values * values).to(tl.float64)
     scale = tl.rsqrt((tl.sum(squares, 1) / H).to(tl.float32) + eps)
     factor = load_float(weight + column, column < H)
     result = values * scale[:, None] * factor[None, :]

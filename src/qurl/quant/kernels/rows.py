@@ -207,7 +207,7 @@ def add_norm_kernel(
         )
         tl.store(total + row * K + columns, values, mask=mask)
     # In FP64: the order of the sum is the compiler's, and differs between trainer and engine.
-    squares = values.to(tl.float64) * values.to(tl.float64)
+    squares = (values * values).to(tl.float64)
     mean = (tl.sum(tl.sum(squares, axis=1), axis=0) / K).to(tl.float32)
     factor = tl.rsqrt(mean + eps)
     if inverse is not None:

@@ -15,6 +15,8 @@ Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,24 +47,25 @@ def attend_pages_alike(
     assert all(tensor.is_contiguous() for tensor in (q, kv))
     assert (table.dtype, table.stride(1), len(table)) == (torch.int32, 1, batch)
     out = q.new_empty(q.shape)
-    flash_pages_kernel[(kv_heads, batch)](
-        *(q, kv[0], kv[1], kv_scale, table, positions, out),
-        *(table.stride(0), table.shape[1], window, size**-0.5),
-        H_KV=kv_heads,
-        GROUP=heads // kv_heads,
-        D=size,
-        QUERIES=_QUERIES,
-        KEYS=plan_for(q).forward.keys,
-        PAGE_SIZE=page_size,
-        num_warps=4,
-        num_stages=3,
+    shape: dict[str, Any] = {
+        "H_KV": kv_heads,
+        "GROUP": heads // kv_heads,
+        "D": size,
+        "QUERIES": _QUERIES,
+        "KEYS": plan_for(q).forward.keys,
+        "PAGE_SIZE": page_size,
+        "num_warps": 4,
+        "num_stages": 3,
         **overlapping(q.device),
-    )
+    }
+    tensors = (q, kv[0], kv[1], kv_scale, table, positions, out)
+    sizes = (table.stride(0), table.shape[1], window, size**-0.5)
+    alike_kernel[(kv_heads, batch)](*tensors, *sizes, **shape)
     return out
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pages"])
-def flash_pages_kernel(
+def alike_kernel(
     q,
     k,
     v,

@@ -86,7 +86,7 @@ def rotate_and_store(
         "HEADS": heads,
         "num_warps": _NUM_WARPS,
         # Otherwise the compiler saves registers by waiting for some numbers before loading others.
-        "maxnreg": 64,
+        "maxnreg": 64 if norms is None else 80,
         **overlapping(positions.device),
         **EXACT,
     }
@@ -185,7 +185,7 @@ def rotate_kernel(
     turned_a, turned_b = a, b
     if q_norm is not None:
         # In FP64, so that the trainer's order gives the same (`qurl.ops.rms_norm`).
-        squares = a.to(tl.float64) * a.to(tl.float64) + b.to(tl.float64) * b.to(tl.float64)
+        squares = (a * a).to(tl.float64) + (b * b).to(tl.float64)
         mean = (tl.sum(squares, axis=1, keep_dims=True) / HEAD_DIM).to(tl.float32)
         inverse = tl.rsqrt(mean + eps)
         turned_a = gain_a * (a * inverse)

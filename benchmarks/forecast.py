@@ -1,4 +1,4 @@
-"""The rates of `qurl.bench.forecast`, fitted to benchmarks/results, and the errors of its forecasts.
+"""The rates of `qurl.bench.forecast`, fitted to benchmarks/results, and its errors.
 
     python -m benchmarks.forecast
 

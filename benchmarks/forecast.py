@@ -117,7 +117,8 @@ def read_step(arm: str) -> tuple[float, Work, float, float]:
         sequences=256,
         prompt_tokens=GSM8K_PROMPT,
         new_tokens=round(tokens),
-        together=256 * tokens / 512,  # the longest completions go on alone
+        together=256,
+        longest=512,
         num_forwards=2.0,  # prox, and the reference (GRPO) or the values (PPO)
         num_networks=1 + is_ppo,
     )

@@ -56,8 +56,9 @@ class Work:
 
     sequences: float
     prompt_tokens: int
-    new_tokens: int
-    together: float  # sequences that are decoded at once
+    new_tokens: int  # of a completion, on average
+    together: float  # most sequences that are decoded at once
+    longest: int = 0  # completion; 0 = all have new_tokens
     num_updates: int = 4
     num_passes: float = 1.0  # over the batch: epochs, for policy and critic each
     num_forwards: float = 0.75  # without gradients: prox, reference, values
@@ -111,11 +112,13 @@ def coded_bytes(shape: Shape) -> int:
 def rollout_seconds(
     shape: Shape, arm: Arm, speed: Speed, work: Work, rates: Sequence[float] = DECODE_RATES
 ) -> float:
-    """All decode steps; more sequences than are decoded at once take more of them."""
+    """All decode steps: as many as the longest completion has tokens, or more if not all
+    sequences are decoded at once."""
+    num_tokens = work.sequences * work.new_tokens
+    num_steps = max(work.longest or work.new_tokens, num_tokens / work.together)
     context = work.prompt_tokens + (work.new_tokens - 1) / 2
-    terms = decode_terms(shape, arm, speed, work.together, context)
-    step = sum(rate * term for rate, term in zip(rates, terms, strict=True))
-    return step * work.new_tokens * work.sequences / work.together
+    terms = decode_terms(shape, arm, speed, num_tokens / num_steps, context)
+    return num_steps * sum(rate * term for rate, term in zip(rates, terms, strict=True))
 
 
 def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSeconds:
@@ -141,11 +144,15 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
     )
 
 
-def gain_range(base: StepSeconds, arm: StepSeconds) -> tuple[float, float, float]:
+def gain_range(
+    base: StepSeconds, arm: StepSeconds, *, is_measured: bool = False
+) -> tuple[float, float, float]:
     """How many times faster the arm's steps are: at least, by forecast, at most.
 
-    The error of a rollout's gain counts as much as rollouts do in the step.
+    The error of a rollout's gain counts as much as rollouts do in the step, unless they were
+    measured.
     """
     gain = base.total / arm.total
-    error = math.hypot(ROLLOUT_ERROR * base.rollout / base.total, STEP_ERROR)
+    rollout_error = 0.0 if is_measured else ROLLOUT_ERROR * base.rollout / base.total
+    error = math.hypot(rollout_error, STEP_ERROR)
     return gain * math.exp(-error), gain, gain * math.exp(error)

@@ -128,7 +128,7 @@ def check_gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding("ok", "FP8", "in matrix units")
     else:
         found = "no matrix units for it, which come with compute capability 8.9 (Ada, Hopper)"
-        yield Finding("note", "FP8", found, "use quant.format = 'int8'; quant.kv = 'fp8' works")
+        yield Finding("note", "FP8", found, "use quant.format = 'int8' and quant.kv = 'none'")
 
 
 def check_missing_gpu(driver: str | None) -> Finding:

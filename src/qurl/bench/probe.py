@@ -85,15 +85,14 @@ def measure_training(
     """What was trained on, and its seconds by arm; there are no rollouts in them."""
     length, group = work.prompt_tokens + work.new_tokens, 2
     sequences = max(2 * group, 4 * config.batch.microbatch_tokens // length // group * group)
-    keys = {"model.logits_chunk": config.model.logits_chunk}
-    keys["model.gradient_checkpointing"] = json.dumps(config.model.gradient_checkpointing)
-    bench = TrainBench(
-        **{"sequences": sequences, "group": group, "minibatches": 2, "repeats": 1},
+    same = ("logits_chunk", "gradient_checkpointing")
+    keys = [f"model.{key}={json.dumps(getattr(config.model, key))}" for key in same]
+    flags: dict[str, Any] = {
+        **{"sequences": sequences, "group": group, "minibatches": 2, "device": device.type},
         **{"prompt_tokens": work.prompt_tokens, "tokens": work.new_tokens},
-        microbatch_tokens=config.batch.microbatch_tokens,
-        keys=",".join(f"{key}={value}" for key, value in keys.items()),
-        device=device.type,  # type: ignore[arg-type]
-    )
+        **{"microbatch_tokens": config.batch.microbatch_tokens, "keys": ",".join(keys)},
+    }
+    bench = TrainBench(**flags)
     found = {}
     for arm in arms:
         trial = Trial(bench, bench.config(arm), shape, device)

@@ -109,7 +109,8 @@ def build_model(device: torch.device) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 320}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.1))
+    config: dict[str, Any] = {**sizes, **heads, "initializer_range": 0.1}
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**config))
     return model.to(device).eval()
 
 

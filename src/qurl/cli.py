@@ -111,6 +111,9 @@ def doctor_command(args: list[str]) -> int:
 
 
 def advise_command(args: list[str]) -> int:
+    if "-h" in args or "--help" in args:
+        print(HELP, end="")
+        return 0
     from qurl.bench.advise import advise, print_advice
     from qurl.config import load_config
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -318,6 +319,8 @@ def test_measuring_a_step(monkeypatch):
         device="cpu",
     )
     monkeypatch.setattr(probe, "MORE_TOKENS", 12)
+    monkeypatch.setattr(probe, "paused_gc", nullcontext)  # it collects garbage first, which is slow
+    monkeypatch.setattr(probe, "free_memory", lambda: None)
     size = measure(tiny_llama(max_position_embeddings=256))
     tiny = replace(scenario(config, tokens=16), size=size, prompt_tokens=8)
     arms = [Arm.of(name) for name in ("none", "int8", "int8-unified")]

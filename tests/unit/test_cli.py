@@ -130,6 +130,7 @@ def test_train_help_shows_every_section(capsys):
     assert "--algo.objective" in text
     assert "--quant.update-scale" in text
     assert "paper: 1.5" in text
+    assert "--dry-run" in text
 
 
 def test_interrupted(capsys, monkeypatch):

@@ -144,14 +144,15 @@ def find_gaps(
     config: Config, size: ModelSize, task: Task | None, hardware: Hardware
 ) -> tuple[dict[str, float], str]:
     """Mean |log-prob gap| by arm, measured if the model is here and not too large, and how."""
-    is_folder = Path(config.model.path).expanduser().is_dir()
+    folder = Path(config.model.path).expanduser()
     has_gpu = torch.cuda.is_available() and size.num_parameters * 8 < hardware.memory
-    if is_folder and task is not None and (has_gpu or size.num_parameters <= SMALL_MODEL):
+    if folder.is_dir() and task is not None and (has_gpu or size.num_parameters <= SMALL_MODEL):
         device = pick_device("auto")
-        formats = (BASE, "int8", "fp8") if hardware.has_fp8 else (BASE, "int8")
-        gaps = probe.measure_mismatch(
-            config.model.path, task, formats, config.sampling.temperature, device
-        )
+        arms = [arm for arm in (BASE, *ROLLOUT_ARMS) if hardware.has_fp8 or "fp8" not in arm]
+        if device.type == "cpu" or not hardware.has_fp8:
+            arms = [arm for arm in arms if "+kv" not in arm]
+        path, temperature = str(folder), config.sampling.temperature
+        gaps = probe.measure_mismatch(path, task, arms, temperature, device)
         how = f"gap: mean |log-prob gap| of this model's own samples, measured on {device}"
         return gaps, how + ("" if device.type == "cuda" else ", where attention is in FP64")
     how = (

@@ -107,21 +107,25 @@ def measure_training(
 
 
 def measure_mismatch(
-    path: str, task: Task, formats: Sequence[str], temperature: float, device: torch.device
+    path: str, task: Task, arms: Sequence[str], temperature: float, device: torch.device
 ) -> dict[str, float]:
     """Mean |log-prob gap| between engine and trainer, of tokens that the engine samples."""
     policy = load_policy(path, ModelConfig(), device).freeze_()
     problems = [task[i] for i in range(min(MISMATCH_PROBLEMS, len(task)))]
     params = SamplingParams(max_tokens=MISMATCH_TOKENS, temperature=temperature)
     gaps = {}
-    for format in formats:
-        engine = build_engine("local", policy.model, policy.tokenizer, quant=format)
+    for arm in arms:
+        precision = {
+            "quant": Arm.of(arm).quant["format"],
+            "kv": Arm.of(arm).quant.get("kv", "none"),
+        }
+        engine = build_engine("local", policy.model, policy.tokenizer, **precision)
         rollouts = engine.generate(problems, params)
         batch = pad([Graded(r, [0.0], [{}]) for r in rollouts]).to(device)
         with torch.no_grad():
             logp = policy.score(batch).logp
         gap = ((logp - batch.logp_behav).abs() * batch.mask).sum() / batch.mask.sum()
-        gaps[format] = float(gap)
+        gaps[arm] = float(gap)
         del engine
         free_memory()
     return gaps

@@ -198,7 +198,8 @@ def make_cache(weights: Weights, kv: str) -> KVCache:
 
 def weight_gap(device: torch.device, format: str) -> float:
     """Coding a weight, as a sync does."""
-    weight, expected = _normal(device, 96, 128), quantize(_normal(device, 96, 128), format)
+    weight = _normal(device, 16, 128)
+    expected = quantize(weight, format)
     codes, scale = torch.zeros_like(expected.codes), torch.zeros_like(expected.scale)
     flips = torch.zeros_like(scale, dtype=torch.int32)
     requantize_(weight, Quantized(codes, scale, expected.format), flips)
@@ -253,7 +254,7 @@ def gradient_gap(device: torch.device, format: str) -> float:
 
 def head_gap(device: torch.device) -> float:
     """Log-probs, entropies and the gradient of the logits."""
-    logits, targets = _normal(device, 24, 320), torch.arange(24, device=device)
+    logits, targets = _normal(device, 8, 320), torch.arange(8, device=device)
     logp, log_z, entropy = token_scores.score_rows(logits, targets, 0.5)
     ones = torch.ones_like(logp)
     gradient = token_scores.logit_gradients(

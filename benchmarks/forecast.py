@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qurl.bench.arms import Arm
-from qurl.bench.forecast import DECODE_RATES, Work, decode_terms, step_seconds
+from qurl.bench.forecast import DECODE_RATES, StepSeconds, Work, decode_terms, step_seconds
 from qurl.bench.limits import SPEEDS
 from qurl.bench.shapes import SHAPES, Shape
 
@@ -131,7 +132,30 @@ def _median(curve: Sequence[float | None]) -> float:
 
 def step_errors() -> dict[str, float]:
     """log(forecast / measured) of how much faster one whole step is than another."""
-    return {f"{arm} against {base}": _step_error(arm, base) for arm, base in STEP_PAIRS}
+    errors = {f"{arm} against {base}": _step_error(arm, base) for arm, base in STEP_PAIRS}
+    steps = read_bench_steps()
+    for (model, arm, batch), (measured, forecast) in steps.items():
+        if arm != "none" and (base := steps.get((model, "none", batch))):
+            gains = base[0].total / measured.total, base[1].total / forecast.total
+            errors[f"{model} {arm} {batch} step"] = math.log(gains[1] / gains[0])
+    return errors
+
+
+def read_bench_steps() -> dict[tuple[str, ...], tuple[StepSeconds, StepSeconds]]:
+    """Steps of `qurl bench step` of equal lengths, measured and forecast, by model, arm, batch."""
+    found = {}
+    for key, entries in json.loads((RESULTS / "step.json").read_text())["results"].items():
+        model, arm, batch, lengths = key.split()
+        if lengths != "equal":
+            continue
+        sequences, prompt, tokens = map(int, re.split(r"[x+]", batch))
+        parts = entries[-1]["figures"]["parts"]
+        rest = parts["sync"] + parts["rest"]
+        measured = StepSeconds(parts["rollout"], parts["prox"], parts["update"], rest)
+        work = Work(sequences, prompt, tokens, sequences)
+        forecast = step_seconds(SHAPES[model], Arm.of(arm), H200, work)
+        found[model, arm, batch] = measured, forecast
+    return found
 
 
 def _step_error(*arms: str) -> float:
@@ -145,7 +169,7 @@ def _step_error(*arms: str) -> float:
 
 
 def train_errors() -> dict[str, float]:
-    """log(forecast / measured) of updates and prox forwards of whole batches."""
+    """log(forecast / measured) of updates, prox forwards and parts of whole steps."""
     work = Work(256, 16, 1024, 256)
     errors = {}
     for key, entries in json.loads((RESULTS / "train.json").read_text())["results"].items():
@@ -160,10 +184,16 @@ def train_errors() -> dict[str, float]:
             forecast = step_seconds(SHAPES["3B"], Arm.of("none"), H200, work)
             update = statistics.median(run["update_s"][1:])
             errors["3B none update"] = math.log(forecast.update / update)
+    for key, (measured, forecast) in read_bench_steps().items():
+        name = " ".join(key)
+        # Where correction.mode = "auto" falls back, the update includes the prox forward.
+        errors[f"{name} training"] = math.log(forecast.train / measured.train)
+        errors[f"{name} step"] = math.log(forecast.total / measured.total)
     for arm in ("grpo-bf16", "bf16"):
-        _, work, _, seconds = read_step(arm)
+        whole, work, _, seconds = read_step(arm)
         forecast = step_seconds(SHAPES["0.5B"], Arm.of("none"), H200, work)
         errors[f"0.5B {arm} training"] = math.log(forecast.train / seconds)
+        errors[f"0.5B {arm} step"] = math.log(forecast.total / whole)
     return errors
 
 

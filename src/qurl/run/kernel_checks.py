@@ -209,7 +209,8 @@ def weight_gap(device: torch.device, format: str) -> float:
 def attention_gap(device: torch.device) -> float:
     """Attention and its gradients over two packed sequences."""
     lengths, size = (40, 24), 64
-    leaves = [_normal(device, sum(lengths), h, size, seed=h).bfloat16() for h in (4, 2, 2)]
+    shapes = enumerate((4, 2, 2))  # heads of queries, keys and values
+    leaves = [_normal(device, sum(lengths), h, size, seed=i).bfloat16() for i, h in shapes]
     bounds = torch.tensor([0, 40, 64], dtype=torch.int32, device=device)
     upstream = _normal(device, sum(lengths), 4, size)
     found = _gradients(

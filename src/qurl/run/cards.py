@@ -48,10 +48,5 @@ def find_card(name: str) -> Card:
     raise ConfigError(f"--gpu {name!r} is not one of {', '.join(CARDS)}")
 
 
-def recognize_card(name: str) -> Card | None:
-    """The card that torch calls `name`, such as "NVIDIA H100 80GB HBM3"."""
-    return next((card for card in CARDS.values() if _plain(card.name) in _plain(name)), None)
-
-
 def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))

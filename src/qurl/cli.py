@@ -14,13 +14,20 @@ usage: qurl COMMAND ...
 
 Reinforcement learning for reasoning LLMs with quantized rollouts.
 
-  qurl train RECIPE.toml [--section.key value ...] [--dry-run]
+  qurl train RECIPE.toml [--section.key value ...] [--dry-run [--gpu NAME]]
         train, or resume the run in run_dir; --dry-run prints the resolved recipe,
-        the memory and the token budget instead
+        the memory and the token budget instead, with --gpu H100 those of a GPU
+        that is not here
   qurl eval RECIPE.toml|RUN [--section.key value ...]
         held-out accuracy of model.path, or of a run's newest checkpoint
   qurl validate RECIPE.toml [--section.key value ...]
         check keys, files, tokenizer and grader before a long run
+  qurl doctor [--json]
+        is this machine ready? versions, GPU, memory, disk, and every kernel tested
+  qurl advise RECIPE.toml|RUN [--section.key value ...] [--flags]
+        will quantizing help here? measured on a GPU, else computed. --tokens N is the
+        mean length of completions; --gpu H100 and --gpus N plan for other hardware,
+        --shape 7B for a model that is not here; --json
   qurl report RUN
         write RUN/report.html again
   qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
@@ -64,13 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train_command(args: list[str]) -> int:
     from qurl.config import load_config, to_json
 
-    is_dry_run = "--dry-run" in args
-    recipe, flags = _recipe_and_flags([a for a in args if a != "--dry-run"])
-    config = load_config(recipe, flags)
+    is_dry_run, args = _switch("--dry-run", args)
+    gpu, args = _option("--gpu", args)
+    if gpu is not None and not is_dry_run:
+        raise ConfigError(f"--gpu {gpu} plans for a GPU that is not here; it needs --dry-run")
+    config = load_config(*_recipe_and_flags(args))
     if is_dry_run:
         from qurl.run.budget import describe_budget
+        from qurl.run.cards import find_card
 
-        print(to_json(config), describe_budget(config), sep="\n")
+        card = None if gpu is None else find_card(gpu)
+        print(to_json(config), describe_budget(config, card), sep="\n")
         return 0
     from qurl.train import train
 
@@ -89,6 +100,32 @@ def validate_command(args: list[str]) -> int:
     from qurl.run.validate import validate
 
     return 0 if validate(*_recipe_and_flags(args)) else 2
+
+
+def doctor_command(args: list[str]) -> int:
+    from qurl.run.doctor import run_doctor
+
+    as_json, args = _switch("--json", args)
+    _exactly(args)
+    return 0 if run_doctor(as_json=as_json) else 1
+
+
+def advise_command(args: list[str]) -> int:
+    if "-h" in args or "--help" in args:
+        print(HELP, end="")
+        return 0
+    from qurl.bench.advise import advise, print_advice
+    from qurl.config import load_config
+
+    as_json, args = _switch("--json", args)
+    gpu, args = _option("--gpu", args)
+    gpus, args = _option("--gpus", args)
+    shape, args = _option("--shape", args)
+    tokens, args = _option("--tokens", args)
+    counts = {"gpus": _count("--gpus", gpus), "tokens": _count("--tokens", tokens)}
+    config = load_config(*_recipe_and_flags(args))
+    print_advice(advise(config, gpu=gpu, shape=shape, **counts), as_json=as_json)
+    return 0
 
 
 def report_command(args: list[str]) -> int:
@@ -122,6 +159,8 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train_command,
     "eval": eval_command,
     "validate": validate_command,
+    "doctor": doctor_command,
+    "advise": advise_command,
     "report": report_command,
     "export": export_command,
     "bench": _bench("run_bench"),
@@ -144,6 +183,17 @@ def _option(name: str, args: list[str], default: str | None = None) -> tuple[str
         return default, args
     i = args.index(name)
     return (args[i + 1 : i + 2] or [""])[0], args[:i] + args[i + 2 :]
+
+
+def _count(name: str, word: str | None) -> int | None:
+    if word is not None and not (word.isdecimal() and int(word)):
+        raise ConfigError(f"{name} {word} must be a whole number of at least 1")
+    return None if word is None else int(word)
+
+
+def _switch(name: str, args: list[str]) -> tuple[bool, list[str]]:
+    """Whether `name` is given, and the other arguments."""
+    return name in args, [word for word in args if word != name]
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:

@@ -76,8 +76,8 @@ def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
     assert message == (
-        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export, "
-        "bench, tune\n"
+        "ConfigError: 'fly' is not a command; there are train, eval, validate, doctor, advise, "
+        "report, export, bench, tune\n"
     )
 
 
@@ -130,6 +130,7 @@ def test_train_help_shows_every_section(capsys):
     assert "--algo.objective" in text
     assert "--quant.update-scale" in text
     assert "paper: 1.5" in text
+    assert "--dry-run" in text
 
 
 def test_interrupted(capsys, monkeypatch):

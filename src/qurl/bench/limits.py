@@ -34,6 +34,7 @@ from torch.utils.benchmark import Timer
 from qurl.bench.shapes import Shape
 from qurl.bench.workload import Workload
 from qurl.ops.device import default_dtype
+from qurl.run.cards import CARDS, Card
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ SPEEDS: Mapping[str, Speed] = {
     "NVIDIA H200": Speed(bandwidth=4.3e12, flops_wide=790e12, flops_narrow=1580e12),
 }
 """By the name that torch gives the device."""
+
+
+def speed_of(card: Card) -> Speed:
+    """From the data sheet, with the shares of it that were measured on an H200."""
+    known, sheet = SPEEDS["NVIDIA H200"], CARDS["H200"]
+    return Speed(
+        bandwidth=card.bandwidth * known.bandwidth / sheet.bandwidth,
+        flops_wide=card.flops_wide * known.flops_wide / sheet.flops_wide,
+        flops_narrow=card.flops_narrow * known.flops_narrow / sheet.flops_narrow,
+    )
 
 
 @dataclass(frozen=True)

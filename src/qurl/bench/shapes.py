@@ -24,10 +24,11 @@ class Shape:
     intermediate: int
     vocabulary: int
     is_tied: bool  # whether the head is the embedding
+    head_size: int = 0  # of one attention head; 0 = hidden / heads
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:
@@ -112,6 +113,7 @@ def model_config(shape: Shape) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.is_tied,

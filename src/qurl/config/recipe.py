@@ -40,6 +40,11 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """What `algo.name` sets; a recipe or a flag overrides any part of it."""
 
+DESCRIPTION = (
+    "The keys of a recipe. qurl train also takes --dry-run, which prints the resolved recipe and "
+    "its memory and token budget instead of training, and with it --gpu NAME, a GPU not here."
+)
+
 MOVED: Mapping[str, str] = {
     "algo.acr_max_bound": "experimental.acr_max_bound",
     "algo.kl_is_correct": "experimental.weighted_kl",
@@ -172,8 +177,8 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
         )
 
     options = {"config": (tyro.conf.FlagConversionOff,), "registry": registry}
-    prog = "qurl COMMAND [RECIPE|RUN]"
-    changed = tyro.cli(Config, prog=prog, default=config, args=flags, **options)
+    texts = {"prog": "qurl COMMAND [RECIPE|RUN]", "description": DESCRIPTION}
+    changed = tyro.cli(Config, **texts, default=config, args=flags, **options)
     return build_config(to_dict(changed), source)
 
 

@@ -14,6 +14,7 @@ from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
 from qurl.quant.linear import PROJECTIONS, projections
+from qurl.run.cards import Card
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.adamw8bit import find_coded
 from qurl.trainer.moments import BLOCK
@@ -51,10 +52,10 @@ class ModelSize:
         return 2 * self.num_layers * self.kv_numbers
 
 
-def describe_budget(config: Config) -> str:
-    """Token and memory budget as text."""
+def describe_budget(config: Config, card: Card | None = None) -> str:
+    """Token and memory budget as text, on this machine or on a card that is not here."""
     sequences = config.batch.problems * config.sampling.group_size
-    device = pick_device(config.device)
+    device = torch.device("cuda") if card else pick_device(config.device)
     lines = [
         "",
         "tokens",
@@ -63,7 +64,7 @@ def describe_budget(config: Config) -> str:
         f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
         f"  updates per step        {config.updates_per_step}",
         f"  updates in the run      {config.steps * config.updates_per_step:,}",
-        f"memory (GiB) on {device}",
+        f"memory (GiB) on {card.name if card else device}",
     ]
     try:
         size = measure_model(config)
@@ -71,15 +72,23 @@ def describe_budget(config: Config) -> str:
         reason = str(error).splitlines()[0]
         lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
         return "\n".join(lines)
-    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    rows = memory_rows(config, size, card.total_memory if card else None)
+    room, of = (card.memory, card.name) if card else room_of(device)
+    rows = memory_rows(config, size, room, is_cuda=device.type == "cuda")
     lines += [f"  {name:<24}{number / GIB:10.3f}" for name, number in rows.items()]
     peak = peak_memory(config, rows)
-    of = f" of {card.total_memory / GIB:.1f} ({card.name})" if card else ""
+    of = f" of {room / GIB:.1f} ({of})" if room else ""
     lines.append(f"  {'at the peak':<24}{peak / GIB:10.3f}{of}, estimated")
-    if card and peak > card.total_memory:
+    if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
     return "\n".join(lines)
+
+
+def room_of(device: torch.device) -> tuple[float | None, str]:
+    """Bytes and name of a GPU here; None for a CPU."""
+    if device.type != "cuda":
+        return None, ""
+    found = torch.cuda.get_device_properties(device)
+    return found.total_memory, found.name
 
 
 def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
@@ -103,9 +112,15 @@ def find_savings(config: Config) -> list[str]:
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 
 
-def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> dict[str, float]:
-    """Bytes by use. The cache shrinks to what a card of `card` bytes has when it is first made."""
-    is_cuda = pick_device(config.device).type == "cuda"
+def memory_rows(
+    config: Config, size: ModelSize, card: float | None = None, *, is_cuda: bool | None = None
+) -> dict[str, float]:
+    """Bytes by use. The cache shrinks to what a card of `card` bytes has when it is first made.
+
+    Without `is_cuda`, on the device that the recipe names.
+    """
+    if is_cuda is None:
+        is_cuda = pick_device(config.device).type == "cuda"
     is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide

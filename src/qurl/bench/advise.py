@@ -1,0 +1,255 @@
+"""`qurl advise`: does quantizing help this recipe on this hardware, and what should it set?
+
+On a GPU the parts of a step are measured (`qurl.bench.probe`), else computed from rates that were
+measured on an H200 (`qurl.bench.forecast`, which states its errors). A gain's range is the error of
+such forecasts against all measurements in benchmarks/results; it covers nine of ten of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qurl.bench import probe
+from qurl.bench.arms import Arm
+from qurl.bench.forecast import StepSeconds, gain_range
+from qurl.bench.scenario import (
+    BASE,
+    Hardware,
+    Scenario,
+    count_prompt_tokens,
+    find_hardware,
+    find_size,
+    find_tokens,
+    open_task,
+)
+from qurl.config import Config
+from qurl.ops.device import pick_device
+from qurl.run.budget import (
+    GIB,
+    ModelSize,
+    find_savings,
+)
+from qurl.tasks.task import Task
+
+ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
+UNIFIED_ARMS = ("int8-unified", "fp8-unified-dgrad")
+SMALL_GAIN = 1.03
+"""A step that gains less is not worth a mismatch."""
+CACHE_GAIN = 1.03
+"""So much faster must a step be with an FP8 cache, which adds to the mismatch."""
+KNOWN_GAPS = {"none": 0.004, "int8": 0.028, "int8+kv": 0.033, "fp8": 0.036, "fp8+kv": 0.038}
+"""Mean |log-prob gap| of a 0.5B model before RL (benchmarks/results/mismatch.json)."""
+SMALL_MODEL = 7e8
+"""Most parameters of a model whose mismatch is measured on a CPU."""
+
+Answer = Literal["yes", "perhaps", "no"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm."""
+
+    arm: str
+    rollout_s: float
+    train_s: float
+    step_s: float
+    gain: tuple[float, float, float]  # at least, expected, at most
+    peak_gib: float
+    fits: bool
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer and all that it rests on."""
+
+    answer: Answer
+    recommended: Mapping[str, Any]
+    """Keys of the recipe."""
+    verdict: tuple[str, str]
+    rows: Sequence[Row]
+    setting: str
+    notes: Sequence[str]
+
+
+def advise(
+    config: Config,
+    *,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    shape: str | None = None,
+    tokens: int | None = None,
+) -> Advice:
+    """Measure or compute every arm and choose; completions have `tokens` tokens on average."""
+    if config.device == "cpu" and gpu is None:
+        return advise_cpu()
+    hardware = find_hardware(gpu, gpus)
+    size = find_size(config, shape)
+    task, notes = open_task(config, shape is not None)
+    prompt_tokens = count_prompt_tokens(config, task)
+    if tokens is None:
+        tokens, note = find_tokens(config)
+        notes.append(note)
+    arms = [Arm.of(name) for name in (BASE, *ROLLOUT_ARMS, *UNIFIED_ARMS)]
+    arms = [arm for arm in arms if hardware.has_fp8 or "fp8" not in arm.quant.values()]
+    scenario = Scenario(config, hardware, size, prompt_tokens, tokens)
+    seconds = (
+        scenario.measure(arms, torch.device("cuda")) if hardware.is_here else scenario.compute(arms)
+    )
+    gaps, how = find_gaps(config, size, task, hardware)
+    rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
+    answer, recommended, verdict = choose(rows, find_savings(config))
+    return Advice(
+        answer,
+        recommended,
+        verdict,
+        rows,
+        scenario.describe(),
+        (*hardware.notes, *notes, *scenario.notes(), how),
+    )
+
+
+def advise_cpu() -> Advice:
+    line = "No: on a CPU codes are multiplied as FP32 numbers, so quantizing saves no time."
+    reason = "Set quant.format = 'none', or plan for a GPU with --gpu H100."
+    return Advice("no", {"quant.format": BASE}, (line, reason), (), "on a CPU", ())
+
+
+def make_row(
+    scenario: Scenario, arm: Arm, seconds: Mapping[str, StepSeconds], gap: float | None
+) -> Row:
+    found, (peak, _) = seconds[arm.name], scenario.memory(arm)
+    gain = gain_range(seconds[BASE], found, is_measured=scenario.hardware.is_here)
+    return Row(
+        arm.name,
+        found.rollout,
+        found.train,
+        found.total,
+        (1.0, 1.0, 1.0) if arm.name == BASE else gain,
+        peak / GIB,
+        peak <= scenario.hardware.memory,
+        gap,
+    )
+
+
+def find_gaps(
+    config: Config, size: ModelSize, task: Task | None, hardware: Hardware
+) -> tuple[dict[str, float], str]:
+    """Mean |log-prob gap| by arm, measured if the model is here and not too large, and how."""
+    folder = Path(config.model.path).expanduser()
+    has_gpu = torch.cuda.is_available() and size.num_parameters * 8 < hardware.memory
+    if folder.is_dir() and task is not None and (has_gpu or size.num_parameters <= SMALL_MODEL):
+        device = pick_device("auto")
+        arms = [arm for arm in (BASE, *ROLLOUT_ARMS) if hardware.has_fp8 or "fp8" not in arm]
+        if device.type == "cpu" or not hardware.has_fp8:
+            arms = [arm for arm in arms if "+kv" not in arm]
+        path, temperature = str(folder), config.sampling.temperature
+        gaps = probe.measure_mismatch(path, task, arms, temperature, device)
+        how = f"gap: mean |log-prob gap| of this model's own samples, measured on {device}"
+        return gaps, how + ("" if device.type == "cuda" else ", where attention is in FP64")
+    how = (
+        "gap: mean |log-prob gap| of a 0.5B model before RL, measured on an H200; not this model's"
+    )
+    return dict(KNOWN_GAPS), how
+
+
+def choose(
+    rows: Sequence[Row], savings: Sequence[str] = ()
+) -> tuple[Answer, dict[str, Any], tuple[str, str]]:
+    """The answer, the keys to set, and two lines that say so."""
+    base = rows[0]
+    fitting = [row for row in rows[1:] if row.fits and "unified" not in row.arm]
+    if not fitting:
+        first = "No: by estimate no arm fits the GPU's memory (GiB with !)."
+        return "no", {}, (first, f"{' or '.join(savings)} saves memory.")
+    best = pick_rollout(fitting)
+    low, gain, high = best.gain
+    range_text = f"{gain:.2f}x ({low:.2f} to {high:.2f})"
+    keys = Arm.of(best.arm).quant
+    settings = ", ".join(f'quant.{key} = "{value}"' for key, value in keys.items())
+    if base.fits and gain < SMALL_GAIN:
+        first = f"No: the best format, {best.arm}, runs a step {range_text} as fast as BF16."
+        second = (
+            'Keep quant.format = "none": nothing to correct, and evaluations mean what they say.'
+        )
+        return "no", {"quant.format": BASE}, (first, second)
+    recommended = {f"quant.{key}": value for key, value in keys.items()}
+    recommended |= {"quant.unified": False, "algo.objective": "acr", "algo.cap": 2.0}
+    second = f'Correct with algo.objective = "acr", algo.cap = 2. {describe_unified(rows, best)}'
+    if not base.fits:
+        return "yes", recommended, (f"Yes: {settings} fits the GPU, BF16 rollouts do not.", second)
+    if low > 1:
+        return (
+            "yes",
+            recommended,
+            (f"Yes: {settings} runs a step {range_text} as fast as BF16.", second),
+        )
+    first = f"Perhaps: {settings} runs a step {range_text} as fast; measure it on the GPU."
+    return "perhaps", recommended, (first, second)
+
+
+def pick_rollout(rows: Sequence[Row]) -> Row:
+    """The fastest; INT8 where formats are equally fast, no FP8 cache if it gains little."""
+    by_arm = {row.arm: row for row in rows}
+    fastest = max(rows, key=lambda row: row.gain[1])
+    order = [name for name in ROLLOUT_ARMS if name in by_arm]
+    order.sort(key=lambda name: "+kv" in name)
+    for name in order:
+        bound = CACHE_GAIN if "+kv" in fastest.arm and "+kv" not in name else 1.02
+        if by_arm[name].gain[1] * bound >= fastest.gain[1]:
+            return by_arm[name]
+    return fastest
+
+
+def describe_unified(rows: Sequence[Row], best: Row) -> str:
+    """What training in 8 bits would add, which no run on a pretrained model has shown yet."""
+    unified = [row for row in rows if "unified" in row.arm and row.fits]
+    if not unified:
+        return "Train in BF16."
+    base = rows[0]
+    saved = max((base.train_s - row.train_s, row.arm) for row in unified)
+    gain = best.step_s / (best.step_s - max(saved[0], 0.0))
+    return f"Train in BF16: {saved[1]} would add {gain:.2f}x, and is unproven on pretrained models."
+
+
+def print_advice(advice: Advice, *, as_json: bool = False) -> None:
+    if as_json:
+        print(json.dumps(asdict(advice), indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(advice.setting)
+    if advice.rows:
+        console.print(build_table(advice.rows))
+    for note in advice.notes:
+        console.print(f"- {note}", style="dim")
+    console.print(*advice.verdict, sep="\n", style="bold", soft_wrap=True)
+
+
+def build_table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm", no_wrap=True)
+    for name in ("rollout s", "train s", "step s", "gain", "range", "GiB", "gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        low, gain, high = row.gain
+        table.add_row(
+            row.arm,
+            *(_short(seconds) for seconds in (row.rollout_s, row.train_s, row.step_s)),
+            f"{gain:.2f}",
+            "" if row.arm == BASE else f"{low:.2f}-{high:.2f}",
+            f"{row.peak_gib:.1f}" + ("" if row.fits else "!"),
+            "-" if row.gap is None else f"{row.gap:.3f}",
+        )
+    return table
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}"

@@ -1,0 +1,163 @@
+"""Seconds of a step without running it: the terms of `qurl.bench.limits`, at rates measured once.
+
+One decode step of B sequences at context c, with the letters of `limits`:
+
+    t(B, c) = r0 (W / BW + C) + r1 B c kv / BW + L (r2 + r3 [8-bit]) + r4 A / BW [8-bit]
+              + r5 B L n_kv [FP8 cache]
+
+C is the time of the products at full speed, A the bytes of activations that are coded. r2 and r3
+are launches of kernels, r5 is the decoding of keys. `python -m benchmarks.forecast` fits the six
+rates to the rollouts of benchmarks/results (46 on an H200, 0.5B to 14B). Errors of a shape whose
+own rollouts are left out of the fit:
+
+    seconds            4 % (root mean square), 12 % at most
+    gain over BF16     3 % (root mean square), 5 % in nine of ten, 9 % at most
+
+A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an update three times the
+products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B (its profile gives u0,
+`attention_training.json` u1), so errors are those of other shapes: 3B 2.5 %, 0.5B 11 to 15 %. 8-bit
+training is measured with 1.5B only. Gains between whole steps (0.5B, two pairs) are 3 % and 5.5 %
+off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qurl.bench.arms import Arm
+from qurl.bench.limits import Products, Speed, Storage
+from qurl.bench.shapes import Shape
+
+DECODE_RATES = (0.807, 0.946, 23.1e-6, 3.14e-6, 5.51, 27.2e-9)
+"""r0 to r5."""
+PRODUCTS, ATTENTION, FORWARD_TRAFFIC, UPDATE_TRAFFIC = 1.09, 2.15, 8.6, 30.0
+"""u0 to u3."""
+OPTIMIZER_BYTES = 36
+"""Per parameter and update: AdamW reads four numbers and writes three; clipping reads, zeroing
+writes one."""
+REST_SECONDS = 0.25
+"""Sync, grading and all else of a step."""
+HOST_SECONDS = 2e-6
+"""Per sampled token: texts and records, which rollout benchmarks do without. In whole steps,
+rollouts took so much longer than forecast: 1.8 us (1.5B) and 2.0 us (0.5B, GRPO)."""
+SAVED_FORWARD = {"fp8": 0.66, "int8": 0.62}
+"""Share of a forward's ideal saving, half the time of its linears, that 8-bit linears reach."""
+SAVED_UPDATE = {("fp8", 1): 0.17, ("int8", 1): 0.05, ("fp8", 2): 0.45}
+"""The same of an update, by format and by how many of its three products are in 8 bits."""
+
+ROLLOUT_ERROR = 0.055
+"""|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out
+of the fit."""
+STEP_ERROR = 0.06
+"""The largest |log(forecast / measured)| of the gains of whole steps."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU does in a step."""
+
+    sequences: float
+    prompt_tokens: int
+    new_tokens: int  # of a completion, on average
+    together: float  # most sequences that are decoded at once
+    longest: int = 0  # completion; 0 = all have new_tokens
+    num_updates: int = 4
+    num_passes: float = 1.0  # over the batch: epochs, for policy and critic each
+    num_forwards: float = 0.75  # without gradients: prox, reference, values
+    num_networks: int = 1  # that are trained
+    has_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Parts of a step."""
+
+    rollout: float  # of the engine alone
+    forwards: float
+    update: float
+    rest: float = REST_SECONDS
+
+    @property
+    def train(self) -> float:
+        return self.forwards + self.update
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.train + self.rest
+
+
+def decode_terms(
+    shape: Shape, arm: Arm, speed: Speed, sequences: float, context: float
+) -> tuple[float, ...]:
+    """What each of the decode rates multiplies, for one decode step."""
+    format, kv = arm.quant["format"], arm.quant.get("kv", "none")
+    storage = Storage.of(format, kv, "cuda")
+    weights = shape.num_body * storage.body + shape.num_head * storage.head
+    flops = speed.flops_narrow if storage.is_narrow else speed.flops_wide
+    compute = 2 * sequences * (shape.num_body / flops + shape.num_head / speed.flops_wide)
+    keys = sequences * context * shape.kv_numbers_per_token * storage.kv
+    return (
+        weights / speed.bandwidth + compute,
+        keys / speed.bandwidth,
+        shape.layers,
+        shape.layers * storage.is_narrow,
+        sequences * coded_bytes(shape) / speed.bandwidth * storage.is_narrow,
+        sequences * shape.layers * shape.kv_heads * (kv != "none"),
+    )
+
+
+def coded_bytes(shape: Shape) -> int:
+    """Bytes per token of the inputs of all linear layers, in 16 bits."""
+    return 2 * shape.layers * (2 * shape.hidden + shape.intermediate + shape.heads * shape.head_dim)
+
+
+def rollout_seconds(
+    shape: Shape, arm: Arm, speed: Speed, work: Work, rates: Sequence[float] = DECODE_RATES
+) -> float:
+    """All decode steps: as many as the longest completion has tokens, or more if not all
+    sequences are decoded at once."""
+    num_tokens = work.sequences * work.new_tokens
+    num_steps = max(work.longest or work.new_tokens, num_tokens / work.together)
+    context = work.prompt_tokens + (work.new_tokens - 1) / 2
+    terms = decode_terms(shape, arm, speed, num_tokens / num_steps, context)
+    return num_steps * sum(rate * term for rate, term in zip(rates, terms, strict=True))
+
+
+def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSeconds:
+    """A whole step of one arm."""
+    products = Products.of(shape, 1, work.prompt_tokens, work.new_tokens)
+    linears = PRODUCTS * products.linears / speed.flops_wide
+    others = PRODUCTS * products.head + ATTENTION * products.attention
+    tokens = work.prompt_tokens + work.new_tokens
+    traffic = tokens * coded_bytes(shape) / speed.bandwidth
+    forward = linears + others / speed.flops_wide + FORWARD_TRAFFIC * traffic
+    backward = 2 * linears + 2 * others / speed.flops_wide
+    update = forward + backward + (UPDATE_TRAFFIC - FORWARD_TRAFFIC) * traffic
+    update += forward * work.has_checkpointing
+    if arm.is_unified:
+        format = arm.quant["format"]
+        update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
+        forward -= SAVED_FORWARD[format] * linears / 2
+    optimizer = work.num_updates * shape.num_parameters * OPTIMIZER_BYTES / speed.bandwidth
+    return StepSeconds(
+        rollout=rollout_seconds(shape, arm, speed, work),
+        forwards=work.sequences * work.num_forwards * forward,
+        update=work.num_networks * (work.sequences * work.num_passes * update + optimizer),
+        rest=REST_SECONDS + HOST_SECONDS * work.sequences * work.new_tokens,
+    )
+
+
+def gain_range(
+    base: StepSeconds, arm: StepSeconds, *, is_measured: bool = False
+) -> tuple[float, float, float]:
+    """How many times faster the arm's steps are: at least, by forecast, at most.
+
+    The error of a rollout's gain counts as much as rollouts do in the step, unless they were
+    measured.
+    """
+    gain = base.total / arm.total
+    rollout_error = 0.0 if is_measured else ROLLOUT_ERROR * base.rollout / base.total
+    error = math.hypot(rollout_error, STEP_ERROR)
+    return gain * math.exp(-error), gain, gain * math.exp(error)

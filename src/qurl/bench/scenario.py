@@ -1,0 +1,278 @@
+"""A recipe on hardware: what its model, prompts and completions are, and how long a step takes.
+
+What is not here, a GPU, a model, data or a run, is replaced by an assumption that a note states.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from qurl.bench import probe
+from qurl.bench.arms import Arm
+from qurl.bench.forecast import StepSeconds, Work, rollout_seconds, step_seconds
+from qurl.bench.limits import Speed, find_speed, speed_of
+from qurl.bench.shapes import SHAPES, Shape, model_config
+from qurl.config import Config
+from qurl.errors import ConfigError, QurlError
+from qurl.objectives import ADVANTAGES, Advantage
+from qurl.ops.device import pick_device
+from qurl.ops.target import Target
+from qurl.run.assembly import load_split
+from qurl.run.budget import ModelSize, measure, measure_model, memory_rows, peak_memory
+from qurl.run.cards import find_card
+from qurl.tasks.task import Task
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.policy import load_model_config, load_tokenizer
+
+BASE = "none"
+"""The arm that others are compared with."""
+PROMPTS_READ = 64
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where the recipe is to run."""
+
+    name: str
+    memory: float  # bytes of one GPU
+    speed: Speed
+    has_fp8: bool
+    link: float
+    num_gpus: int = 1
+    is_here: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
+    """A named card, the GPU that is here, or the one that was measured."""
+    if gpu is None and gpus is None and torch.cuda.is_available():
+        device = pick_device("cuda")
+        target, memory = Target.of(device), torch.cuda.get_device_properties(device).total_memory
+        speed = find_speed(device)
+        return Hardware(target.name, memory, speed, target.has_fp8, math.inf, is_here=True)
+    card = find_card(gpu or "H200")
+    notes = [f"computed, not measured: rates are those of an H200{_not_here(gpu)}"]
+    if card.name != "H200":
+        notes.append(
+            f"extrapolated: {card.name} is taken at the share of its data sheet that an H200 "
+            "reaches (bandwidth 90 %, products 80 %), with the H200's launch times; the range "
+            "does not cover this"
+        )
+    gpus = gpus or 1
+    if gpus > 1:
+        notes.append(
+            f"extrapolated: {gpus} GPUs share sequences and tokens evenly and add up FP32 "
+            "gradients over their links; QuRL trains on one GPU so far"
+        )
+    speed = speed_of(card)
+    return Hardware(
+        card.name, card.memory, speed, card.has_fp8, card.link, gpus, False, tuple(notes)
+    )
+
+
+def _not_here(gpu: str | None) -> str:
+    return "" if gpu else "; there is no GPU here, so one is assumed (--gpu names another)"
+
+
+def find_size(config: Config, shape: str | None) -> ModelSize:
+    """Of model.path, or of a shape of Qwen2.5."""
+    if shape is not None:
+        if shape not in SHAPES:
+            raise ConfigError(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        with torch.device("meta"):
+            return measure(Qwen2ForCausalLM(Qwen2Config(**model_config(SHAPES[shape]))))
+    try:
+        return measure_model(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} is not reachable here "
+            f"({str(error).splitlines()[0]}); give a folder with its config.json, or "
+            f"--shape {'|'.join(SHAPES)} to plan with a shape of Qwen2.5"
+        ) from error
+
+
+def shape_of(size: ModelSize) -> Shape:
+    """The sizes that forecasts read; raises for models that are not of the Llama family."""
+    head_dim = size.head_numbers // size.num_heads
+    head = size.vocabulary * size.hidden_size
+    shape = Shape(
+        name="model",
+        hidden=size.hidden_size,
+        layers=size.num_layers,
+        heads=size.num_heads,
+        kv_heads=size.kv_numbers // head_dim,
+        intermediate=size.mlp_size,
+        vocabulary=size.vocabulary,
+        is_tied=size.num_parameters - size.num_quantized < 1.5 * head,
+        head_size=head_dim,
+    )
+    if abs(shape.num_body - size.num_quantized) > 0.01 * size.num_quantized:
+        raise ConfigError(
+            "qurl advise knows dense models of the Llama family (Llama, Mistral, Qwen2, Qwen3); "
+            "measure this one with qurl bench step"
+        )
+    return shape
+
+
+def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
+    """The training problems if tokenizer and data are here; else None, and a note."""
+    path = config.model.path
+    if is_shape:
+        return None, [f"prompts are taken to have task.max_prompt_tokens = {_longest(config)}"]
+    try:
+        tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
+        model = None if path == "scratch" else load_model_config(path)
+        return load_split(config, "train", tokenizer, model), []
+    except (QurlError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        return None, [f"prompts are taken to have {_longest(config)} tokens: {reason}"]
+
+
+def _longest(config: Config) -> int:
+    return config.task.max_prompt_tokens
+
+
+def count_prompt_tokens(config: Config, task: Task | None) -> int:
+    """The mean of the first prompts."""
+    if task is None:
+        return _longest(config)
+    lengths = [len(task[i].prompt_ids) for i in range(min(PROMPTS_READ, len(task)))]
+    return max(1, round(sum(lengths) / len(lengths)))
+
+
+def find_tokens(config: Config) -> tuple[int, str]:
+    """Mean tokens of a completion, of the run so far or the most there may be, and a note."""
+    most, metrics = config.sampling.max_tokens, Path(config.run_dir, "metrics.jsonl").expanduser()
+    try:
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        rows = []
+    means = [row["response_length/mean"] for row in rows if "response_length/mean" in row]
+    if not means:
+        return most, (
+            "all completions are taken to have sampling.max_tokens; shorter ones make rollouts "
+            "a larger part of the step: give their mean length as --tokens N"
+        )
+    return max(1, round(median(means))), f"completions are as long as in {config.run_dir} so far"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A recipe on hardware."""
+
+    config: Config
+    hardware: Hardware
+    size: ModelSize
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def shape(self) -> Shape:
+        return shape_of(self.size)
+
+    def arm_config(self, arm: Arm) -> Config:
+        """The recipe with the arm's [quant], and one GPU's share of the problems."""
+        quant = {"kv": "none", "unified": False, "backward": "bf16", **arm.quant}
+        if quant["format"] == BASE:
+            quant["full_layers"] = 0
+        problems = -(-self.config.batch.problems // self.hardware.num_gpus)
+        return replace(
+            self.config,
+            quant=replace(self.config.quant, **quant),
+            batch=replace(self.config.batch, problems=problems),
+        )
+
+    def memory(self, arm: Arm) -> tuple[float, float]:
+        """Bytes at the peak, and of the KV cache."""
+        config = self.arm_config(arm)
+        rows = memory_rows(config, self.size, self.hardware.memory, is_cuda=True)
+        return peak_memory(config, rows), rows["KV cache"]
+
+    def work(self, arm: Arm) -> Work:
+        config, longest = self.config, self.config.sampling.max_tokens
+        sequences = config.batch.problems * config.sampling.group_size / self.hardware.num_gpus
+        itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
+        tokens = self.memory(arm)[1] / (itemsize * self.size.kv_numbers_per_token)
+        # Sequences of a batch have all lengths up to the longest, about.
+        capacity = max(1.0, tokens / (self.prompt_tokens + self.new_tokens / 2))
+        advantage = ADVANTAGES.get(config.algo.advantage, Advantage())
+        prox = 0.0
+        if config.correction.mode != "bypass":
+            prox = 1.0 if advantage.needs_prox else 1 - 1 / config.batch.minibatches
+        return Work(
+            sequences=sequences,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            together=min(sequences, config.rollout.max_batch, capacity),
+            longest=max(longest, self.new_tokens),
+            num_updates=config.updates_per_step,
+            num_passes=config.batch.epochs,
+            num_forwards=prox + (config.algo.kl_coef > 0) + advantage.needs_critic,
+            num_networks=1 + advantage.needs_critic,
+            has_checkpointing=config.model.gradient_checkpointing,
+        )
+
+    def compute(self, arms: Sequence[Arm]) -> dict[str, StepSeconds]:
+        return {arm.name: self.forecast(arm) for arm in arms}
+
+    def forecast(self, arm: Arm) -> StepSeconds:
+        hardware = self.hardware
+        found = step_seconds(self.shape, arm, hardware.speed, self.work(arm))
+        others = 2 * (hardware.num_gpus - 1) / hardware.num_gpus  # a ring sends each number twice
+        added = 4 * self.size.num_parameters * others / hardware.link
+        return replace(found, update=found.update + self.config.updates_per_step * added)
+
+    def measure(self, arms: Sequence[Arm], device: torch.device) -> dict[str, StepSeconds]:
+        """Forecasts, scaled so that they hit what a shorter step takes here.
+
+        What does not fit the memory is not trained, so its time stays computed.
+        """
+        work, shape = self.work(arms[0]), self.shape
+        alike = replace(work, sequences=work.together, longest=0)
+        group = min(self.config.sampling.group_size, int(work.together))
+        rollout_arms = [arm for arm in arms if not arm.is_unified]
+        rollouts = probe.measure_rollouts(shape, rollout_arms, alike, group, device)
+        fitting = [arm for arm in arms if self.memory(arm)[0] < self.hardware.memory]
+        trained = [arm for arm in fitting if arm.name == BASE or arm.is_unified]
+        done, training = probe.measure_training(shape, trained, work, self.config, device)
+        seconds = {}
+        for arm in arms:
+            forecast, speed = self.forecast(arm), self.hardware.speed
+            rollout = rollouts.get(arm.name) or rollouts[arm.quant["format"]]
+            rollout *= forecast.rollout / rollout_seconds(shape, arm, speed, alike)
+            if found := training.get(arm.name if arm.is_unified else BASE):
+                part = step_seconds(shape, arm, speed, done)
+                forecast = replace(
+                    forecast,
+                    forwards=found.forwards * forecast.forwards / part.forwards,
+                    update=found.update * forecast.update / part.update,
+                )
+            seconds[arm.name] = replace(forecast, rollout=rollout)
+        return seconds
+
+    def describe(self) -> str:
+        work, hardware = self.work(Arm.of(BASE)), self.hardware
+        gpus = f"{hardware.num_gpus} x {hardware.name}" if hardware.num_gpus > 1 else hardware.name
+        total = work.sequences * hardware.num_gpus
+        how = "measured" if hardware.is_here else "computed"
+        return (
+            f"{self.size.num_parameters / 1e9:.2g}B parameters, {total:.0f} sequences of "
+            f"{work.prompt_tokens} + {work.new_tokens} tokens, on {gpus} ({how})"
+        )
+
+    def notes(self) -> list[str]:
+        notes = []
+        if self.config.algo.dynamic_sampling:
+            notes.append("dynamic sampling: only one round of rollouts is counted")
+        if self.hardware.is_here and self.memory(Arm.of(BASE))[0] > self.hardware.memory:
+            notes.append("training does not fit this GPU by estimate, so its time is computed")
+        return notes

@@ -1,0 +1,208 @@
+"""The doctor: what it says of machines that lack something, and of kernels that are wrong."""
+
+import json
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from qurl.cli import main
+from qurl.ops.target import Target
+from qurl.run import doctor
+from qurl.run.finding import Finding
+
+CPU = torch.device("cpu")
+GIB = 2**30
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="needs Triton's interpreter"
+)
+
+
+def test_a_machine_without_a_gpu_is_ready_and_says_what_it_lacks(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "read_driver", lambda: None)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"ok    torch: {torch.__version__.split('+')[0]}") for line in lines)
+    assert "note  GPU: none; training runs on the CPU, for tiny models only" in lines
+    assert any(line.startswith("ok    engine on the CPU: INT8 copy is 0.0") for line in lines)
+    assert any(line.startswith("note  kernels: not tested, they need a GPU") for line in lines)
+    assert lines[-1] == "this machine is ready for QuRL, with 2 notes"
+
+
+def test_a_failure_is_the_exit_status_and_json_holds_every_line(capsys, monkeypatch):
+    found = [Finding("ok", "a", "fine"), Finding("FAIL", "b", "broken", "mend it")]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(found))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    a: fine",
+        "FAIL  b: broken; mend it",
+        "",
+        "1 of 2 checks failed: see the lines with FAIL",
+    ]
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[1] == {
+        **{"verdict": "FAIL", "name": "b", "found": "broken", "advice": "mend it"}
+    }
+
+
+def test_unknown_flags_are_refused(capsys):
+    assert main(["doctor", "--fast"]) == 2
+    assert "got --fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("requirement", "verdict", "found"),
+    [
+        ("torch>=2.0", "ok", torch.__version__.split("+")[0]),
+        ("torch>=99", "FAIL", "does not satisfy torch>=99"),
+        ("no-such-package>=1", "FAIL", "not installed"),
+    ],
+)
+def test_packages(requirement, verdict, found):
+    finding = doctor.check_package(Requirement(requirement))
+    assert finding.verdict == verdict
+    assert found in finding.found
+    assert finding.advice == ("" if verdict == "ok" else f"pip install '{requirement}'")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "verdict", "found"),
+    [
+        (None, None, "note", "none"),
+        ("580.1", None, "FAIL", "this torch is a CPU build"),
+        ("470.1", "13.0", "FAIL", "torch (CUDA 13.0) cannot use driver 470.1"),
+    ],
+)
+def test_why_torch_sees_no_gpu(driver, cuda, verdict, found, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    finding = doctor.check_missing_gpu(driver)
+    assert finding.verdict == verdict
+    assert found in finding.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "verdicts"),
+    [
+        ((7, 5), {"BF16": "FAIL"}),
+        ((8, 6), {"BF16 and INT8": "ok", "FP8": "note"}),
+        ((9, 0), {"BF16 and INT8": "ok", "FP8": "ok"}),
+    ],
+)
+def test_what_a_gpu_multiplies(capability, verdicts, monkeypatch):
+    monkeypatch.setattr(doctor, "read_driver", lambda: "580.1")
+    monkeypatch.setattr(Target, "of", lambda _: Target("A GPU", capability, 100))
+    findings = {f.name: f for f in doctor.check_gpu(torch.device("cuda"))}
+    assert findings["GPU"].found == f"A GPU, compute capability {capability[0]}.{capability[1]}"
+    assert {name: findings[name].verdict for name in verdicts} == verdicts
+    if verdicts.get("FP8") == "note":
+        assert findings["FP8"].advice == "use quant.format = 'int8' and quant.kv = 'none'"
+
+
+def test_memory_that_others_hold(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    finding = next(iter(doctor.check_memory(torch.device("cuda"))))
+    assert str(finding) == (
+        "note  GPU memory: 60.0 of 80.0 GiB free; other processes hold the rest: see nvidia-smi"
+    )
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(100, "ok"), (5, "note"), (0.5, "FAIL")])
+def test_disk(free, verdict, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * GIB))
+    assert doctor.check_disk(tmp_path).verdict == verdict
+
+
+@interpreted
+def test_plans_of_this_gpu_or_the_advice_to_measure_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Target, "of", lambda _: Target("NVIDIA H100", (9, 0), 132))
+    assert doctor.check_plans(CPU).verdict == "ok"
+    monkeypatch.setattr(Target, "of", lambda _: Target("NVIDIA A10", (8, 6), 72))
+    finding = doctor.check_plans(CPU)
+    assert finding.verdict == "note"
+    assert finding.advice.startswith("qurl tune")
+    table = tmp_path / "qurl" / "plans" / "NVIDIA A10.json"
+    table.parent.mkdir(parents=True)
+    table.write_text("{}")
+    assert "is no table of plans" in doctor.check_plans(CPU).found
+
+
+@interpreted
+def test_every_family_of_kernels_agrees_with_torch(monkeypatch):
+    """Without FP8, to save time; the FP8 kernels have tests of their own."""
+    from qurl.run import kernel_checks
+
+    without_fp8 = SimpleNamespace(of=lambda _: SimpleNamespace(has_fp8=False))
+    monkeypatch.setattr(kernel_checks, "Target", without_fp8)
+    findings = list(kernel_checks.check_kernels(CPU))
+    assert [str(f) for f in findings if f.verdict != "ok"] == []
+    names = {f.name.removeprefix("kernels of ") for f in findings}
+    engine = {f"engine, {family}" for family in set(kernel_checks.OPERATIONS.values())}
+    trainer = {"attention", "layers", "gradients in int8", "head", "8-bit AdamW"}
+    assert names == engine | {f"trainer, {name}" for name in trainer} | {"weights in int8"}
+
+
+def wrong_norm(ops, layer, x, delta):
+    from qurl.rollout.local.fused import FusedOps
+
+    h = FusedOps.final_norm(ops, x, delta)
+    h[0] *= 1.5
+    return h
+
+
+@interpreted
+def test_a_wrong_kernel_of_the_engine_is_found(monkeypatch):
+    from qurl.rollout.local.fused import FusedOps
+    from qurl.run import kernel_checks
+
+    monkeypatch.setattr(FusedOps, "input_norm", wrong_norm)
+    gaps = kernel_checks.engine_gaps(CPU, "none", "none")
+    bad = {name for name, gap in gaps.items() if kernel_checks.judge(name, gap).verdict == "FAIL"}
+    assert bad == {"norms and coding"}, "not what reads the wrong numbers afterwards"
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["half", "nan"])
+def test_a_wrong_kernel_of_the_trainer_is_found(fault, monkeypatch):
+    from qurl.ops import coding
+    from qurl.run import kernel_checks
+
+    right = coding.code_gradient
+
+    def wrong(g, channel_scale, codes, scale, largest):
+        right(g, channel_scale, codes, scale, largest)
+        scale[3:9] = float("nan") if fault == "nan" else scale[3:9] / 2
+
+    assert kernel_checks.gradient_gap(CPU, "int8") < 1e-6
+    monkeypatch.setattr(coding, "code_gradient", wrong)
+    gap = kernel_checks.gradient_gap(CPU, "int8")
+    finding = kernel_checks.judge("trainer, gradients in int8", gap)
+    assert finding.verdict == "FAIL"
+    assert finding.advice.startswith("do not train here")
+
+
+@interpreted
+def test_a_kernel_that_does_not_run_fails_alone(monkeypatch):
+    from qurl.run import kernel_checks
+
+    def refuse(*_):
+        raise RuntimeError("out of resources: shared memory\nmore lines")
+
+    for name in ("engine_gaps", "weight_gap", "attention_gap", "layer_gap", "gradient_gap"):
+        monkeypatch.setattr(kernel_checks, name, refuse)
+    findings = {f.name: f for f in kernel_checks.check_kernels(CPU)}
+    failed = findings["kernels of engine in int8"]
+    assert failed.verdict == "FAIL"
+    assert failed.found == "RuntimeError: out of resources: shared memory"
+    assert findings["kernels of trainer, 8-bit AdamW"].verdict == "ok"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_this_gpu():
+    from qurl.run.kernel_checks import check_kernels
+
+    assert [str(f) for f in check_kernels(torch.device("cuda")) if f.verdict != "ok"] == []

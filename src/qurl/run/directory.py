@@ -141,10 +141,14 @@ class Run(AbstractContextManager["Run"]):
 
 
 class Stopwatch:
-    """Seconds spent under each name since the last `lap`, which returns and clears them."""
+    """Seconds spent under each name since the last `lap`, which returns and clears them.
+
+    "step" is all the time between two laps.
+    """
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -160,7 +164,10 @@ class Stopwatch:
 
     def lap(self) -> dict[str, float]:
         seconds, self._seconds = self._seconds, defaultdict(float)
-        return {f"timing_s/{name}": x for name, x in seconds.items()}
+        start, self._start = self._start, time.perf_counter()
+        return {f"timing_s/{name}": x for name, x in seconds.items()} | {
+            "timing_s/step": self._start - start
+        }
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

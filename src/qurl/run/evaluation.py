@@ -25,6 +25,7 @@ from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams
 
+
 class Score(NamedTuple):
     """A mean over problems in [0, 1] and its interval."""
 

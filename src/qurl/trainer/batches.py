@@ -126,8 +126,11 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     A character that several tokens spell stands with the last of them. The token before is decoded
     too, as some tokenizers drop the space before a first word.
     """
-    texts, start, shown = [], 0, ""
-    for end in range(1, len(token_ids) + 1) if tokenizer is not None else ():
+    if tokenizer is None:
+        return []
+    texts: list[str] = []
+    start, shown = 0, ""
+    for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
         is_partial = text.endswith("\ufffd") and end - start <= 4  # UTF-8 has up to four bytes
         texts.append("" if is_partial else text[len(shown) :])

@@ -15,6 +15,7 @@ from qurl.run.report.charts import chart_specs
 from qurl.run.report.compare import compare
 from qurl.run.report.page import render_page
 from qurl.run.report.reader import RunReader
+from qurl.run.report.samples import printable
 
 
 def write_report(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
@@ -39,7 +40,7 @@ def open_runs(run_dirs: Sequence[str | Path]) -> list[RunReader]:
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
-            run.name = str(run.path)
+            run.name = printable(str(run.path))
     return runs
 
 

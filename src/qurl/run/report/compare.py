@@ -21,9 +21,7 @@ def compare(runs: Sequence[RunReader]) -> dict[str, Any] | None:
     return {
         "differences": find_differences([run.config for run in runs]),
         "numbers": [_numbers(run.facts) for run in runs],
-        "verdicts": [
-            verdict for run in runs[1:] for verdict in judge_pair(runs[0], run)
-        ],
+        "verdicts": [verdict for run in runs[1:] for verdict in judge_pair(runs[0], run)],
     }
 
 
@@ -42,9 +40,10 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
         pairs = [(list(first.facts.evals)[-1], list(second.facts.evals)[-1])]
     for a, b in pairs:
         before, after = dict(first.facts.evals[a]), dict(second.facts.evals[b])
-        if not (common := sorted(before.keys() & after.keys())):
+        common = before.keys() & after.keys() - {0}  # untrained models say nothing about recipes
+        if not common:
             continue
-        step = common[-1]
+        step = max(common)
         x, y = before[step], after[step]
         is_paired = _has_same_problems(first, second) and len(x) == len(y)
         change = (paired_difference if is_paired else unpaired_difference)(x, y)
@@ -52,8 +51,9 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
         told = f"is {better} than" if change.is_clear else "cannot be told apart from"
         value, low, high = (100 * z for z in change)
         kind = "the same problems" if is_paired else "different problems"
+        precision = a if a == b else f"{b} against {a}"
         text = (
-            f"{second.name} {told} {first.name} ({a if a == b else f'{b} against {a}'}, step {step}): "
+            f"{second.name} {told} {first.name} ({precision}, step {step}): "
             f"{statistics.fmean(x):.1%} → {statistics.fmean(y):.1%}, {value:+.1f} points "
             f"(95%: {low:+.1f} to {high:+.1f}; {len(y)} held-out problems, {kind})."
         )

@@ -72,21 +72,24 @@ class Tail:
 
     def records(self) -> list[dict[str, Any]]:
         try:
-            return [json.loads(line) for line in self.lines()]
+            records = [json.loads(line) for line in self.lines()]
         except ValueError as error:
             raise DataError(f"{self.path} has a line that is not valid JSON: {error}") from error
+        if wrong := [record for record in records if not isinstance(record, dict)]:
+            raise DataError(f"{self.path} has a line that is no JSON object: {str(wrong[0])[:80]}")
+        return records
 
 
 class RunReader:
     """One run directory. It is only read, and may grow or be rewound meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / CONFIG).is_file():
-            raise DataError(f"{path} is not a run directory: it has no {CONFIG}")
-        self.path, self.name = path, path.resolve().name
+        self.path, self.name = path, printable(path.resolve().name)
         self._start_anew()
 
     def _start_anew(self) -> None:
+        if not (self.path / CONFIG).is_file():
+            raise DataError(f"{self.path} is not a run directory: it has no {CONFIG}")
         self._tails = {name: Tail(self.path / name) for name in (METRICS, EVENTS, EVALS, SAMPLES)}
         self._is_new = True
         self.config: dict[str, Any] = flatten(read_recipe(self.path))
@@ -108,8 +111,11 @@ class RunReader:
         samples = self._samples(is_new)
         if not (is_new or rows or events or evals or samples):
             return None
-        self.facts.add(rows, events, evals)
-        columns, stride = self._columns(rows) if rows else ({}, 1)
+        try:
+            self.facts.add(rows, events, evals)
+            columns, stride = self._columns(rows) if rows else ({}, 1)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{self.path} holds records that no run writes: {error!r}") from error
         update = {
             "name": self.name,
             "reset": is_new,

@@ -47,8 +47,9 @@ def parse_sample(line: bytes, config: Mapping[str, Any], where: str) -> dict[str
     """One line of samples.jsonl as the page takes it; `config` is the flat recipe of its run."""
     try:
         record = json.loads(line)
-        tokens = record.get("tokens") or [f"[{i}]" for i in record.get("token_ids", ())]
-        gaps = [_number(p) - _number(b) for b, p in _columns(record, "logp_behav", "logp_prox")]
+        tokens = list(record.get("tokens") or [f"[{i}]" for i in record.get("token_ids", ())])
+        behav = [logp for (logp,) in _columns(record, "logp_behav")]
+        gaps = [p - b for b, p in _columns(record, "logp_behav", "logp_prox")]
         marks = mark_tokens(record, config)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{where} holds a line that is no sample: {error}") from error
@@ -70,7 +71,7 @@ def parse_sample(line: bytes, config: Mapping[str, Any], where: str) -> dict[str
         "left_out": num_left_out,
         "tokens": [printable(str(token)) for token in pick(tokens)],
         "gaps": [round(gap, 5) for gap in pick(gaps)] if has_prox else [],
-        "behav": [round(_number(x), 4) for x in pick(record.get("logp_behav", ()))],
+        "behav": [round(logp, 4) for logp in pick(behav)],
         "marks": "".join(pick(marks)) if has_prox else "",
     }
 
@@ -88,9 +89,7 @@ def mark_tokens(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[Ma
     if "logp" not in record:  # written by an older version
         cap = config.get("algo.cap")
         pairs = _columns(record, "logp_behav", "logp_prox")
-        return [
-            TRUNCATED if cap is not None and p - b > math.log(cap) else PLAIN for b, p in pairs
-        ]
+        return [TRUNCATED if cap is not None and p - b > math.log(cap) else PLAIN for b, p in pairs]
     facts = OBJECTIVES.get(str(config.get("algo.objective")))
     against = facts.against if facts else "prox"
     widest = config.get("experimental.acr_max_bound") or math.inf
@@ -125,8 +124,14 @@ _HIDDEN = re.compile(
 )
 
 
-def _columns(record: Mapping[str, Any], *names: str) -> list[tuple[Any, ...]]:
-    return list(zip(*(record.get(name, ()) for name in names), strict=True))
+def _columns(record: Mapping[str, Any], *names: str) -> list[tuple[float, ...]]:
+    """Numbers of each token. Log-probs that are not finite are impossible ones, other numbers 0."""
+    columns = []
+    for name in names:
+        values = [float(value) for value in record.get(name, ())]
+        instead = -50.0 if name.startswith("logp") else 0.0
+        columns.append([value if math.isfinite(value) else instead for value in values])
+    return list(zip(*columns, strict=True))
 
 
 def _shorten(length: int) -> tuple[list[int], int]:
@@ -135,12 +140,6 @@ def _shorten(length: int) -> tuple[list[int], int]:
         return list(range(length)), 0
     kept = [*range(HEAD_TOKENS), *range(length - TAIL_TOKENS, length)]
     return kept, length - len(kept)
-
-
-def _number(value: Any) -> float:
-    """A log-prob; what is not finite is drawn as impossible."""
-    value = float(value)
-    return value if math.isfinite(value) else -50.0
 
 
 def _finite(value: Any) -> float | None:

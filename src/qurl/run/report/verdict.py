@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from qurl.run.intervals import paired_difference
@@ -129,7 +130,7 @@ def _reward(facts: Facts) -> Iterator[Check]:
     if len(values) < 5:
         yield Check("info", question, f"It is {last:.3f}; {len(values)} steps say little.")
         return
-    jumps = [b - a for a, b in zip(values, values[1:], strict=False)]
+    jumps = [b - a for a, b in pairwise(values)]
     width = max(1, min(10, len(values) // 5))
     noise = 2 * statistics.pstdev(jumps) / math.sqrt(width)  # of a difference of two means
     moved = "rose" if last - first > noise else "fell" if first - last > noise else "stayed level"
@@ -142,7 +143,7 @@ def _accuracy(facts: Facts) -> Iterator[Check]:
     for precision, found in facts.evals.items():
         if precision != "full" and "full" in facts.evals:
             continue
-        (first_step, first), (last_step, last) = found[0], found[-1]
+        (_, first), (last_step, last) = found[0], found[-1]
         at = f"{_percent(last)} after {last_step} steps"
         if len(found) < 2 or len(first) != len(last):
             yield Check("info", question, f"{at}; one evaluation has nothing to compare with.")

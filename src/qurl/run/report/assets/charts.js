@@ -76,9 +76,9 @@ function parts(run, axis) {
   const columns = partsOf(run);
   const rows = (run.columns.step ?? []).map((_, i) => i).filter((i) => run.columns.step[i] >= 0);
   const below = rows.map(() => 0);
-  return columns.map(([label, column], index) => {
+  return columns.map(([label, column]) => {
     const ys = rows.map((i, at) => (below[at] += column[i] ?? 0));
-    return { label, run: 0, color: index, xs: rows.map((i) => xOf(run, i, false, axis)), ys, own: rows.map((i) => column[i] ?? 0), low: [], high: [] };
+    return { label, run: 0, color: partColor(label), xs: rows.map((i) => xOf(run, i, false, axis)), ys, own: rows.map((i) => column[i] ?? 0), low: [], high: [] };
   });
 }
 
@@ -257,7 +257,7 @@ function optionsOf(chart, entry, series, width, axis) {
   return {
     width,
     height: 190,
-    padding: [10, 8, 0, 0],
+    padding: [10, 14, 0, 0],
     legend: { live: true },
     cursor: { sync: { key: "steps", scales: ["x", null] }, y: false, points: { size: 7 }, drag: { x: true, y: false } },
     scales: {
@@ -273,7 +273,7 @@ function optionsOf(chart, entry, series, width, axis) {
         values: (u, ticks) => ticks.map((x) => say(Number(x.toPrecision(6)))),
       },
     ],
-    series: [{ label: axis === "step" ? "step" : "time", value: (u, x) => (x == null ? "last" : axis === "step" ? String(x) : clock(x)) }, ...series],
+    series: [{ label: axis === "step" ? "step" : "time", value: (u, x) => (x == null ? "(last)" : axis === "step" ? String(x) : clock(x)) }, ...series],
     plugins: [markerPlugin(entry), intervalPlugin(entry)],
     hooks: { setCursor: [(u) => noteEvents(u, entry)] },
   };

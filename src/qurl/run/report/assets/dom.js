@@ -27,6 +27,10 @@ const icon = (level) => el("span", { class: `icon ${level}`, role: "img", "aria-
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const superscript = (n) => (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
 
+const PARTS = ["update", "rollout", "prox", "eval", "sync", "grade", "track", "save", "other"];
+const partColor = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length);
+const PART_NAMES = { prox: "prox forward", eval: "evaluation", save: "checkpoint", track: "update tracking", grade: "grading" };
+
 /** 0.0123 → "0.0123", 2e-5 → "2×10⁻⁵", 12345 → "12.3k". */
 function shown(value, digits = 3) {
   if (value == null || Number.isNaN(value)) return "–";

@@ -4,7 +4,6 @@
 const MAX_SAMPLES = 1000; // of a page that is open for long
 const data = JSON.parse(byId("data").textContent);
 const state = { runs: [], comparison: data.comparison, lastRow: Date.now() };
-const PARTS = { prox: "prox forward", eval: "evaluation", save: "checkpoint", track: "update tracking", grade: "grading", other: "other" };
 
 /** Take over what is new of a run; returns it as it is now. */
 function merge(run, update) {
@@ -27,13 +26,16 @@ function showHead(runs) {
 
 function showVerdict(runs) {
   const focused = document.activeElement?.id;
+  const opened = new Map([...document.querySelectorAll("details.verdict")].map((box) => [box.dataset.run, box.open]));
   byId("verdict").replaceChildren(
     ...runs.map(({ name, verdict }) => {
       const { level, title, done, steps, checks } = verdict;
       const isDone = done >= steps;
       const text = isDone ? `all ${steps} steps are done` : `${done} of ${steps} steps`;
-      return el("div", { class: "card verdict" },
-        el("div", { class: `head level-${level}` }, icon(level), el("span", { class: "title" }, runs.length > 1 ? `${name}: ${title}` : title),
+      const isAlone = runs.length === 1; // several are folded, unless something is wrong
+      const isOpen = isAlone || opened.get(name) || (!opened.size && level !== "good");
+      return el(isAlone ? "div" : "details", { class: "card verdict", "data-run": name, open: !isAlone && isOpen },
+        el(isAlone ? "div" : "summary", { class: `head level-${level}` }, icon(level), el("span", { class: "title" }, runs.length > 1 ? `${name}: ${title}` : title),
           el("span", { class: "progress" }, text, el("progress", { max: steps, value: done, "aria-label": `${text} of ${name}` }))),
         el("ul", { class: "checks" }, checks.map((check) => el("li", {}, icon(check.level), el("div", {}, el("b", {}, check.question), el("span", {}, check.answer))))));
     }),
@@ -43,21 +45,21 @@ function showVerdict(runs) {
 
 function showTime(runs) {
   const blocks = runs.filter((run) => Object.values(run.seconds).some((x) => x > 0)).map((run) => {
-    const names = partsOf(run).map(([name]) => name);
-    const parts = Object.entries(run.seconds).sort((a, b) => names.indexOf(a[0]) - names.indexOf(b[0]));
+    const parts = Object.entries(run.seconds).sort((a, b) => (a[0] === "other") - (b[0] === "other") || b[1] - a[1]);
     const total = parts.reduce((sum, [, x]) => sum + x, 0);
-    const paint = (name) => color(Math.max(0, names.indexOf(name)));
-    const label = parts.map(([name, x]) => `${PARTS[name] ?? name} ${percent(x / total, 0)}`).join(", ");
+    const paint = (name) => color(partColor(name));
+    const label = parts.map(([name, x]) => `${PART_NAMES[name] ?? name} ${percent(x / total, 0)}`).join(", ");
     return el("div", { class: "runtime" },
       el("p", {}, el("b", {}, runs.length > 1 ? `${run.name}: ` : "", duration(total)), el("span", { class: "soft" }, ` in all, ${duration(total / Math.max(1, run.verdict.done))} per step`)),
-      el("div", { class: "split", role: "img", "aria-label": label, style: { "margin-top": ".6rem" } }, parts.map(([name, x]) => el("span", { title: `${PARTS[name] ?? name} ${duration(x)}`, style: { "flex": `${x / total} 0 0`, background: paint(name) } }))),
-      el("ul", { class: "parts" }, parts.filter(([, x]) => x / total >= 0.0005).map(([name, x]) => el("li", {}, el("span", { class: "swatch", style: { background: paint(name) } }), `${PARTS[name] ?? name} `, el("b", {}, percent(x / total, 1)), el("span", { class: "soft" }, ` ${duration(x)}`)))));
+      el("div", { class: "split", role: "img", "aria-label": label, style: { "margin-top": ".6rem" } }, parts.map(([name, x]) => el("span", { title: `${PART_NAMES[name] ?? name} ${duration(x)}`, style: { "flex": `${x / total} 0 0`, background: paint(name) } }))),
+      el("ul", { class: "parts" }, parts.filter(([, x]) => x / total >= 0.0005).map(([name, x]) => el("li", {}, el("span", { class: "swatch", style: { background: paint(name) } }), `${PART_NAMES[name] ?? name} `, el("b", {}, percent(x / total, 1)), el("span", { class: "soft" }, ` ${duration(x)}`)))));
   });
   document.querySelector("#time > div").replaceChildren(...(blocks.length ? blocks : [el("p", { class: "soft" }, "No step has been logged yet.")]));
 }
 
-function table(head, rows, attributes = {}) {
-  return el("table", { class: "data", ...attributes }, el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, rows));
+function table(head, rows, { numeric = false, ...attributes } = {}) {
+  const cells = head.map((text, i) => el("th", { scope: "col", class: numeric && i ? "num" : null }, text));
+  return el("table", { class: "data", ...attributes }, el("thead", {}, el("tr", {}, cells)), el("tbody", {}, rows));
 }
 
 function showComparison(comparison, runs) {
@@ -69,7 +71,7 @@ function showComparison(comparison, runs) {
   const heading = (text) => el("h3", {}, text);
   const verdicts = comparison.verdicts.length
     ? el("ul", { class: "checks card", style: { padding: "0", overflow: "hidden" } }, comparison.verdicts.map(({ level, text }) => el("li", {}, icon(level), el("span", {}, text))))
-    : el("p", { class: "soft" }, "These runs have no evaluation at a common step.");
+    : el("p", { class: "soft" }, "These runs have no evaluation of trained weights at a common step.");
   const rows = Object.keys(comparison.numbers[0]).filter((name) => comparison.numbers.some((row) => row[name] != null)).map((name) => el("tr", {}, el("td", {}, name), comparison.numbers.map((row) => el("td", { class: "num" }, shown(row[name])))));
   const differences = Object.entries(comparison.differences).map(([key, values]) => el("tr", {}, el("td", {}, el("code", {}, key)), values.map((value) => el("td", {}, value))));
   section.lastElementChild.replaceChildren(
@@ -77,7 +79,7 @@ function showComparison(comparison, runs) {
     el("p", { class: "soft hint", style: { "margin-top": ".5rem" } }, "Intervals cover the choice of problems, not that of the seed. Repeat runs with other seeds before you believe a small difference."),
     heading("What differs in the recipes"),
     el("div", { class: "card scroll" }, differences.length ? table(["key", ...names], differences) : el("p", {}, "Nothing: these recipes are the same.")),
-    heading("Numbers"), el("div", { class: "card scroll" }, table(["", ...names], rows)),
+    heading("Numbers"), el("div", { class: "card scroll" }, table(["", ...names], rows, { numeric: true })),
   );
 }
 

@@ -46,7 +46,7 @@ function buildViewer(home, hasRuns) {
     field("from step", number("from")), field("to step", number("to")),
     field("reward", choices("reward", [["", "any"], ["good", "1 or more"], ["part", "between 0 and 1"], ["bad", "0 or less"]])),
     field("end", choices("end", [["", "any"], ["length", "truncated"], ["stop", "ended by itself"]])),
-    field("order", choices("order", [["new", "newest first"], ["old", "oldest first"], ["gap", "largest mismatch first"]])),
+    field("order", choices("order", [["gap", "largest mismatch first"], ["new", "newest first"], ["old", "oldest first"]])),
     (viewer.count = el("output", { "aria-live": "polite" })),
   );
   viewer.worst = el("div", { class: "card scroll" });
@@ -135,7 +135,7 @@ function drawWorst(found) {
       el("td", { class: "num" }, percent(behav, 2)), el("td", { class: "num" }, percent(Math.min(1, behav * Math.exp(gap)), 2)),
       el("td", { class: "num" }, ratio(gap)), el("td", {}, MARKS[sample.marks[index]]?.split(":")[0] ?? ""));
   });
-  const head = ["sample", "token in its context", "sampler", "policy", "ratio", ""];
+  const head = ["sample", "token in its context", "sampler", "policy", "ratio", "in the update"];
   viewer.worst.replaceChildren(el("table", { class: "data" }, el("caption", { class: "hidden" }, "Tokens with the largest mismatch"),
     el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { scope: "col", class: i > 1 && i < 5 ? "num" : null }, text)))), el("tbody", {}, rows)));
 }

@@ -75,10 +75,8 @@ def fails(args, capsys):
 def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
-    assert message == (
-        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, watch, export, "
-        "bench, tune\n"
-    )
+    listed = ", ".join(COMMANDS)
+    assert message == f"ConfigError: 'fly' is not a command; there are {listed}\n"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class Facts:
 def judge(facts: Facts) -> dict[str, Any]:
     """The verdict of all checks: as bad as the worst of them."""
     checks = [check for find in CHECKS for check in find(facts)]
-    level: Level = max((check.level for check in checks), key=ORDER.index, default="info")
+    level = max((check.level for check in checks), key=ORDER.index, default=ORDER[1])
     if level == "info" and any(check.level == "good" for check in checks):
         level = "good"
     return {
@@ -106,7 +106,7 @@ def judge(facts: Facts) -> dict[str, Any]:
 def _events(facts: Facts) -> Iterator[Check]:
     counts = {kind: facts.kinds[kind] for kind in LEVELS if facts.kinds[kind]}
     if counts:
-        level = max((LEVELS[kind] for kind in counts), key=ORDER.index)
+        level: Level = "bad" if any(LEVELS[kind] == "bad" for kind in counts) else "watch"
         listed = ", ".join(f"{n} {kind}{'s'[: n > 1]}" for kind, n in counts.items())
         yield Check(level, "Did anything go wrong?", f"{listed}. See the events below.")
     elif facts.last_step >= 0:

@@ -314,7 +314,7 @@ function moveCursor(entry, event) {
   const from = entry.at ?? (steps[event.key] > 0 ? -1 : last + 1);
   entry.at = Math.min(last, Math.max(0, from + steps[event.key]));
   u.setCursor({ left: u.valToPos(u.data[0][entry.at], "x"), top: 10 });
-  const values = u.series.slice(1).filter((s) => s.label).map((s) => {
+  const values = u.series.slice(1).filter((s) => s.class !== "raw").map((s) => {
     const index = u.series.indexOf(s);
     return `${s.label} ${s.value(u, u.data[index][entry.at], index, entry.at)}`;
   });

@@ -8,7 +8,7 @@
     initial/         the untrained model, if it was made from scratch
     checkpoints/     written by qurl.run.checkpoint
     crash/           written by qurl.run.crash
-    report.html      written by qurl.run.report
+    report.html      written by qurl.run.report; qurl.run.watch serves the same page live
 
 Every line is strict JSON: a number that is not finite is written as "nan", "inf" or "-inf". A kill
 can tear only the last line of a file.

@@ -270,7 +270,7 @@ function optionsOf(chart, entry, series, width, axis) {
         stroke: ink, font, grid: line, ticks: { show: false }, size: 62, space: 34,
         splits: isLog ? (u, i, low, high) => logTicks(low, high) : undefined,
         filter: isLog ? (u, ticks) => ticks : undefined,
-        values: (u, ticks) => ticks.map((x) => say(Number(x.toPrecision(6)))),
+        values: (u, ticks) => ticks.map((x) => (chart.scale === "share" ? `${Number((100 * x).toPrecision(4))}%` : say(Number(x.toPrecision(6))))),
       },
     ],
     series: [{ label: axis === "step" ? "step" : "time", value: (u, x) => (x == null ? "(last)" : axis === "step" ? String(x) : clock(x)) }, ...series],

@@ -4,8 +4,10 @@
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "on") for (const [type, listener] of Object.entries(value)) node.addEventListener(type, listener);
-    else if (name === "style") for (const [key, x] of Object.entries(value)) node.style.setProperty(key, x);
+    if (name === "on")
+      for (const [type, listener] of Object.entries(value)) node.addEventListener(type, listener);
+    else if (name === "style")
+      for (const [key, x] of Object.entries(value)) node.style.setProperty(key, x);
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
@@ -22,14 +24,23 @@ const levelOf = (kind) => LEVELS[kind] || "info";
 const ICONS = { good: "✓", info: "i", watch: "!", bad: "✕" };
 const SPOKEN = { good: "good", info: "for information", watch: "look closer", bad: "bad" };
 
-const icon = (level) => el("span", { class: `icon ${level}`, role: "img", "aria-label": SPOKEN[level] }, ICONS[level]);
+const icon = (level) =>
+  el("span", { class: `icon ${level}`, role: "img", "aria-label": SPOKEN[level] }, ICONS[level]);
 
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-const superscript = (n) => (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
+const superscript = (n) =>
+  (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
 
 const PARTS = ["update", "rollout", "prox", "eval", "sync", "grade", "track", "save", "other"];
-const partColor = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length);
-const PART_NAMES = { prox: "prox forward", eval: "evaluation", save: "checkpoint", track: "update tracking", grade: "grading" };
+const partColor = (name) =>
+  PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length;
+const PART_NAMES = {
+  prox: "prox forward",
+  eval: "evaluation",
+  save: "checkpoint",
+  track: "update tracking",
+  grade: "grading",
+};
 
 /** 0.0123 → "0.0123", 2e-5 → "2×10⁻⁵", 12345 → "12.3k". */
 function shown(value, digits = 3) {
@@ -46,7 +57,8 @@ function shown(value, digits = 3) {
   return String(Number(value.toPrecision(size >= 1000 ? 4 : digits)));
 }
 
-const percent = (value, digits = 1) => (value == null ? "–" : `${Number((100 * value).toFixed(digits))}%`);
+const percent = (value, digits = 1) =>
+  value == null ? "–" : `${Number((100 * value).toFixed(digits))}%`;
 
 function duration(seconds) {
   if (seconds < 60) return `${Number(seconds.toPrecision(2))} s`;

@@ -28,7 +28,7 @@ function pickScale(samples) {
 
 function tint(gap) {
   const strength = Math.min(1, Math.abs(gap) / Math.log(viewer.scale));
-  return `rgba(${css(gap > 0 ? "--shy" : "--eager")}, ${(0.85 * strength).toFixed(3)})`;
+  return `rgba(${css(gap > 0 ? "--shy" : "--eager")}, ${(0.6 * strength).toFixed(3)})`;
 }
 
 function field(label, control) {
@@ -194,11 +194,14 @@ const mostWrong = (sample) =>
       )
     : 0;
 
-/** The tokens with the largest ratios, over all samples that pass the filter. */
+/** The token with the largest ratio of each sample that passes the filter, the worst ones first. */
 function drawWorst(found) {
-  const tokens = found.flatMap((sample) =>
-    sample.gaps.map((gap, index) => ({ sample, index, gap })),
-  );
+  const tokens = found
+    .filter((sample) => sample.gaps.length)
+    .map((sample) => {
+      const index = mostWrong(sample);
+      return { sample, index, gap: sample.gaps[index] };
+    });
   tokens.sort((a, b) => Math.abs(b.gap) - Math.abs(a.gap));
   if (!tokens.length) {
     const reason = found.length

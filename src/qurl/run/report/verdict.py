@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from qurl.run.intervals import paired_difference
 
 Level = Literal["good", "info", "watch", "bad"]
-ORDER: Sequence[Level] = ("good", "info", "watch", "bad")
+ORDER: Sequence[Level] = ("bad", "watch", "good")
 TITLES: Mapping[Level, str] = {
     "good": "Healthy",
     "info": "Nothing to judge yet",
@@ -91,9 +91,8 @@ class Facts:
 def judge(facts: Facts) -> dict[str, Any]:
     """The verdict of all checks: as bad as the worst of them."""
     checks = [check for find in CHECKS for check in find(facts)]
-    level = max((check.level for check in checks), key=ORDER.index, default=ORDER[1])
-    if level == "info" and any(check.level == "good" for check in checks):
-        level = "good"
+    found = {check.level for check in checks}
+    level: Level = next((level for level in ORDER if level in found), "info")
     return {
         "level": level,
         "title": TITLES[level],

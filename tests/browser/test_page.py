@@ -291,6 +291,9 @@ def test_an_empty_run(tmp_path, open_page):
     page = open_page(write_report(run.path).as_uri())
     assert "Nothing to judge yet" in page.locator("#verdict").inner_text()
     assert page.locator("canvas").count() == 0
+    run.log(-1, accuracy(0.2) | {"timing_s/eval": 1.0, "timing_s/step": 1.5})
+    page = open_page(write_report(run.path).as_uri())
+    assert page.locator("canvas").count() == 1, "the accuracy of the untrained model"
 
 
 def test_a_step_appears_as_it_is_logged(run, open_page, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from qurl.run.intervals import paired_difference
 
 Level = Literal["good", "info", "watch", "bad"]
-ORDER: Sequence[Level] = ("bad", "watch", "good")
+ORDER: Sequence[Level] = ("bad", "watch", "good", "info")
 TITLES: Mapping[Level, str] = {
     "good": "Healthy",
     "info": "Nothing to judge yet",
@@ -92,7 +92,7 @@ def judge(facts: Facts) -> dict[str, Any]:
     """The verdict of all checks: as bad as the worst of them."""
     checks = [check for find in CHECKS for check in find(facts)]
     found = {check.level for check in checks}
-    level: Level = next((level for level in ORDER if level in found), "info")
+    level: Level = next(iter([level for level in ORDER if level in found]), ORDER[-1])
     return {
         "level": level,
         "title": TITLES[level],

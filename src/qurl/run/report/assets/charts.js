@@ -86,6 +86,7 @@ function partsOf(run) {
 function parts(run, axis) {
   const columns = partsOf(run);
   const rows = (run.columns.step ?? []).map((_, i) => i).filter((i) => run.columns.step[i] >= 0);
+  if (!rows.length) return [];
   const below = rows.map(() => 0);
   return columns.map(([label, column]) => {
     const ys = rows.map((i, at) => (below[at] += column[i] ?? 0));

@@ -91,8 +91,8 @@ class Facts:
 def judge(facts: Facts) -> dict[str, Any]:
     """The verdict of all checks: as bad as the worst of them."""
     checks = [check for find in CHECKS for check in find(facts)]
-    found = {check.level for check in checks}
-    level: Level = next(iter([level for level in ORDER if level in found]), ORDER[-1])
+    levels: list[Level] = [check.level for check in checks] or ["info"]
+    level = min(levels, key=ORDER.index)
     return {
         "level": level,
         "title": TITLES[level],

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.paper.arms import PPO, ROOT
 from benchmarks.paper.results import BASELINE
-from qurl.bench.record import describe_machine
 from qurl.config import load_config
 from qurl.ops.device import default_dtype, pick_device
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.stop import eos_ids
 from qurl.run.assembly import held_out_problems, load_split
+from qurl.run.machine import describe_machine
 from qurl.types import Problem
 
 

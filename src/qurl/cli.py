@@ -28,8 +28,11 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         will quantizing help here? measured on a GPU, else computed. --tokens N is the
         mean length of completions; --gpu H100 and --gpus N plan for other hardware,
         --shape 7B for a model that is not here; --json
-  qurl report RUN
-        write RUN/report.html again
+  qurl report RUN [RUN ...] [--out FILE.html]
+        one page about a run (RUN/report.html), or about several side by side
+        (comparison.html): verdict, curves, time, tokens
+  qurl watch RUN [RUN ...] [--host ADDRESS] [--port PORT]
+        the same page, live in the browser
   qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
         a plain Hugging Face folder, UAQ folded back
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
@@ -131,8 +134,23 @@ def advise_command(args: list[str]) -> int:
 def report_command(args: list[str]) -> int:
     from qurl.run.report import write_report
 
-    (run,) = _exactly(args, "RUN")
-    print(write_report(Path(run)))
+    out, args = _option("--out", args)
+    if out == "":
+        raise ConfigError("--out needs the name of a file")
+    print(write_report(*_at_least_one(args, "RUN"), out=out))
+    return 0
+
+
+def watch_command(args: list[str]) -> int:
+    from qurl.run.watch import watch
+
+    host, args = _option("--host", args, default="127.0.0.1")
+    port, args = _option("--port", args, default="0")
+    if not host:
+        raise ConfigError("--host needs an address, such as 127.0.0.1 or 0.0.0.0")
+    if not (port or "").isdecimal() or int(port or 0) > 65535:
+        raise ConfigError(f"--port {port} is not a port: give a number from 0 to 65535, 0 = any")
+    watch(_at_least_one(args, "RUN"), host=host, port=int(port or 0))
     return 0
 
 
@@ -162,6 +180,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "doctor": doctor_command,
     "advise": advise_command,
     "report": report_command,
+    "watch": watch_command,
     "export": export_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
@@ -194,6 +213,12 @@ def _count(name: str, word: str | None) -> int | None:
 def _switch(name: str, args: list[str]) -> tuple[bool, list[str]]:
     """Whether `name` is given, and the other arguments."""
     return name in args, [word for word in args if word != name]
+
+
+def _at_least_one(args: list[str], name: str) -> list[str]:
+    if not args or "-h" in args or any(a.startswith("-") for a in args):
+        return _exactly(args, name)  # says what is wrong
+    return args
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:

@@ -58,6 +58,8 @@ def train(
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
         learner, timer = parts.learner, run.timer
+        tokenizer = learner.policy.tokenizer
+        timer.lap()  # what came before belongs to no step
         if parts.first_step == 0 and config.eval.every:
             with keep_evidence(config, parts, run, step=0):
                 run.log(-1, evaluate_policy(config, parts, run, num_updates=0) | timer.lap())
@@ -82,7 +84,9 @@ def train(
             with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
-            for record in sample_records(collected.graded, trained, config.track.samples):
+            for record in sample_records(
+                collected.graded, trained, config.track.samples, tokenizer
+            ):
                 run.sample(step, record)
             is_stopping = interrupt.is_requested
             if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):

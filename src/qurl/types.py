@@ -259,4 +259,15 @@ class Trainable(Corrected):
     returns: Tensor  # [B, T] what the critic learns; by default advantages + values
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained(Trainable):
+    """A batch after its updates.
+
+    A token with logp = -0.8 and logp_prox = -1.0 had the ratio R = exp(0.2) = 1.22 when its
+    sequence was trained on for the last time; with clip_high = 0.2 and A > 0 it was clipped.
+    """
+
+    logp: Tensor  # [B, T] before a row's last update; logp_prox if it had none
+
+
 Stage = TypeVar("Stage", bound=Batch)

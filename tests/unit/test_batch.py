@@ -4,7 +4,16 @@ import pytest
 import torch
 from models import group, score
 
-from qurl.trainer.batches import microbatches, minibatches, pad, padded_microbatches, sample_records
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.batches import (
+    microbatches,
+    minibatches,
+    pad,
+    padded_microbatches,
+    sample_records,
+    token_texts,
+)
+from qurl.types import Trained
 
 
 @pytest.fixture
@@ -108,9 +117,19 @@ def test_to_moves_every_tensor(graded):
     assert {t.device.type for t in tensors} == {"meta"}
 
 
+def train_on(batch, *, logp_shift=0.0, shrink=1.0, advantage=0.0):
+    """The batch after updates that moved every log-prob by `logp_shift`."""
+    ones = torch.ones_like(batch.mask)
+    advantages = advantage * batch.mask
+    added = {"weight": ones, "shrink": shrink * ones, "returns": advantages}
+    logp = batch.logp_prox + logp_shift * batch.mask
+    return batch.into(Trained, **added, advantages=advantages, logp=logp)
+
+
 def test_sample_records_read_the_right_rows(graded):
     batch = pad(graded)
     batch = score(batch, logp_prox=batch.logp_behav - 0.25 * batch.mask)
+    batch = train_on(batch, logp_shift=0.5, shrink=0.75, advantage=-1.0)
     first, last = sample_records(graded, batch, 2)
     assert first == {
         "problem": "a",
@@ -120,9 +139,15 @@ def test_sample_records_read_the_right_rows(graded):
         "reward": 1.0,
         "details": {"accuracy": 1.0},
         "finish": "stop",
+        "has_prox": True,
         "token_ids": [7, 8, 9],
+        "tokens": [],
         "logp_behav": [0.0, -0.1, -0.2],
         "logp_prox": [-0.25, -0.35, -0.45],
+        "logp": [0.25, 0.15, 0.05],
+        "advantages": [-1.0, -1.0, -1.0],
+        "shrink": [0.75, 0.75, 0.75],
+        "mask": [1.0, 1.0, 1.0],
     }
     assert (last["problem"], last["logp_behav"]) == ("b", [0.0, -0.1])
     assert last["logp_prox"] == [-0.25, -0.35]
@@ -130,7 +155,39 @@ def test_sample_records_read_the_right_rows(graded):
 
 @pytest.mark.parametrize(("count", "written"), [(0, 0), (1, 1), (3, 3), (50, 3)])
 def test_sample_records_writes_no_row_twice(graded, count, written):
-    batch = pad(graded)
-    batch = score(batch)
+    batch = train_on(score(pad(graded)))
     records = [tuple(r["token_ids"]) for r in sample_records(graded, batch, count)]
     assert len(records) == len(set(records)) == written
+
+
+def test_texts_of_tokens_make_up_the_completion():
+    tokenizer = build_tokenizer()
+    ids = tokenizer.encode("12+34=", add_special_tokens=False)
+    assert token_texts(tokenizer, ids) == list("12+34=")
+    assert "".join(token_texts(tokenizer, [*ids, tokenizer.eos_token_id])).startswith("12+34=")
+    assert token_texts(None, ids) == []
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes; like SentencePiece, it drops a space at the start."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return bytes(token_ids).decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("a b", ["a", " ", "b"]),
+        ("é!", ["", "é", "!"]),
+        ("a😀b", ["a", "", "", "", "😀", "b"]),
+    ],
+)
+def test_a_character_of_several_tokens_stands_with_the_last(text, texts):
+    assert token_texts(Bytes(), text.encode()) == texts
+
+
+def test_bytes_that_are_no_text_do_not_pile_up():
+    texts = token_texts(Bytes(), [0xFF] * 50)
+    assert len(texts) == 50
+    assert sum(map(len, texts)) >= 40

@@ -15,7 +15,7 @@ import torch
 from qurl.bench import run_bench
 from qurl.bench.judge import check_completions, logprob_gap, score_completion
 from qurl.bench.limits import SPEEDS, Storage, find_speed, rollout_limit, step_limit, sync_bytes
-from qurl.bench.record import Record, paused_gc, source_commit
+from qurl.bench.record import Record, paused_gc
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
 from qurl.bench.shapes import SHAPES, build_model, split_list
 from qurl.bench.step import StepBench
@@ -26,6 +26,7 @@ from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
+from qurl.run.machine import source_commit
 from qurl.types import Completion
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ SMALL = Workload("small", num_prompts=2, group_size=2, prompt_tokens=5, new_toke
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
     """What is tested does not depend on the checkout."""
-    monkeypatch.setattr("qurl.bench.record.source_commit", lambda: "abc")
+    monkeypatch.setattr("qurl.run.machine.source_commit", lambda: "abc")
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
     """What is tested does not depend on the checkout."""
-    monkeypatch.setattr("qurl.bench.record.source_commit", lambda: "abc")
+    monkeypatch.setattr("qurl.run.machine.source_commit", lambda: "abc")
 
 
 # Arms

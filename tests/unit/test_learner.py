@@ -403,7 +403,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
     with Reads() as reads:
         meter = Meter()
         for piece in pieces:
-            loss, stats = learner._policy_terms(piece, 10.0, scores=[])
+            loss, stats = learner._policy_terms(piece, 10.0, is_prox=True, scores=[])
             loss.backward()
             meter.add(stats, weight=len(piece.layout.scored))
             learner.critic(piece.batch, piece.layout).sum().backward()

@@ -247,3 +247,13 @@ def test_a_step_that_falls_back_is_an_event(is_skipped, kinds):
     warn(events, 7, {"reward/timeouts": 0, "actor/skipped_updates": 0} | found)
     assert [kind for kind, _ in events] == kinds
     assert all("step 7" in message and "0.012 of" in message for _, message in events)
+
+
+def test_the_batch_keeps_the_log_probs_of_each_rows_last_update():
+    """R is 1 in the first mini-batch, whose weights had not moved, and not in the others."""
+    trained = Run(make_config(batch={"minibatches": 4, "epochs": 1})).trained
+    gap = ((trained.logp - trained.logp_prox) * trained.mask).abs().amax(-1)
+    is_first = torch.zeros(8, dtype=torch.bool)
+    is_first[first_rows(4)] = True
+    assert (gap[is_first] == 0).all()
+    assert (gap[~is_first] > 0).all()

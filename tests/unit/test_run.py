@@ -332,7 +332,7 @@ def test_a_full_disk_names_the_file(config):
 
 
 def test_stopwatch_adds_up_and_resets(monkeypatch):
-    ticks = iter([0.0, 1.5, 10.0, 10.25, 20.0, 23.0])
+    ticks = iter([-1.0, 0.0, 1.5, 10.0, 10.25, 20.0, 23.0, 24.0, 26.5])
     monkeypatch.setattr("qurl.run.directory.time.perf_counter", lambda: next(ticks))
     timer = Stopwatch()
     with timer("rollout"):
@@ -341,8 +341,9 @@ def test_stopwatch_adds_up_and_resets(monkeypatch):
         pass
     with pytest.raises(KeyError), timer("grade"):
         raise KeyError
-    assert timer.lap() == {"timing_s/rollout": 1.75, "timing_s/grade": 3.0}
-    assert timer.lap() == {}
+    # From -1 to 24, then to 26.5.
+    assert timer.lap() == {"timing_s/rollout": 1.75, "timing_s/grade": 3.0, "timing_s/step": 25.0}
+    assert timer.lap() == {"timing_s/step": 2.5}
 
 
 def test_flatten():

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import datetime
 import gc
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qurl import __version__
 from qurl.errors import ConfigError
+from qurl.run.machine import describe_machine
 
 
 class Record:
@@ -69,36 +66,6 @@ def replace_text(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(text, encoding="utf-8")
     os.replace(staging, path)
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """The hardware and software behind a measurement."""
-    is_cuda = device.type == "cuda"
-    versions = {"qurl": __version__}
-    for package in ("torch", "triton", "transformers", "vllm"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else cpu,
-        "cuda": torch.version.cuda if is_cuda else None,
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": source_commit(),
-    }
-
-
-def source_commit() -> str | None:
-    """The commit of the running checkout, with "+" if it was changed; None without a checkout."""
-    folder = Path(__file__).parent
-    if "site-packages" in folder.parts:  # a repository around it is not ours
-        return None
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 
 from qurl.bench import products
 from qurl.bench.products import Chip, Gemm, Plan, Times
-from qurl.bench.record import describe_machine, replace_text
+from qurl.bench.record import replace_text
 from qurl.bench.shapes import SHAPES, split_list
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.target import Target
@@ -35,6 +35,7 @@ from qurl.quant.kernels.plans import (
     whole_kind,
     write_table,
 )
+from qurl.run.machine import describe_machine
 
 KINDS = ("int8", "fp8", "bf16")
 MOST_COMPILERS = 12

@@ -40,6 +40,7 @@ from qurl.run.checkpoint import (
     staged_folder,
 )
 from qurl.run.directory import INITIAL, Run
+from qurl.run.machine import describe_machine
 from qurl.sampling import ProblemStream, Selector
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, GeneratedTask, Task, load_task
@@ -156,6 +157,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     for warning in find_warnings(config, objective, advantage):
         run.warn(warning)
     device = prepare_torch(config)
+    machine = describe_machine(device)
+    run.event("start", f"on {machine['device']}", machine=machine)
     initial = initial_model(config, run.path, device)
     checkpoint = latest_checkpoint(run.path / "checkpoints")
     policy, reference = _load_policies(config, initial, checkpoint, device)

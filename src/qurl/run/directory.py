@@ -8,7 +8,7 @@
     initial/         the untrained model, if it was made from scratch
     checkpoints/     written by qurl.run.checkpoint
     crash/           written by qurl.run.crash
-    report.html      written by qurl.run.report
+    report.html      written by qurl.run.report; qurl.run.watch serves the same page live
 
 Every line is strict JSON: a number that is not finite is written as "nan", "inf" or "-inf". A kill
 can tear only the last line of a file.
@@ -141,10 +141,14 @@ class Run(AbstractContextManager["Run"]):
 
 
 class Stopwatch:
-    """Seconds spent under each name since the last `lap`, which returns and clears them."""
+    """Seconds spent under each name since the last `lap`, which returns and clears them.
+
+    "step" is all the time between two laps.
+    """
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -160,7 +164,10 @@ class Stopwatch:
 
     def lap(self) -> dict[str, float]:
         seconds, self._seconds = self._seconds, defaultdict(float)
-        return {f"timing_s/{name}": x for name, x in seconds.items()}
+        start, self._start = self._start, time.perf_counter()
+        return {f"timing_s/{name}": x for name, x in seconds.items()} | {
+            "timing_s/step": self._start - start
+        }
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

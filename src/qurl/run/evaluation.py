@@ -20,12 +20,10 @@ from qurl.rewards.pool import GradingPool
 from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_actor, build_pool, held_out_problems, load_split, prepare_torch
 from qurl.run.checkpoint import find_policy
+from qurl.run.intervals import Z, wilson_interval
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams
-
-Interval = tuple[float, float]
-Z = 1.96  # half the width of a 95 % interval, in standard deviations
 
 
 class Score(NamedTuple):
@@ -146,19 +144,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Chance that k of n samples hold a correct one: 1 - C(n - c, k) / C(n, k), exactly."""
     draws = math.comb(num_samples, k)
     return (draws - math.comb(num_samples - num_correct, k)) / draws
-
-
-def wilson_interval(successes: float, trials: int) -> Interval:
-    """Wilson's score interval of a proportion p = successes / trials:
-
-    (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    """
-    n, p, z = trials, successes / trials, Z
-    centre = p + z * z / (2 * n)
-    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-    # At p = 0 and p = 1 one end is p itself, which rounding would miss by 1e-17.
-    return (0.0 if p == 0 else max(low, 0.0)), (1.0 if p == 1 else min(high, 1.0))
 
 
 def mean_score(values: Sequence[float]) -> Score:

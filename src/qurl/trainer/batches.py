@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qurl.types import Batch, Graded, Scored
+from qurl.types import Batch, Graded, Trained
 
 
 def pad(graded: Sequence[Graded]) -> Batch:
@@ -89,7 +90,9 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
-def sample_records(graded: Sequence[Graded], batch: Scored, count: int) -> Iterator[dict]:
+def sample_records(
+    graded: Sequence[Graded], batch: Trained, count: int, tokenizer: Any = None
+) -> Iterator[dict[str, Any]]:
     """Readable records of `count` completions, evenly spread over the batch."""
     completions = [
         (group, index) for group in graded for index in range(len(group.rollout.completions))
@@ -99,6 +102,7 @@ def sample_records(graded: Sequence[Graded], batch: Scored, count: int) -> Itera
         rollout, completion = group.rollout, group.rollout.completions[index]
         start = len(rollout.problem.prompt_ids)
         response = slice(start, start + len(completion.token_ids))
+        per_token = ("logp_behav", "logp_prox", "logp", "advantages", "shrink", "mask")
         yield {
             "problem": rollout.problem.id,
             "prompt": rollout.problem.extra.get("prompt", ""),
@@ -107,7 +111,30 @@ def sample_records(graded: Sequence[Graded], batch: Scored, count: int) -> Itera
             "reward": group.rewards[index],
             "details": dict(group.details[index]),
             "finish": completion.finish,
+            "has_prox": bool(batch.has_prox[row]),
             "token_ids": list(completion.token_ids),
-            "logp_behav": [round(x, 6) for x in batch.logp_behav[row, response].tolist()],
-            "logp_prox": [round(x, 6) for x in batch.logp_prox[row, response].tolist()],
+            "tokens": token_texts(tokenizer, completion.token_ids),
+        } | {
+            name: [round(x, 6) for x in getattr(batch, name)[row, response].tolist()]
+            for name in per_token
         }
+
+
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; empty without a tokenizer.
+
+    A character that several tokens spell stands with the last of them. The token before is decoded
+    too, as some tokenizers drop the space before a first word.
+    """
+    if tokenizer is None:
+        return []
+    texts: list[str] = []
+    start, shown = 0, ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
+        is_partial = text.endswith("\ufffd") and end - start <= 4  # UTF-8 has up to four bytes
+        texts.append("" if is_partial else text[len(shown) :])
+        if not is_partial:
+            start = end - 1
+            shown = tokenizer.decode(list(token_ids[start:end]), skip_special_tokens=False)
+    return texts

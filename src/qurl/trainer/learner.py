@@ -43,7 +43,7 @@ from qurl.trainer.critic import Critic
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
-from qurl.types import Batch, KVScales, Scored, Stage, Trainable
+from qurl.types import Batch, KVScales, Scored, Stage, Trainable, Trained
 
 Number = Tensor | float
 ScoredStage = TypeVar("ScoredStage", bound=Scored)
@@ -223,7 +223,7 @@ class Learner:
             **correction.weighting,
         )
 
-    def update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:
+    def update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
         """All optimizer updates of a step: epochs over mini-batches of micro-batches.
 
         Returns the batch as it was trained on, with the prox that the first update added.
@@ -237,8 +237,9 @@ class Learner:
         finally:
             self.policy.free_copies_()  # the engine may need the memory
 
-    def _update(self, batch: Trainable, step: int) -> tuple[Trainable, dict[str, float]]:
+    def _update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(), 0
+        logp = batch.logp_prox.clone()
         lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
             for rows in self._minibatches(len(batch), step, epoch):
@@ -249,10 +250,14 @@ class Learner:
                     continue
                 if not self._is_pretraining(step):
                     denominator = count(minibatch.mask, config.algo.aggregation)
-                    scores = [] if lacks_prox else None
-                    terms = partial(self._policy_terms, denominator=denominator, scores=scores)
+                    options = {"denominator": denominator, "is_prox": lacks_prox}
+                    scores: list[tuple[Tensor, TokenScores]] = []
+                    terms = partial(self._policy_terms, scores=scores, **options)
                     self._accumulate(pieces, terms, step, meter)
-                    if scores is not None:  # before the weights move
+                    scores = [(rows[part], found) for part, found in scores]
+                    for part, found in scores:
+                        logp[part, : found.logp.shape[1]] = found.logp
+                    if lacks_prox:  # before the weights move
                         batch, lacks_prox = self._complete(batch, rows, scores, meter), False
                     self._apply("actor", self.optimizer, step, meter)
                 if self.critic_optimizer is not None:
@@ -264,7 +269,7 @@ class Learner:
         if self.critic is not None:
             variance = explained_variance(batch.values, batch.returns, batch.mask)
             metrics["critic/vf_explained_var"] = variance
-        return batch, metrics
+        return batch.into(Trained, logp=logp), metrics
 
     def _complete(
         self,
@@ -278,7 +283,7 @@ class Learner:
         In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-5 on the
         first mini-batch; else their prox forward is made now, with weights that have not moved.
         """
-        batch = self._with_prox(batch, [(rows[part], found) for part, found in scores])
+        batch = self._with_prox(batch, scores)
         if self.config.correction.mode == "auto":
             limit = math.log1p(self.config.algo.clip_high)
             tail = gap_tail(batch.select(rows), limit)
@@ -339,11 +344,12 @@ class Learner:
         self,
         piece: Piece[Trainable],
         denominator: float,
-        scores: list[tuple[Tensor, TokenScores]] | None = None,
+        is_prox: bool,
+        scores: list[tuple[Tensor, TokenScores]],
     ) -> tuple[Tensor, Stats]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy.
 
-        If `scores` is a list, this forward is that of prox, and its result is added to the list.
+        What the forward finds is added to `scores`. With `is_prox`, it is that of prox.
         """
         algo, batch, horizon = self.config.algo, piece.batch, self.config.sampling.max_tokens
         shape = {"aggregation": algo.aggregation, "horizon": float(horizon)}
@@ -351,10 +357,9 @@ class Learner:
         logp, entropy = self.policy.score(
             batch, piece.layout, needs_entropy_grad=algo.entropy_coef > 0
         )
-        if scores is not None:
-            prox = TokenScores(logp.detach(), entropy.detach())
-            scores.append((piece.rows, prox))
-            batch = self._weighed(batch.replace(logp_prox=prox.logp))
+        scores.append((piece.rows, TokenScores(logp.detach(), entropy.detach())))
+        if is_prox:
+            batch = self._weighed(batch.replace(logp_prox=logp.detach()))
         logps = (logp, batch.logp_prox, batch.logp_behav)
         loss, stats = policy_loss(
             *logps,

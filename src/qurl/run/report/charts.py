@@ -1,114 +1,230 @@
-"""What the report draws: which metrics go together, under which title."""
+"""What the page draws: which metrics go together, under which title."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from qurl.run.trackers import find_accuracies
-
-Records = Sequence[Mapping[str, Any]]
-Style = Literal["line", "smooth", "log"]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The finite values of one metric."""
-
-    label: str
-    steps: Sequence[int]
-    """Row of metrics.jsonl; for an evaluation the number of updates, which is one more."""
-    values: Sequence[float]
-    low: Sequence[float] = ()
-    """Ends of the interval of each value; empty for a metric without intervals."""
-    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves on one pair of axes. `smooth` adds a moving average."""
+    """Metrics on one pair of axes."""
 
+    group: str
     title: str
     note: str
-    style: Style
-    curves: Sequence[Curve]
+    metrics: Mapping[str, str]
+    """Metric -> label. A name with a * stands for a family, labelled by what the * matches."""
+    scale: Literal["linear", "log", "share"] = "linear"
+    """A share is shown in percent."""
+    kind: Literal["line", "stack"] = "line"
+    unit: str = ""
 
 
-_CHARTS: Sequence[tuple[str, str, Style, Mapping[str, str]]] = (
-    ("Reward", "Mean over the completions of a step.", "smooth", {"reward/mean": "reward"}),
-    ("Held-out accuracy", "Greedy accuracy, with 95% intervals.", "line", {"eval/": ""}),
-    (
-        "Mismatch: KL",
-        "KL(behav || prox) per token: how far the quantized actor is from the full-precision one.",
-        "smooth",
-        {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
+LEARNING, SAMPLER = "Does it learn?", "Is the sampler still the policy?"
+UPDATES, SPEED = "Are the updates sound?", "Where does the time go?"
+
+CHARTS: Sequence[Chart] = (
+    Chart(LEARNING, "Reward", "Mean over the completions of a step.", {"reward/mean": "reward"}),
+    Chart(
+        LEARNING,
+        "Held-out accuracy",
+        "Greedy answers to problems that are never trained on, with 95% intervals.",
+        {"eval/*/accuracy": ""},
+        "share",
     ),
-    (
-        "Mismatch: largest ratio",
-        "max of pi_prox / pi_behav over the tokens of a step, before truncation.",
+    Chart(
+        LEARNING,
+        "Response length",
+        "Tokens per completion.",
+        {"response_length/mean": "mean", "response_length/max": "longest"},
+        unit="tokens",
+    ),
+    Chart(
+        LEARNING,
+        "Truncated completions",
+        "Share of completions cut at sampling.max_tokens.",
+        {"response_length/clip_ratio": "truncated"},
+        "share",
+    ),
+    Chart(
+        LEARNING,
+        "Groups without signal",
+        "Share of groups that are all right or all wrong. A comparison within the group learns "
+        "nothing from them.",
+        {"reward/frac_all_correct": "all right", "reward/frac_all_wrong": "all wrong"},
+        "share",
+    ),
+    Chart(
+        LEARNING,
+        "Entropy",
+        "Of the policy, per token. It falls as the policy becomes sure.",
+        {"actor/entropy": "entropy"},
+        unit="nats",
+    ),
+    Chart(
+        SAMPLER,
+        "Mismatch KL",
+        "KL(behav || prox) per token: how far the quantized sampler is from the full-precision "
+        "policy.",
+        {"rollout_corr/k3_kl": "k3", "rollout_corr/kl": "k1"},
         "log",
-        {"rollout_corr/rollout_is_max": "raw maximum"},
     ),
-    (
-        "Clipping",
-        "Share of tokens that are clipped, and of tokens that ACR's wider bound keeps.",
-        "line",
+    Chart(
+        SAMPLER,
+        "Effective sample size",
+        "What the importance weights leave of the batch. 100% means that they change nothing.",
+        {"rollout_corr/rollout_is_eff_sample_size": "effective sample size"},
+        "share",
+    ),
+    Chart(
+        SAMPLER,
+        "Largest and smallest ratio",
+        "pi_prox / pi_behav over the tokens of a step, before truncation.",
+        {"rollout_corr/rollout_is_max": "largest", "rollout_corr/rollout_is_min": "smallest"},
+        "log",
+    ),
+    Chart(
+        SAMPLER,
+        "Truncated weights",
+        "Share of tokens whose ratio is above the cap C, or below 1/C.",
+        {
+            "rollout_corr/rollout_is_ratio_fraction_high": "above C",
+            "rollout_corr/rollout_is_ratio_fraction_low": "below 1/C",
+        },
+        "share",
+    ),
+    Chart(
+        SAMPLER,
+        "Probability gap",
+        "|pi_prox - pi_behav| of the sampled tokens.",
+        {
+            "training/rollout_probs_diff_mean": "mean",
+            "training/rollout_probs_diff_max": "largest",
+        },
+        "log",
+    ),
+    Chart(
+        SAMPLER,
+        "Codes of an FP8 cache at their limit",
+        "Share of keys and values at the end of their range.",
+        {"rollout/kv_saturated_frac": "saturated"},
+        "share",
+    ),
+    Chart(
+        UPDATES,
+        "Clipped tokens",
+        "Share of tokens whose ratio left the clip range, and of those that ACR's wider bound "
+        "lets through.",
         {"actor/pg_clipfrac": "clipped", "acr/rescued_frac": "rescued by ACR"},
+        "share",
     ),
-    ("Entropy", "Entropy of the policy per token.", "smooth", {"actor/entropy": "entropy"}),
-    ("Response length", "Tokens.", "smooth", {f"response_length/{x}": x for x in ("mean", "max")}),
-    (
+    Chart(
+        UPDATES,
+        "Widest bound",
+        "Largest upper clip bound that ACR allowed in a step.",
+        {"acr/max_upper": "upper bound"},
+    ),
+    Chart(
+        UPDATES,
+        "Gradient norm",
+        "Before clipping at optim.grad_clip.",
+        {"actor/grad_norm": "policy", "critic/grad_norm": "critic"},
+        "log",
+    ),
+    Chart(
+        UPDATES,
+        "Loss",
+        "Of the objective; its level says little.",
+        {"actor/pg_loss": "policy", "actor/kl_loss": "KL term", "critic/vf_loss": "critic"},
+    ),
+    Chart(
+        UPDATES,
+        "KL of the updates",
+        "From the policy before a step to the policy in its updates.",
+        {"actor/ppo_kl": "KL"},
+    ),
+    Chart(
+        UPDATES,
+        "KL to the reference",
+        "How far the policy has moved from where it started.",
+        {"actor/ref_kl": "KL"},
+    ),
+    Chart(
+        UPDATES,
+        "Learning rate",
+        "After warm-up and schedule.",
+        {"actor/lr": "policy", "critic/lr": "critic"},
+    ),
+    Chart(
+        UPDATES,
+        "Critic",
+        "Share of the returns' variance that the values explain.",
+        {"critic/vf_explained_var": "explained variance"},
+    ),
+    Chart(
+        UPDATES,
         "Update against quantization error",
         "Relative size of an update (Eq. 13) and of the actor's rounding (Eq. 14), squared.",
-        "log",
         {"uaq/update_norm": "update", "uaq/quant_error": "quantization error"},
+        "log",
     ),
-    (
+    Chart(
+        UPDATES,
         "Update visibility",
-        "Share of codes changed by a sync; cosine of update and actor's change; projection.",
-        "line",
+        "How much of an update the quantized copy sees: share of codes changed, cosine, "
+        "projection (1 = all of it).",
         {
             "uaq/code_flip_frac": "changed codes",
             "uaq/update_cosine": "cosine",
             "uaq/update_proj": "projection",
         },
     ),
-    ("Time per step", "Seconds.", "log", {"timing_s/": ""}),
+    Chart(
+        SPEED,
+        "Time per step",
+        "Seconds, by part.",
+        {"timing_s/*": ""},
+        kind="stack",
+        unit="s",
+    ),
+    Chart(
+        SPEED,
+        "Throughput",
+        "Tokens per second while sampling, and while training.",
+        {"perf/rollout_tokens_per_s": "rollout", "perf/train_tokens_per_s": "training"},
+        unit="tokens/s",
+    ),
+    Chart(
+        SPEED,
+        "Memory",
+        "Peak so far.",
+        {
+            "perf/cpu_memory_used_gb": "process",
+            "perf/max_memory_allocated_gb": "GPU (torch)",
+        },
+        unit="GiB",
+    ),
 )
-"""Title, note, style, and labels of the metrics; a name that ends in / stands for a family."""
+
+INTERVALS = ("_low", "_high")
 
 
-def build_charts(metrics: Records) -> list[Chart]:
-    """All charts for which the run has data."""
-    timings = dict.fromkeys(name for row in metrics for name in row if name.startswith("timing_s/"))
-    families = {
-        "eval/": {f"eval/{name}/accuracy": name for name in find_precisions(metrics)},
-        "timing_s/": {name: name.removeprefix("timing_s/") for name in timings},
-    }
-    charts = []
-    for title, note, style, names in _CHARTS:
-        labels = families.get(next(iter(names)), names)
-        curves = [read_curve(metrics, name, label, style) for name, label in labels.items()]
-        charts.append(Chart(title, note, style, [curve for curve in curves if curve]))
-    return [chart for chart in charts if chart.curves]
+def chart_specs() -> list[dict[str, Any]]:
+    return [asdict(chart) for chart in CHARTS]
 
 
-def read_curve(metrics: Records, name: str, label: str, style: Style = "line") -> Curve | None:
-    """The finite values of a metric with their intervals, positive for "log"; None if none are."""
-    names: tuple[str, ...] = (name,)
-    if any(f"{name}_low" in record for record in metrics):
-        names = (name, f"{name}_low", f"{name}_high")
-    rows = [
-        (record["step"] + name.startswith("eval/"), *(float(record[n]) for n in names))
-        for record in metrics
-        if all(n in record for n in names)
-    ]
-    rows = [row for row in rows if all(map(math.isfinite, row)) and (row[1] > 0 or style != "log")]
-    return Curve(label, *(list(column) for column in zip(*rows, strict=True))) if rows else None
+def is_charted(metric: str) -> bool:
+    """Does any chart show this metric, or the end of its interval?"""
+    return _CHARTED.fullmatch(metric) is not None
 
 
-def find_precisions(metrics: Records) -> list[str]:
-    """The <precision> of all eval/<precision>/accuracy, in order of appearance."""
-    return list(dict.fromkeys(name for record in metrics for name in find_accuracies(record)))
+_CHARTED = re.compile(
+    "|".join(
+        f"{re.escape(name).replace(re.escape('*'), '[^/]+')}(?:{'|'.join(INTERVALS)})?"
+        for chart in CHARTS
+        for name in chart.metrics
+    )
+)

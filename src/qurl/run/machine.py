@@ -1,0 +1,45 @@
+"""The hardware and software that a run or a measurement used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qurl import __version__
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """The hardware and software behind a measurement."""
+    is_cuda = device.type == "cuda"
+    versions = {"qurl": __version__}
+    for package in ("torch", "triton", "transformers", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else cpu,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": source_commit(),
+    }
+
+
+def source_commit() -> str | None:
+    """The commit of the running checkout, with "+" if it was changed; None without a checkout."""
+    folder = Path(__file__).parent
+    if "site-packages" in folder.parts:  # a repository around it is not ours
+        return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

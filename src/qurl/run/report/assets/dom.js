@@ -1,0 +1,67 @@
+"use strict";
+// Elements, colours and numbers. Text only ever goes into text nodes.
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "on")
+      for (const [type, listener] of Object.entries(value)) node.addEventListener(type, listener);
+    else if (name === "style")
+      for (const [key, x] of Object.entries(value)) node.style.setProperty(key, x);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter((child) => child != null));
+  return node;
+}
+
+const byId = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const NUM_COLORS = 9;
+const color = (index) => css(`--c${index % NUM_COLORS}`);
+const LEVELS = { alarm: "bad", warning: "watch", fallback: "watch" };
+const levelOf = (kind) => LEVELS[kind] || "info";
+const ICONS = { good: "✓", info: "i", watch: "!", bad: "✕" };
+const SPOKEN = { good: "good", info: "for information", watch: "look closer", bad: "bad" };
+
+const icon = (level) =>
+  el("span", { class: `icon ${level}`, role: "img", "aria-label": SPOKEN[level] }, ICONS[level]);
+
+const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+const superscript = (n) =>
+  (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
+
+const PARTS = ["update", "rollout", "prox", "eval", "sync", "grade", "track", "save", "other"];
+const partColor = (name) =>
+  PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length;
+const PART_NAMES = {
+  prox: "prox forward",
+  eval: "evaluation",
+  save: "checkpoint",
+  track: "update tracking",
+  grade: "grading",
+};
+
+/** 0.0123 → "0.0123", 2e-5 → "2×10⁻⁵", 12345 → "12.3k". */
+function shown(value, digits = 3) {
+  if (value == null || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) {
+    const [mantissa, exponent] = value.toExponential(digits - 1).split("e");
+    const short = String(Number(mantissa));
+    return (short === "1" ? "" : `${short}×`) + `10${superscript(Number(exponent))}`;
+  }
+  if (size >= 1e9) return `${Number((value / 1e9).toPrecision(digits))}G`;
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(digits))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(digits))}k`;
+  return String(Number(value.toPrecision(size >= 1000 ? 4 : digits)));
+}
+
+const percent = (value, digits = 1) =>
+  value == null ? "–" : `${Number((100 * value).toFixed(digits))}%`;
+
+function duration(seconds) {
+  if (seconds < 60) return `${Number(seconds.toPrecision(2))} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}

@@ -41,6 +41,7 @@ OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
+    "alarms",
     *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("task.grade_workers", "task.grade_timeout"),
@@ -88,9 +89,6 @@ class Run(AbstractContextManager["Run"]):
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
         _append(self.path / METRICS, {"step": step} | values)
-        if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
-            named = ", ".join(f"{name} = {x}" for name, x in broken.items())
-            self.event("warning", f"step {step}: {named}", step=step, metrics=sorted(broken))
         self.progress.log(step, values)
         for tracker in list(self._trackers):
             try:

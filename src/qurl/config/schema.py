@@ -282,7 +282,8 @@ class EvalConfig(Section):
     """Held-out accuracy."""
 
     every: CountOrZero = 0
-    """Steps between evaluations; also evaluates before the first and after the last. 0 = never."""
+    """Steps between evaluations; also evaluates before the first and after the last. 0 = never.
+    A recipe with task.eval_path and without this key gets 20."""
     problems: Count = 128
     """Held-out problems."""
     samples: CountOrZero = 0
@@ -302,7 +303,8 @@ class SaveConfig(Section):
     """Checkpoints."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; also saves after the last step. 0 = only then."""
+    """Steps between checkpoints; also saves after the last step. 0 = only then. A recipe with
+    task.path and without this key gets 20."""
     keep: CountOrZero = 2
     """How many of the newest checkpoints to keep; 0 = write none, so the run cannot be resumed."""
 
@@ -356,7 +358,7 @@ class AlarmsConfig(Section):
     """Share of the mean length at the start, in each step of the window."""
     mismatch_growth: Action = "warn"
     """rollout_corr/k3_kl grows far beyond its own start."""
-    mismatch_growth_above: Positive = 5.0
+    mismatch_growth_above: Positive = 4.0
     """Multiple of its start (of 0.001, if it starts lower), in each step of the window."""
     sample_size: Action = "warn"
     """Few tokens carry most of the importance weight."""

@@ -150,16 +150,16 @@ def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Findin
 
 def graders_time_out(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
     """More graders were killed in this row, in training or in an evaluation, than allowed."""
-    names = ("reward/timeouts", *(name for name in rows[-1] if name.endswith("/num_timeouts")))
-    killed = {name: n for name in names if (n := rows[-1].get(name, 0.0)) > threshold}
+    names = (name for name in rows[-1] if name.endswith(("/timeouts", "/num_timeouts")))
+    killed = {name: n for name in names if (n := rows[-1][name]) > threshold}
     if not killed:
         return None
-    listed = " and ".join(
-        f"{n:g} graders" + (f" of {name.rpartition('/')[0]}" if name != names[0] else "")
-        for name, n in killed.items()
+    places = {name: name.rpartition("/")[0].replace("reward", "training") for name in killed}
+    listed = ", ".join(f"{n:g} in {places[name]}" for name, n in killed.items())
+    scored = "the reward of such an answer is task.timeout_score, and held-out ones count as wrong"
+    return Finding(
+        max(killed.values()), f"graders were killed at task.grade_timeout: {listed}; {scored}"
     )
-    graded = "Held-out answers count as wrong" if names[0] not in killed else "See timeout_score"
-    return Finding(max(killed.values()), f"{listed} were killed at task.grade_timeout. {graded}")
 
 
 def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:

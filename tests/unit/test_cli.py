@@ -76,8 +76,8 @@ def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
     assert message == (
-        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export, "
-        "bench, tune\n"
+        "ConfigError: 'fly' is not a command; there are train, eval, validate, fork, report, "
+        "export, bench, tune\n"
     )
 
 

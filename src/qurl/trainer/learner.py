@@ -210,7 +210,10 @@ class Learner:
         `sampled` is the mask before rejection.
         """
         advantages = trained.advantages[sampled.bool()]
-        metrics = _range(advantages, "critic/advantages") if len(advantages) else {}
+        metrics: dict[str, float] = {}
+        if len(advantages):
+            low, high = advantages.aminmax()
+            metrics = {"critic/advantages/max": float(high), "critic/advantages/min": float(low)}
         known = sampled * trained.has_prox[:, None]
         if not known.any():
             return metrics
@@ -427,11 +430,6 @@ def _within_memory(config: Config) -> Iterator[None]:
             f"rollout.kv_memory_frac = {config.rollout.kv_memory_frac:g}, or set "
             "rollout.release_kv or, in another run_dir, model.gradient_checkpointing"
         ) from error
-
-
-def _range(values: Tensor, name: str) -> dict[str, float]:
-    low, high = values.aminmax()
-    return {f"{name}/max": float(high), f"{name}/min": float(low)}
 
 
 def _check_finite(results: Sequence[tuple[Tensor, Stats]], step: int) -> None:

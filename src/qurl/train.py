@@ -75,14 +75,14 @@ def train(
                 trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
                     trained, update_metrics = learner.update(trainable, step)
+                for record in sample_records(collected.graded, trained, config.track.samples):
+                    run.sample(step, record)
 
             with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
                 metrics |= update_metrics | learner.describe(trained, batch.mask)
                 num_tokens = trained.num_tokens * config.batch.epochs
                 metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
                 metrics |= peak_memory(learner.policy.device)
-                for record in sample_records(collected.graded, trained, config.track.samples):
-                    run.sample(step, record)
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
             is_stopping = interrupt.is_requested or monitor.reason_to_stop is not None

@@ -39,9 +39,11 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
             _write_evidence(folder, step, parts.learner, error)
         except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
-        # A failed sync says that the weights are unsound.
+        # A failed sync says that the weights are unsound. A row that a full disk lost is written
+        # when the step is repeated.
         is_sound = parts.learner.version == version and not isinstance(error, SyncError)
-        if config.save.keep and step > parts.first_step and is_sound:
+        is_whole = step > parts.first_step and run.last_step == step - 1
+        if config.save.keep and is_sound and is_whole:
             try:
                 parts.save(config, run, step, state)
                 message += f". When the cause is mended, the same command goes on with step {step}"

@@ -58,6 +58,8 @@ class Run(AbstractContextManager["Run"]):
     _lock: IO[str]
     _trackers: list[Tracker]
     timer: Stopwatch = field(default_factory=lambda: Stopwatch())
+    last_step: int | None = None
+    """The last step whose row this process has logged."""
 
     @classmethod
     def open(
@@ -89,6 +91,7 @@ class Run(AbstractContextManager["Run"]):
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
         _append(self.path / METRICS, {"step": step} | values)
+        self.last_step = step
         self.progress.log(step, values)
         for tracker in list(self._trackers):
             try:

@@ -16,10 +16,10 @@ from qurl.cli import main
 from qurl.config import build_config, load_config
 from qurl.config.rules import find_mistakes, find_warnings
 from qurl.config.schema import AlarmsConfig
-from qurl.errors import SyncError
+from qurl.errors import SyncError, TrainingError
 from qurl.rollout.canary import verify
 from qurl.rollout.local import LocalEngine
-from qurl.run.directory import read_jsonl
+from qurl.run.directory import Run, read_jsonl
 from qurl.run.evaluation import wilson_interval
 from qurl.run.interrupt import Interrupt
 from qurl.run.monitor import ALARMS
@@ -424,6 +424,25 @@ def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):
     assert text.endswith("KeyError: 'gone'\n")
     assert alarms(folder)[0]["message"].endswith("the same command goes on with step 2")
     assert run(*flags, "--steps", "4") == 0
+    assert rows(folder) == rows(folder, "whole")
+
+
+def test_a_step_whose_row_is_lost_is_repeated(folder):
+    """The disk has no room for the row of step 1, but for a checkpoint."""
+    flags = [*write_reward(folder, LETTERS), "--steps", "3"]
+    assert run(*flags, "--run-dir", "whole") == 0
+    real = Run.log
+
+    def log(self, step, metrics):
+        if step == 1:
+            raise TrainingError("cannot append")
+        real(self, step, metrics)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "log", log)
+        assert run(*flags) == 1
+    assert not (folder / "run/checkpoints").exists()
+    assert run(*flags) == 0
     assert rows(folder) == rows(folder, "whole")
 
 

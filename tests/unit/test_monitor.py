@@ -194,7 +194,7 @@ def test_actions_that_cannot_work():
     (mistake,) = find_mistakes(unified)
     assert mistake.startswith("alarms.mismatch_growth = 'full' does not go with quant.unified")
     warnings = find_warnings(build_config({"alarms": alarms, "quant": {"format": "none"}}))
-    assert any("alarms that ask for full or requantize only warn" in w for w in warnings)
+    assert any("alarms with the action 'full' only warn" in w for w in warnings)
 
 
 # Tiny runs.
@@ -403,6 +403,8 @@ def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
     for steps in (fell_back + 2, 9):
         assert run(*flags, "--steps", str(steps)) == 0
     assert rows(folder) == rows(folder, "whole")
+    assert run(*flags, "--steps", "10", "--alarms.mismatch_growth", "warn") == 0
+    assert "rollout/full_precision" not in rows(folder)[-1], "no longer asked for"
 
 
 def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):

@@ -226,8 +226,8 @@ def find_warnings(
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
-    if quant.format == "none" and {"full", "requantize"} & set(vars(config.alarms).values()):
-        yield "alarms that ask for full or requantize only warn: quant.format is 'none' already"
+    if quant.format == "none" and "full" in vars(config.alarms).values():
+        yield "alarms with the action 'full' only warn: quant.format is 'none' already"
     if config.task.path and not config.eval.every:
         remedy = "set task.eval_path and eval.every, or a failure may show in the rewards only"
         yield f"no held-out problems are evaluated: {remedy}"

@@ -172,7 +172,7 @@ def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Finding | N
 ALARMS = (
     Alarm(
         "no_signal",
-        ("reward/std", "reward/mean", "reward/frac_all_correct", "advantages/max", "tages/min"),
+        ("reward/std", "reward/mean", "/frac_all_correct", "/advantages/max", "/advantages/min"),
         lacks_signal,
         "no_signal_steps",
     ),
@@ -247,10 +247,16 @@ class Monitor:
         path = run.path / METRICS
         self._rows = [_watched(row) for row in iter_jsonl(path)] if path.exists() else []
         self._on = self._find_alarms(self._rows).keys()
-        if self._rows:
+        if self._rows and self._can_fall_back:
             came_on = self._on - self._find_alarms(self._rows[:-1]).keys()
             is_now = any(getattr(config.alarms, name) == "full" for name in came_on)
             parts.is_full = is_now or FALLEN_BACK in self._rows[-1]
+
+    @property
+    def _can_fall_back(self) -> bool:
+        """A resumed run whose recipe no longer asks for it goes back to quantized rollouts."""
+        is_wanted = "full" in vars(self._config.alarms).values()
+        return is_wanted and self._config.quant.format != "none"
 
     @contextmanager
     def logging(self, step: int, metrics: dict[str, float]) -> Iterator[None]:
@@ -265,7 +271,7 @@ class Monitor:
             metrics |= self._run.timer.lap()
             self._run.log(step, metrics)
         self._rows.append(_watched({"step": step} | metrics))
-        _note(self._run, step, metrics)
+        note(self._run, step, metrics)
         self._act(step)
 
     def stop(self) -> None:
@@ -294,16 +300,15 @@ class Monitor:
             elif action == "requantize":
                 self._parts.renew_engine()
             elif action == "full":
-                self._parts.is_full = True
-        is_short = len(self._rows) < self._config.alarms.no_signal_steps
-        if step + 1 == self._config.steps and is_short and "no_signal" not in findings:
+                self._parts.is_full = self._can_fall_back
+        if step + 1 == self._config.steps and self._config.alarms.no_signal != "off":
             self._look_back(step)
 
     def _look_back(self, step: int) -> None:
         """At the end of a run too short for `no_signal`: a word if no step had a signal."""
         num_steps = len(series(self._rows, "reward/std"))
-        finding = lacks_signal(self._rows, 0, num_steps)
-        if finding and self._config.alarms.no_signal != "off":
+        is_short = num_steps < self._config.alarms.no_signal_steps
+        if is_short and (finding := lacks_signal(self._rows, 0, num_steps)):
             self._sound(ALARMS[0], step, "warn", finding)
 
     def _sound(self, alarm: Alarm, step: int, action: str, finding: Finding) -> None:
@@ -349,7 +354,7 @@ def _watched(row: Mapping[str, float | str]) -> dict[str, float]:
 WATCHED = tuple(ending for alarm in ALARMS for ending in alarm.watches)
 
 
-def _note(run: Run, step: int, metrics: Row) -> None:
+def note(run: Run, step: int, metrics: Row) -> None:
     """Events of a step that are no alarms."""
     if skipped := metrics.get("actor/skipped_updates"):
         run.event("warning", f"step {step}: {skipped:g} updates had no token left")

@@ -14,7 +14,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser picture lint docs bench tables
+.PHONY: help install demo test test-bench test-browser test-chaos picture lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-browser: install  ## run the tests of the page in a headless Chromium, whic
 picture: install  ## take the README's picture of the page of RUN
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[browser]'
 	$(BIN)/python -m pytest tests/browser -k picture --picture $(RUN)
+
+test-chaos: install  ## kill runs, fill disks: minutes
+	$(BIN)/python -m pytest tests/chaos
 
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .

@@ -22,6 +22,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         held-out accuracy of model.path, or of a run's newest checkpoint
   qurl validate RECIPE.toml [--section.key value ...]
         check keys, files, tokenizer and grader before a long run
+  qurl fork RUN --at STEP [--run-dir DIR] [--section.key value ...]
+        a new run from a checkpoint of RUN with changed keys; qurl train DIR goes on with it
   qurl doctor [--json]
         is this machine ready? versions, GPU, memory, disk, and every kernel tested
   qurl advise RECIPE.toml|RUN [--section.key value ...] [--flags]
@@ -131,6 +133,17 @@ def advise_command(args: list[str]) -> int:
     return 0
 
 
+def fork_command(args: list[str]) -> int:
+    step, rest = _option("--at", args)
+    if not rest or rest[0].startswith("-") or not (step or "").isdecimal():
+        _exactly(args if {"-h", "--help"} & set(args) else [], "RUN", "--at STEP")
+    from qurl.run.fork import fork
+
+    target = fork(Path(rest[0]), int(step or 0), rest[1:])
+    print(f"{target}\ngo on with: qurl train {target}")
+    return 0
+
+
 def report_command(args: list[str]) -> int:
     from qurl.run.report import write_report
 
@@ -177,6 +190,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train_command,
     "eval": eval_command,
     "validate": validate_command,
+    "fork": fork_command,
     "doctor": doctor_command,
     "advise": advise_command,
     "report": report_command,

@@ -147,7 +147,9 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Describe everything that was sampled, before groups are dropped."""
         lengths = [len(c.token_ids) for g in self.graded for c in g.rollout.completions]
+        prompts = [tuple(group.rollout.problem.prompt_ids) for group in self.graded]
         metrics = reward_metrics(self.graded) | {
+            "sampling/distinct_frac": len(set(prompts)) / len(prompts),
             "perf/rollout_tokens": float(sum(lengths)),
             "perf/rollout_tokens_per_s": sum(lengths) / self._rollout_seconds,
             "timing_s/rollout": self._rollout_seconds,

@@ -10,8 +10,7 @@ when due, the evaluation of the weights that it leaves. Row -1 evaluates the unt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from qurl.advantages import Estimator, compare
@@ -28,6 +27,7 @@ from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run
 from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
+from qurl.run.monitor import FALLEN_BACK, Monitor
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
 from qurl.sampling import Sampler, Selector, collect
@@ -57,16 +57,17 @@ def train(
     config = choices.record_in(config)
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
-        learner, timer = parts.learner, run.timer
+        learner, timer, monitor = parts.learner, run.timer, Monitor(config, parts, run)
         tokenizer = learner.policy.tokenizer
         timer.lap()  # what came before belongs to no step
         if parts.first_step == 0 and config.eval.every:
-            with keep_evidence(config, parts, run, step=0):
-                run.log(-1, evaluate_policy(config, parts, run, num_updates=0) | timer.lap())
+            untrained: dict[str, float] = {}
+            with keep_evidence(config, parts, run, step=0), monitor.logging(-1, untrained):
+                untrained |= evaluate_policy(config, parts, run, num_updates=0)
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
                 metrics = sync(config, parts, run, step)
-                sampler = Sampler(config, parts.stream, parts.engine, parts.pool, step)
+                sampler = Sampler(config, parts.stream, parts.actor, parts.pool, step)
                 collected = collect(sampler, config.batch.problems, config.algo)
                 metrics |= sampler.metrics() | collected.metrics()
                 batch = pad(collected.graded).to(learner.policy.device)
@@ -76,25 +77,27 @@ def train(
                 trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
                 with timer("update"):
                     trained, update_metrics = learner.update(trainable, step)
+                num_samples = config.track.samples
+                for record in sample_records(collected.graded, trained, num_samples, tokenizer):
+                    run.sample(step, record)
+
+            with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
                 metrics |= update_metrics | learner.describe(trained, batch.mask)
                 num_tokens = trained.num_tokens * config.batch.epochs
                 metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
                 metrics |= peak_memory(learner.policy.device)
-
-            with keep_evidence(config, parts, run, step + 1), logged(run, step, metrics):
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
-            for record in sample_records(
-                collected.graded, trained, config.track.samples, tokenizer
-            ):
-                run.sample(step, record)
-            is_stopping = interrupt.is_requested
+            is_stopping = interrupt.is_requested or monitor.reason_to_stop is not None
             if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):
                 with timer("save"):
                     parts.save(config, run, step + 1)
-            if is_stopping:
+            if interrupt.is_requested:
                 raise KeyboardInterrupt
+            if monitor.reason_to_stop is not None:
+                break
         report(run)
+        monitor.stop()
         return run.path
 
 
@@ -103,31 +106,19 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
     return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
 
 
-@contextmanager
-def logged(run: Run, step: int, metrics: dict[str, float]) -> Iterator[None]:
-    """Log the row of a step at the end, whatever happens: its weights have been updated.
-
-    A row is logged before the step is saved: a kill in between repeats the step and loses no row.
-    """
-    try:
-        yield
-    finally:
-        run.log(step, metrics | run.timer.lap())
-        warn(run, step, metrics)
-
-
 def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     """Quantize the weights into the engine, and see how much of the last update arrived."""
-    model = parts.learner.policy.model
+    model, quant = parts.learner.policy.model, "none" if parts.is_full else config.quant.format
     with run.timer("sync"):
-        synced = parts.engine.sync(model, version=step)
+        synced = parts.actor.sync(model, version=step)
         gap = synced.canary_gap
         if not synced.verified:
-            gap = check_copy(parts.engine, model, config.quant.format, step)
+            gap = check_copy(parts.actor, model, quant, step)
         if synced.kv_scales is not None:
             parts.learner.round_kv_(synced.kv_scales)
     # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
     metrics = {"sync/canary_gap": gap, "sync/bytes": float(synced.bytes)}
+    metrics |= {FALLEN_BACK: 1.0} if parts.is_full else {}
     if parts.tracker is not None:
         with run.timer("track"):
             metrics |= parts.tracker.measure(model)
@@ -147,16 +138,6 @@ def evaluate_policy(
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()
     return metrics
-
-
-def warn(run: Run, step: int, metrics: dict[str, float]) -> None:
-    if killed := metrics["reward/timeouts"]:
-        run.event("warning", f"step {step}: {killed:g} graders were killed at task.grade_timeout")
-    if skipped := metrics["actor/skipped_updates"]:
-        run.event("warning", f"step {step}: {skipped:g} updates had no token left")
-    if metrics.get("correction/prox_skipped") == 0:
-        tail = f"{metrics['correction/gap_tail']:.2g} of the tokens have a gap above the clip range"
-        run.event("fallback", f"step {step} made the prox forward: {tail}")
 
 
 def report(run: Run) -> None:

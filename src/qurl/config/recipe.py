@@ -58,6 +58,9 @@ MOVED: Mapping[str, str] = {
 }
 """Today's places of earlier keys; empty if the key is gone, which never changed a run's results."""
 
+SAFE_EVERY = 20
+"""Steps between checkpoints, and between evaluations, if a recipe with data files says nothing."""
+
 
 def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     """Read a recipe or a run, apply the flags, and check the whole."""
@@ -76,8 +79,24 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
                 f"{base.algo.name!r}; start from a recipe instead"
             )
         config = _apply_flags(build_config(_with_preset(recipe, name), source), flags, source)
+    if not is_run:
+        config = _with_safeguards(config, recipe, flags)
     check_combinations(config, source)
     return config
+
+
+def _with_safeguards(config: Config, recipe: Mapping[str, Any], flags: Sequence[str]) -> Config:
+    """Checkpoints and evaluations for a run on one's own data whose recipe asks for none."""
+    changes: dict[str, Any] = {}
+    for section, is_wanted in {
+        "save": config.task.path and config.save.keep,
+        "eval": config.task.eval_path,
+    }.items():
+        names = (f"--{section}.every", f"--{section}.every=")
+        is_given = any(flag == names[0] or flag.startswith(names[1]) for flag in flags)
+        if is_wanted and not is_given and "every" not in recipe.get(section, {}):
+            changes[section] = dataclasses.replace(getattr(config, section), every=SAFE_EVERY)
+    return dataclasses.replace(config, **changes)
 
 
 def check_combinations(config: Config, source: str, *facts: Any) -> None:

@@ -151,6 +151,9 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
+    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+        remedy = "a trainer in 8 bits needs a sampler in 8 bits; use 'warn' or 'stop'"
+        yield f"alarms.{name} = 'full' does not go with quant.unified = true: {remedy}"
 
 
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
@@ -223,6 +226,11 @@ def find_warnings(
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
+    if quant.format == "none" and "full" in vars(config.alarms).values():
+        yield "alarms with the action 'full' only warn: quant.format is 'none' already"
+    if config.task.path and not config.eval.every:
+        remedy = "set task.eval_path and eval.every, or a failure may show in the rewards only"
+        yield f"no held-out problems are evaluated: {remedy}"
     if optim.warmup_steps > config.steps:
         warmup = f"optim.warmup_steps = {optim.warmup_steps} is more than steps = {config.steps}"
         yield f"{warmup}: the learning rate never reaches optim.lr"

@@ -282,7 +282,8 @@ class EvalConfig(Section):
     """Held-out accuracy."""
 
     every: CountOrZero = 0
-    """Steps between evaluations; also evaluates before the first and after the last. 0 = never."""
+    """Steps between evaluations; also evaluates before the first and after the last. 0 = never.
+    A recipe with task.eval_path and without this key gets 20."""
     problems: Count = 128
     """Held-out problems."""
     samples: CountOrZero = 0
@@ -302,7 +303,8 @@ class SaveConfig(Section):
     """Checkpoints."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; also saves after the last step. 0 = only then."""
+    """Steps between checkpoints; also saves after the last step. 0 = only then. A recipe with
+    task.path and without this key gets 20."""
     keep: CountOrZero = 2
     """How many of the newest checkpoints to keep; 0 = write none, so the run cannot be resumed."""
 
@@ -317,6 +319,61 @@ class TrackConfig(Section):
     """Write TensorBoard events into the run directory."""
     wandb: str = ""
     """Weights & Biases project; empty = off."""
+
+
+Action = Literal["off", "warn", "stop", "requantize", "full"]
+
+
+@dataclass(frozen=True)
+class AlarmsConfig(Section):
+    """What is done about a run that goes wrong ([alarms.md](alarms.md)).
+
+    `warn` says it once, `stop` saves everything and ends with an error, `requantize` builds the
+    engine anew, `full` samples in full precision from the next step on, `off` does nothing.
+    """
+
+    window: Count = 10
+    """Steps in a row that show a collapse; also the steps that count as the start of a run."""
+    no_signal: Action = "stop"
+    """Nothing to learn from: all rewards equal, or equal in every group, and not all right."""
+    no_signal_steps: Count = 10
+    """Steps in a row without a signal."""
+    truncated: Action = "warn"
+    """Answers are cut at sampling.max_tokens."""
+    truncated_above: Fraction = 0.95
+    """Share of cut answers, in each step of the window."""
+    reward_collapse: Action = "warn"
+    """The mean reward falls far below its best."""
+    reward_collapse_below: Fraction = 0.5
+    """Share of the best mean of a window so far, in each step of the window."""
+    held_out_collapse: Action = "warn"
+    """Held-out accuracy falls: its 95 % interval lies below that of the best evaluation."""
+    entropy_collapse: Action = "warn"
+    """The policy stops exploring."""
+    entropy_collapse_below: Fraction = 0.05
+    """Share of the entropy at the start, in each step of the window."""
+    length_collapse: Action = "warn"
+    """Answers shrink."""
+    length_collapse_below: Fraction = 0.2
+    """Share of the mean length at the start, in each step of the window."""
+    mismatch_growth: Action = "warn"
+    """rollout_corr/k3_kl grows far beyond its own start."""
+    mismatch_growth_above: Positive = 4.0
+    """Multiple of its start (of 0.001, if it starts lower), in each step of the window."""
+    sample_size: Action = "warn"
+    """Few tokens carry most of the importance weight."""
+    sample_size_below: Fraction = 0.5
+    """Effective sample size as a share of the tokens, in each step of the window."""
+    grader_timeouts: Action = "warn"
+    """Graders are killed at task.grade_timeout, in training or in an evaluation."""
+    grader_timeouts_above: CountOrZero = 0
+    """Killed graders in one step or evaluation."""
+    repeated_problems: Action = "warn"
+    """A step asks the same prompts again and again."""
+    repeated_problems_below: Fraction = 0.5
+    """Share of different prompts among those of a step."""
+    non_finite: Action = "warn"
+    """A metric is NaN or infinite. A loss, gradient or log-prob that is always stops the run."""
 
 
 @dataclass(frozen=True)
@@ -364,6 +421,7 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     experimental: ExperimentalConfig = field(default_factory=ExperimentalConfig)
 
     @property
@@ -380,9 +438,10 @@ class Config(Section):
 
     @property
     def has_full_engine(self) -> bool:
-        """Do evaluations during training need a second, unquantized engine?"""
-        is_quantized = self.quant.format != "none"
-        return self.eval.every > 0 and is_quantized and "full" in self.eval_precisions
+        """Do evaluations during training, or an alarm, need a second, unquantized engine?"""
+        is_evaluated = self.eval.every > 0 and "full" in self.eval_precisions
+        is_fallback = "full" in vars(self.alarms).values()
+        return self.quant.format != "none" and (is_evaluated or is_fallback)
 
     @property
     def eval_max_tokens(self) -> int:

@@ -61,14 +61,19 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path:
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
     if math.isfinite(gap) and gap <= bound:
         return gap
+    failed = f"sync of version {version} failed on the canary prompt{path and f' {path}'}"
+    if not trainer.isfinite().all():
+        raise SyncError(
+            f"{failed}: the trainer's own log-probs are not finite, so its weights hold NaN or "
+            "infinity, or overflow. In the first sync the model at model.path is at fault; "
+            "later, the updates since the last checkpoint, and a lower optim.lr may help"
+        )
     cause = f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
     if not math.isfinite(gap):
-        broken = "engine" if trainer.isfinite().all() else "trainer"
-        cause = f"the {broken}'s log-probs are not finite"
+        cause = "the engine's log-probs are not finite"
     raise SyncError(
-        f"sync of version {version} failed on the canary prompt{path and f' {path}'}: {cause}; the "
-        "engine's copy does not compute what the trainer's model does, and sampling from it would "
-        "train on garbage"
+        f"{failed}: {cause}; the engine's copy does not compute what the trainer's model does, and "
+        "sampling from it would train on garbage"
     )
 
 

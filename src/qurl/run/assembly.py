@@ -122,7 +122,7 @@ class Choices:
         return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """What the loop works with."""
 
@@ -136,6 +136,21 @@ class Parts:
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
+    build_engine: Callable[[], Engine]
+    is_full: bool = False
+    """Whether rollouts have fallen back to full precision."""
+
+    @property
+    def actor(self) -> Engine:
+        """The engine that samples rollouts."""
+        return self.full_engine if self.is_full else self.engine
+
+    def renew_engine(self) -> None:
+        """Build the engine again: new buffers, codes, scales and CUDA graphs."""
+        is_only = self.full_engine is self.engine
+        self.engine = self.build_engine()
+        if is_only:
+            self.full_engine = self.engine
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
@@ -184,7 +199,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
-        engine = full_engine = build_actor(config, policy, config.quant.format, choices)
+        build = functools.partial(build_actor, config, policy, config.quant.format, choices)
+        engine = full_engine = build()
         if config.has_full_engine:
             full_engine = build_actor(config, policy, "none", choices)
         parts = Parts(
@@ -197,6 +213,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             pool=pool,
             tracker=tracker,
             first_step=first_step,
+            build_engine=build,
         )
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts

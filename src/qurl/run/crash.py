@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import format_exception
 
 import torch
 from safetensors import SafetensorError
@@ -23,12 +24,14 @@ from qurl.trainer.learner import Learner
 def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator[None]:
     """Save the evidence of a failed step under crash/, then let the error go on.
 
-    If the step had not changed the weights, the run is also saved as it was before it.
+    If the step had not begun to change the weights, the run is also saved as it was before it.
+    Errors that nobody foresaw are treated alike, or they would cost all steps since the last
+    checkpoint.
     """
-    state = parts.state()
+    state, version = parts.state(), parts.learner.version
     try:
         yield
-    except QurlError as error:
+    except Exception as error:
         folder = run.path / "crash" / f"step-{step:06d}"
         message = f"step {step} stopped the run; evidence in {folder}"
         try:
@@ -36,21 +39,25 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
             _write_evidence(folder, step, parts.learner, error)
         except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
-        # Errors of an update carry their batch; a failed sync says that the weights are unsound.
-        is_sound = getattr(error, "batch", None) is None and not isinstance(error, SyncError)
-        if config.save.keep and step > parts.first_step and is_sound:
+        # A failed sync says that the weights are unsound. A row that a full disk lost is written
+        # when the step is repeated.
+        is_sound = parts.learner.version == version and not isinstance(error, SyncError)
+        is_whole = step > parts.first_step and run.last_step == step - 1
+        if config.save.keep and is_sound and is_whole:
             try:
                 parts.save(config, run, step, state)
                 message += f". When the cause is mended, the same command goes on with step {step}"
-            except CheckpointError as failure:
+            except (CheckpointError, TrainingError) as failure:
                 message += f". {failure}"
         with contextlib.suppress(TrainingError):  # a full disk must not hide what went wrong
-            run.event("alarm", message, error=str(error))
+            run.event("alarm", message, name="crash", step=step, action="stop", error=str(error))
         raise
 
 
-def _write_evidence(folder: Path, step: int, learner: Learner, error: QurlError) -> None:
-    (folder / "error.txt").write_text(f"{type(error).__name__}: {error}\n")
+def _write_evidence(folder: Path, step: int, learner: Learner, error: Exception) -> None:
+    is_foreseen = isinstance(error, QurlError)
+    trace = [f"{type(error).__name__}: {error}\n"] if is_foreseen else format_exception(error)
+    (folder / "error.txt").write_text("".join(trace))
     if isinstance(error, RewardError):
         evidence = {k: v for k, v in vars(error).items() if not k.startswith("_")}
         (folder / "grading.json").write_text(json.dumps(evidence, indent=2, default=str))

@@ -41,6 +41,7 @@ OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
+    "alarms",
     *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("task.grade_workers", "task.grade_timeout"),
@@ -57,6 +58,8 @@ class Run(AbstractContextManager["Run"]):
     _lock: IO[str]
     _trackers: list[Tracker]
     timer: Stopwatch = field(default_factory=lambda: Stopwatch())
+    last_step: int | None = None
+    """The last step whose row this process has logged."""
 
     @classmethod
     def open(
@@ -88,9 +91,7 @@ class Run(AbstractContextManager["Run"]):
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
         _append(self.path / METRICS, {"step": step} | values)
-        if broken := {name: x for name, x in values.items() if not math.isfinite(x)}:
-            named = ", ".join(f"{name} = {x}" for name, x in broken.items())
-            self.event("warning", f"step {step}: {named}", step=step, metrics=sorted(broken))
+        self.last_step = step
         self.progress.log(step, values)
         for tracker in list(self._trackers):
             try:
@@ -111,8 +112,7 @@ class Run(AbstractContextManager["Run"]):
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Append to events.jsonl; a "warning" or an "alarm" is also printed."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        _append(self.path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
+        log_event(self.path, kind, message, **fields)
         if kind in ("warning", "alarm"):
             self.progress.print(f"{kind.upper()}: {message}")
 
@@ -121,11 +121,7 @@ class Run(AbstractContextManager["Run"]):
 
     def rewind(self, step: int) -> None:
         """Forget what was logged from `step` on, so that a run resumed there writes it again."""
-        first = step or -1  # step 0 starts anew, with the evaluation of the untrained model
-        # evals.jsonl counts updates: the weights of this step have been evaluated already.
-        _drop(self.path / SAMPLES, first)
-        _drop(self.path / EVALS, first + 1)
-        if num_lost := _drop(self.path / METRICS, first):
+        if num_lost := forget_steps(self.path, step):
             self.warn(
                 f"{num_lost} logged steps have no checkpoint after them and are repeated, from "
                 f"step {step} on; save.every says how often one is saved"
@@ -168,6 +164,21 @@ class Stopwatch:
         return {f"timing_s/{name}": x for name, x in seconds.items()} | {
             "timing_s/step": self._start - start
         }
+
+
+def log_event(path: Path, kind: str, message: str, **fields: Any) -> None:
+    """Append to the events.jsonl of the run at `path`."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    _append(path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
+
+
+def forget_steps(path: Path, step: int) -> int:
+    """Drop what the run at `path` logged from `step` on; returns how many trained steps."""
+    first = step or -1  # step 0 starts anew, with the evaluation of the untrained model
+    # evals.jsonl counts updates: the weights of this step have been evaluated already.
+    _drop(path / SAMPLES, first)
+    _drop(path / EVALS, first + 1)
+    return _drop(path / METRICS, first)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -260,10 +271,8 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
         return None
     old = flatten(read_recipe(path))
     _check_progress(path, config.steps, min(old.get("save.keep", 1), config.save.keep))
-    # A run from before a key existed had its default. In JSON, tuples are lists.
-    before = flatten(json.loads(to_json(Config()))) | old
-    after = dict.fromkeys(before, "absent") | flatten(json.loads(to_json(config)))
-    changes = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+    # A run from before a key existed had its default.
+    changes = _differences(_flat(Config()) | old, _flat(config))
     refused = {key: pair for key, pair in changes.items() if not may_change(key)}
     if not refused:
         return changes
@@ -274,6 +283,20 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
         f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
         f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
     )
+
+
+def compare_recipes(before: Config, after: Config) -> dict[str, list[Any]]:
+    """{"optim.lr": [before, after], ...} of the keys that differ."""
+    return _differences(_flat(before), _flat(after))
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return flatten(json.loads(to_json(config)))  # in JSON, tuples are lists
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    after = dict.fromkeys(before, "absent") | dict(after)
+    return {key: [before[key], after[key]] for key in before if before[key] != after[key]}
 
 
 def _check_progress(path: Path, steps: int, keep: int) -> None:

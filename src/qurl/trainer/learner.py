@@ -121,6 +121,8 @@ class Learner:
         self.optimizer = build_optimizer(
             policy.model, config.optim, lr=config.optim.lr, scales=scales
         )
+        self.version: int | None = 0
+        """Changes with the weights; None if they are between two steps, in or after a failure."""
         self.critic = Critic(policy) if advantage.needs_critic else None
         self.critic_optimizer = None
         if self.critic is not None:
@@ -203,14 +205,19 @@ class Learner:
         return batch.replace(logp_prox=prox, entropy=entropy, has_prox=has_prox, logp_ref=ref)
 
     def describe(self, trained: Trainable, sampled: Tensor) -> dict[str, float]:
-        """Entropy, KL to the reference and mismatch of the rows with a prox, before the updates.
+        """Advantages; entropy, KL to the reference and mismatch of the rows with a prox.
 
         `sampled` is the mask before rejection.
         """
+        advantages = trained.advantages[sampled.bool()]
+        metrics: dict[str, float] = {}
+        if len(advantages):
+            low, high = advantages.aminmax()
+            metrics = {"critic/advantages/max": float(high), "critic/advantages/min": float(low)}
         known = sampled * trained.has_prox[:, None]
         if not known.any():
-            return {}
-        metrics = {"actor/entropy": float(aggregate(trained.entropy, known))}
+            return metrics
+        metrics["actor/entropy"] = float(aggregate(trained.entropy, known))
         if self.reference is not None:
             kl = kl_penalty(trained.logp_prox, trained.logp_ref, "k3")
             metrics["actor/ref_kl"] = float(aggregate(kl, known))
@@ -228,9 +235,12 @@ class Learner:
 
         Returns the batch as it was trained on, with the prox that the first update added.
         """
+        self.version = None
         try:
             with deterministic_sums(self.config.model.deterministic), _within_memory(self.config):
-                return self._update(batch, step)
+                updated = self._update(batch, step)
+            self.version = step + 1
+            return updated
         except TrainingError as error:
             error.batch = batch
             raise

@@ -1,0 +1,102 @@
+"""`qurl fork`: a new run that goes on from a checkpoint of another, with some keys changed.
+
+Without a changed key it repeats the rest of the original to the bit, so whatever differs comes from
+the keys.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qurl.config import Config, load_config, to_json
+from qurl.errors import CheckpointError, ConfigError
+from qurl.objectives import ADVANTAGES
+from qurl.run.checkpoint import checkpoint_step, list_checkpoints, staged_folder
+from qurl.run.directory import (
+    CONFIG,
+    EVALS,
+    INITIAL,
+    METRICS,
+    SAMPLES,
+    compare_recipes,
+    forget_steps,
+    log_event,
+)
+
+FIXED = (
+    *("model.path", "model.scratch", "model.lora_rank", "model.lora_alpha"),
+    *("optim.moments", "quant.update_scale"),
+    *("experimental.norm_fed_lr_scale", "experimental.dither"),
+    *("experimental.scale_o_proj", "experimental.scale_down_proj"),
+)
+"""Keys and sections that the weights and optimizer states of a checkpoint depend on."""
+TRACKED = ("quant.format", "quant.full_layers", "quant.track_rows")
+"""Keys that choose the weights whose updates are measured."""
+
+
+def fork(source: Path, step: int, flags: Sequence[str]) -> Path:
+    """Make the run directory of a fork of `source` at `step`; `qurl train` goes on from there.
+
+    Its name is `run_dir`, by default that of the source with "-at-STEP" behind it.
+    """
+    checkpoint = _find_checkpoint(source, step)
+    original = load_config(source)
+    default = f"{str(source).rstrip('/')}-at-{step}"
+    config = load_config(source, ["--run-dir", default, *flags])
+    changes = compare_recipes(original, config)
+    changes.pop("run_dir", None)
+    _check(config, changes, checkpoint)
+    target = Path(config.run_dir).expanduser()
+    if target.exists():
+        raise ConfigError(f"run_dir = {config.run_dir!r} exists already; choose another --run-dir")
+    with staged_folder(target) as folder:
+        shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+        if any(key in changes for key in TRACKED):
+            _restart_tracker(folder / "checkpoints" / checkpoint.name / "state.pt")
+        if (source / INITIAL).exists():
+            shutil.copytree(source / INITIAL, folder / INITIAL)
+        for name in (METRICS, SAMPLES, EVALS):
+            if (source / name).exists():
+                shutil.copy2(source / name, folder / name)
+        forget_steps(folder, step)
+        (folder / CONFIG).write_text(to_json(config), encoding="utf-8")
+        listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
+        message = f"forked from {source} at step {step}; changed: {listed or 'nothing'}"
+        log_event(folder, "fork", message, source=str(source), step=step, changes=changes)
+    return target
+
+
+def _find_checkpoint(source: Path, step: int) -> Path:
+    found = {checkpoint_step(path): path for path in list_checkpoints(source / "checkpoints")}
+    if step in found:
+        return found[step]
+    has = f"has those of steps {', '.join(map(str, found))}" if found else "has none"
+    raise CheckpointError(
+        f"{source} {has} and no checkpoint of step {step}; save.every and save.keep of a run say "
+        "which are kept"
+    )
+
+
+def _check(config: Config, changes: Mapping[str, Any], checkpoint: Path) -> None:
+    fixed = [key for key in changes if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
+    advantage = ADVANTAGES.get(config.algo.advantage)
+    if advantage and advantage.needs_critic and not (checkpoint / "critic.pt").exists():
+        fixed.append("algo.advantage")
+    if fixed:
+        raise ConfigError(
+            f"a fork cannot change {', '.join(fixed)}: its checkpoint depends on them. Start a new "
+            f"run instead; with model.path = {str(checkpoint / 'policy')!r} it has these weights"
+        )
+    if config.steps < (step := checkpoint_step(checkpoint)):
+        raise ConfigError(f"steps = {config.steps}, but the fork starts after {step} steps already")
+
+
+def _restart_tracker(path: Path) -> None:
+    """Let the update tracker begin anew: other weights are watched now."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    torch.save(state | {"tracker": {}}, path)

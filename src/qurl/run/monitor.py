@@ -1,0 +1,363 @@
+"""Alarms: what each one watches in metrics.jsonl, when it goes off, and what it then does.
+
+An alarm reads the rows so far and nothing else, so a resumed run decides as the original would
+have. Its action, and its threshold if it has one, are keys of `[alarms]` (docs/alarms.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from qurl.config import Config
+from qurl.config.schema import AlarmsConfig
+from qurl.errors import TrainingError
+from qurl.run.assembly import Parts
+from qurl.run.directory import METRICS, Run, iter_jsonl
+
+Row = Mapping[str, float]
+MISMATCH_FLOOR = 1e-3
+"""KL per token of a mismatch that is too small to matter, however much it has grown."""
+FALLEN_BACK = "rollout/full_precision"
+"""1 in steps whose rollouts fell back to full precision; absent otherwise."""
+
+
+class Finding(NamedTuple):
+    """Why an alarm goes off: the number that it compares with its threshold, in words too."""
+
+    value: float
+    message: str
+
+
+Watch = Callable[[Sequence[Row], int, float], Finding | None]
+"""`watch(rows, window, threshold)`: whether the alarm is on after the last of these rows."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One entry of `ALARMS`. Key `name` of `[alarms]` is its action."""
+
+    name: str
+    watches: tuple[str, ...]
+    """What the names of the metrics end with; () if it looks at all of a row."""
+    watch: Watch
+    threshold: str = ""
+    """Key of `[alarms]`; empty for an alarm without a threshold."""
+
+    def find(self, rows: Sequence[Row], config: AlarmsConfig) -> Finding | None:
+        return self.watch(rows, config.window, self.limit(config))
+
+    def limit(self, config: AlarmsConfig) -> float:
+        return float(getattr(config, self.threshold)) if self.threshold else math.nan
+
+
+def series(rows: Sequence[Row], metric: str) -> list[float]:
+    """All values of a metric, oldest first; none if the last row has none."""
+    return [row[metric] for row in rows if metric in row] if metric in rows[-1] else []
+
+
+def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | None:
+    """Advantages are all equal, or all rewards are, in each of the last `steps` rows.
+
+    A step whose answers are all right does not count: there is nothing left to learn.
+    """
+    spreads = series(rows, "reward/std")
+    highs, lows = (series(rows, f"critic/advantages/{end}") for end in ("max", "min"))
+    solved = series(rows, "reward/frac_all_correct")
+    steps = int(steps)
+    if not len(spreads) == len(highs) == len(lows) == len(solved) >= steps:
+        return None
+    flat = [
+        (spread == 0 or high == low) and right < 1
+        for spread, high, low, right in zip(spreads, highs, lows, solved, strict=True)
+    ]
+    if not all(flat[-steps:]):
+        return None
+    reward = rows[-1]["reward/mean"]
+    same = f"all {reward:.3g}" if spreads[-1] == 0 else "equal within each group"
+    return Finding(
+        float(steps),
+        f"for {steps} steps no reward differed from those it is compared with (they are {same}), "
+        "so nothing is learned. Look at the answers in samples.jsonl: is the task too hard or too "
+        "easy, or does the reward not accept the form of the answers?",
+    )
+
+
+def stays(metric: str, side: Literal["above", "below"], words: str, window: int = 0) -> Watch:
+    """Watches for a metric on one side of the threshold in each of the last `window` rows."""
+    sign = 1 if side == "above" else -1
+
+    def watch(rows: Sequence[Row], shared: int, threshold: float) -> Finding | None:
+        size = window or shared
+        last = series(rows, metric)[-size:]
+        if len(last) < size or any(sign * (x - threshold) <= 0 for x in last):
+            return None
+        return Finding(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
+
+    return watch
+
+
+def collapses(metric: str, words: str, *, is_best: bool = False) -> Watch:
+    """Watches each of the last `window` rows for less than `threshold` times the metric's start.
+
+    The start is the mean of the first `window` rows; `is_best` takes the best such mean instead.
+    """
+
+    def watch(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+        values = series(rows, metric)
+        earlier, last = values[:-window], values[-window:]
+        if len(earlier) < window:
+            return None
+        starts = range(len(earlier) - window + 1 if is_best else 1)
+        level = max(fmean(earlier[i : i + window]) for i in starts)
+        if level <= 0 or max(last) >= threshold * level:
+            return None
+        share, of = last[-1] / level, "best" if is_best else "first"
+        known = f"{share:.2g} of the mean of its {of} {window} steps ({level:.3g})"
+        return Finding(share, f"{metric} = {last[-1]:.3g} is {known}: {words}")
+
+    return watch
+
+
+def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+    """The mismatch is more than `threshold` times that of the first `window` rows, or the floor."""
+    metric = "rollout_corr/k3_kl"
+    values = series(rows, metric)
+    if len(values) < 2 * window:
+        return None
+    start, last = fmean(values[:window]), values[-window:]
+    growth = min(last) / max(start, MISMATCH_FLOOR)
+    if growth <= threshold:
+        return None
+    grown = f"{metric} has grown from {start:.2g} (first {window} steps) to {fmean(last):.2g}"
+    return Finding(growth, f"{grown}: the sampler drifts away from the policy")
+
+
+def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+    """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap."""
+    for metric in (name for name in rows[-1] if name.endswith("/accuracy")):
+        scored = [row for row in rows if metric in row]
+        best, last = max(scored, key=lambda row: row[metric]), rows[-1]
+        if metric.startswith("eval/") and last[f"{metric}_high"] < best[f"{metric}_low"]:
+            fall = f"{metric} fell from {best[metric]:.1%} (after step {best['step']:g})"
+            return Finding(last[metric], f"{fall} to {last[metric]:.1%}, beyond its 95 % interval")
+    return None
+
+
+def graders_time_out(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+    """More graders were killed in this row, in training or in an evaluation, than allowed."""
+    names = (name for name in rows[-1] if name.endswith(("/timeouts", "/num_timeouts")))
+    killed = {name: n for name in names if (n := rows[-1][name]) > threshold}
+    if not killed:
+        return None
+    places = {name: name.rpartition("/")[0].replace("reward", "training") for name in killed}
+    listed = ", ".join(f"{n:g} in {places[name]}" for name, n in killed.items())
+    scored = "the reward of such an answer is task.timeout_score, and held-out ones count as wrong"
+    return Finding(
+        max(killed.values()), f"graders were killed at task.grade_timeout: {listed}; {scored}"
+    )
+
+
+def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+    """A metric of this row is not a finite number."""
+    broken = {name: x for name, x in rows[-1].items() if not math.isfinite(x)}
+    listed = ", ".join(f"{name} = {x}" for name, x in broken.items())
+    return Finding(float(len(broken)), listed) if broken else None
+
+
+ALARMS = (
+    Alarm(
+        "no_signal",
+        ("reward/std", "reward/mean", "/frac_all_correct", "/advantages/max", "/advantages/min"),
+        lacks_signal,
+        "no_signal_steps",
+    ),
+    Alarm(
+        "truncated",
+        ("response_length/clip_ratio",),
+        stays(
+            "response_length/clip_ratio",
+            "above",
+            "nearly all answers are cut at sampling.max_tokens. Raise it, or see whether they end",
+        ),
+        "truncated_above",
+    ),
+    Alarm(
+        "reward_collapse",
+        ("reward/mean",),
+        collapses("reward/mean", "the policy is losing what it could do", is_best=True),
+        "reward_collapse_below",
+    ),
+    Alarm("held_out_collapse", ("/accuracy", "/accuracy_low", "/accuracy_high"), held_out_falls),
+    Alarm(
+        "entropy_collapse",
+        ("actor/entropy",),
+        collapses("actor/entropy", "the policy hardly explores any more"),
+        "entropy_collapse_below",
+    ),
+    Alarm(
+        "length_collapse",
+        ("response_length/mean",),
+        collapses("response_length/mean", "the answers have shrunk"),
+        "length_collapse_below",
+    ),
+    Alarm("mismatch_growth", ("rollout_corr/k3_kl",), mismatch_grows, "mismatch_growth_above"),
+    Alarm(
+        "sample_size",
+        ("rollout_corr/rollout_is_eff_sample_size",),
+        stays(
+            "rollout_corr/rollout_is_eff_sample_size",
+            "below",
+            "a few importance weights decide the updates",
+        ),
+        "sample_size_below",
+    ),
+    Alarm("grader_timeouts", ("timeouts",), graders_time_out, "grader_timeouts_above"),
+    Alarm(
+        "repeated_problems",
+        ("sampling/distinct_frac",),
+        stays(
+            "sampling/distinct_frac",
+            "below",
+            "most prompts of the step are repeated. The data has few rows, or equal ones",
+            window=1,
+        ),
+        "repeated_problems_below",
+    ),
+    Alarm("non_finite", (), is_broken),
+)
+"""All alarms. To add one, add an entry here and its keys to `AlarmsConfig`."""
+
+
+class Monitor:
+    """Logs the rows of a run, sets off its alarms and carries out their actions.
+
+    An alarm that warns or changes the engine acts when it comes on, and again only after it was
+    off. One that stops the run does so after every step that it is on.
+    """
+
+    def __init__(self, config: Config, parts: Parts, run: Run) -> None:
+        """`run` has been rewound to the first step, so its rows are those before it."""
+        self._config, self._parts, self._run = config, parts, run
+        self.reason_to_stop: str | None = None
+        path = run.path / METRICS
+        self._rows = [_watched(row) for row in iter_jsonl(path)] if path.exists() else []
+        self._on = self._find_alarms(self._rows).keys()
+        if self._rows and self._can_fall_back:
+            came_on = self._on - self._find_alarms(self._rows[:-1]).keys()
+            is_now = any(getattr(config.alarms, name) == "full" for name in came_on)
+            parts.is_full = is_now or FALLEN_BACK in self._rows[-1]
+
+    @property
+    def _can_fall_back(self) -> bool:
+        """A resumed run whose recipe no longer asks for it goes back to quantized rollouts."""
+        is_wanted = "full" in vars(self._config.alarms).values()
+        return is_wanted and self._config.quant.format != "none"
+
+    @contextmanager
+    def logging(self, step: int, metrics: dict[str, float]) -> Iterator[None]:
+        """Log the row of a step at the end, whatever happens: its weights have been updated.
+
+        A row is logged before the step is saved: a kill in between repeats the step and loses no
+        row.
+        """
+        try:
+            yield
+        finally:
+            metrics |= self._run.timer.lap()
+            self._run.log(step, metrics)
+        self._rows.append(_watched({"step": step} | metrics))
+        note(self._run, step, metrics)
+        self._act(step)
+
+    def stop(self) -> None:
+        """Raise if an alarm asked for a stop; the caller has saved the step."""
+        if self.reason_to_stop is not None:
+            raise TrainingError(self.reason_to_stop)
+
+    def _find_alarms(self, rows: Sequence[Row]) -> dict[str, Finding]:
+        """The alarms that are on after these rows, those that are "off" left out."""
+        config, found = self._config.alarms, {}
+        for alarm in ALARMS if rows else ():
+            if getattr(config, alarm.name) != "off" and (finding := alarm.find(rows, config)):
+                found[alarm.name] = finding
+        return found
+
+    def _act(self, step: int) -> None:
+        was_on, findings = self._on, self._find_alarms(self._rows)
+        self._on = findings.keys()
+        for alarm in (alarm for alarm in ALARMS if alarm.name in findings):
+            action = getattr(self._config.alarms, alarm.name)
+            if action != "stop" and alarm.name in was_on:
+                continue
+            self._sound(alarm, step, action, findings[alarm.name])
+            if action == "stop":
+                self._ask_to_stop(alarm, step, findings[alarm.name])
+            elif action == "requantize":
+                self._parts.renew_engine()
+            elif action == "full":
+                self._parts.is_full = self._can_fall_back
+        if step + 1 == self._config.steps and self._config.alarms.no_signal != "off":
+            self._look_back(step)
+
+    def _look_back(self, step: int) -> None:
+        """At the end of a run too short for `no_signal`: a word if no step had a signal."""
+        num_steps = len(series(self._rows, "reward/std"))
+        is_short = num_steps < self._config.alarms.no_signal_steps
+        if is_short and (finding := lacks_signal(self._rows, 0, num_steps)):
+            self._sound(ALARMS[0], step, "warn", finding)
+
+    def _sound(self, alarm: Alarm, step: int, action: str, finding: Finding) -> None:
+        threshold = alarm.limit(self._config.alarms)
+        self._run.event(
+            "alarm",
+            f"{alarm.name}, step {step}: {finding.message}{MEANING[action]}",
+            name=alarm.name,
+            step=step,
+            value=finding.value,
+            threshold=None if math.isnan(threshold) else threshold,
+            action=action,
+        )
+
+    def _ask_to_stop(self, alarm: Alarm, step: int, finding: Finding) -> None:
+        saved = f"All {step + 1} steps are saved" if self._config.save.keep else "Nothing was saved"
+        remedy = f"mend the cause, or go on with the same command and --alarms.{alarm.name} warn"
+        self.reason_to_stop = (
+            f"the alarm {alarm.name} stopped the run after step {step}: {finding.message}. "
+            f"{saved} in {self._run.path}; {remedy} (docs/alarms.md)"
+        )
+
+
+MEANING = {
+    "warn": "",
+    "stop": ". The run stops",
+    "requantize": ". The engine is built anew from the trainer's weights",
+    "full": ". Rollouts are in full precision from the next step on",
+}
+"""What the message of an alarm says about its action."""
+
+
+def _watched(row: Mapping[str, float | str]) -> dict[str, float]:
+    """The values of a row that some alarm reads; metrics.jsonl has "nan" for one."""
+    values = {name: float(value) for name, value in row.items()}
+    return {
+        name: x
+        for name, x in values.items()
+        if name in ("step", FALLEN_BACK) or name.endswith(WATCHED) or not math.isfinite(x)
+    }
+
+
+WATCHED = tuple(ending for alarm in ALARMS for ending in alarm.watches)
+
+
+def note(run: Run, step: int, metrics: Row) -> None:
+    """Events of a step that are no alarms."""
+    if skipped := metrics.get("actor/skipped_updates"):
+        run.event("warning", f"step {step}: {skipped:g} updates had no token left")
+    if metrics.get("correction/prox_skipped") == 0:
+        tail = f"{metrics['correction/gap_tail']:.2g} of the tokens have a gap above the clip range"
+        run.event("fallback", f"step {step} made the prox forward: {tail}")

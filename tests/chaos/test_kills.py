@@ -1,0 +1,193 @@
+"""Killed fifty times, on a full disk or without write permission, a run ends as it would have.
+
+Each leg of a run is a child forked from this process, which has imported everything already.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import qurl.train  # noqa: F401 (so that no child imports it)
+from qurl.cli import main
+from qurl.run.directory import read_jsonl
+
+KILLS = 50
+TINY = {
+    "threads": 1,
+    "device": "cpu",
+    "model.scratch.hidden_size": 32,
+    "model.scratch.warm_start_steps": 40,
+    "task.difficulty": 2,
+    "batch.problems": 8,
+    "batch.minibatches": 2,
+    "sampling.max_tokens": 4,
+    "sampling.group_size": 4,
+    "optim.lr": 1e-3,
+    "save.every": 3,
+    "alarms.no_signal": "off",
+}
+CLOCKS = ("timing_s/", "perf/", "sync/seconds")
+
+
+def command(run_dir, **changes):
+    settings = TINY | {"run_dir": run_dir} | {k.replace("__", "."): v for k, v in changes.items()}
+    flags = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
+    return ["train", *flags]
+
+
+class Leg:
+    """A child that runs a command. What it prints goes through a pipe, which no disk limits."""
+
+    def __init__(self, words, prepare=lambda: None):
+        self._output, self._input = os.pipe()
+        self._words, self._prepare = words, prepare
+        self.process = multiprocessing.get_context("fork").Process(target=self._run)
+        self.process.start()
+        os.close(self._input)
+
+    def _run(self):
+        for stream in (1, 2):
+            os.dup2(self._input, stream)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest
+        self._prepare()
+        sys.exit(main(self._words))
+
+    def end(self):
+        """Its exit code, once it is over, and what it printed."""
+        self.process.join(timeout=300)
+        os.set_blocking(self._output, False)  # an orphan of a killed leg may hold the other end
+        with os.fdopen(self._output, "rb") as file:
+            return self.process.exitcode, (file.read() or b"").decode()
+
+
+def finish(words, prepare=lambda: None):
+    """The exit code and output of a whole leg; an unforeseen error fails the test."""
+    code, text = Leg(words, prepare).end()
+    assert "Traceback" not in text, text[-4000:]
+    return code, text
+
+
+def rows(run_dir):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCKS)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    ]
+
+
+def weights(run_dir):
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    return newest.name, load_file(newest / "policy/model.safetensors")
+
+
+def assert_same(broken, whole):
+    assert rows(broken) == rows(whole)
+    for name in ("samples.jsonl", "evals.jsonl"):
+        if (whole / name).exists():
+            assert read_jsonl(broken / name) == read_jsonl(whole / name)
+    (step, found), (expected_step, expected) = weights(broken), weights(whole)
+    assert step == expected_step
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def wait_for_kill(process, run_dir, chance, is_aimed):
+    """Until a random moment, or until a checkpoint is being written."""
+    deadline = time.monotonic() + (60 if is_aimed else chance.uniform(0.1, 3.0))
+    while time.monotonic() < deadline and process.is_alive():
+        if is_aimed and any((run_dir / "checkpoints").glob(".*.partial")):
+            time.sleep(chance.uniform(0, 0.02))
+            return
+        time.sleep(0.0005)
+
+
+def test_fifty_kills(tmp_path):
+    """Half of them while a checkpoint is written."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    chance, endless = random.Random(0), {"steps": 100_000, "eval__every": 7, "eval__problems": 10}
+    for number in range(KILLS):
+        leg = Leg(command(broken, **endless))
+        wait_for_kill(leg.process, broken, chance, is_aimed=number % 2 == 1)
+        leg.process.kill()
+        code, text = leg.end()
+        assert code == -signal.SIGKILL, text[-4000:]
+    trained = int(max((broken / "checkpoints").glob("step-*")).name.removeprefix("step-"))
+    assert trained >= 3
+    last = endless | {"steps": trained + 4}
+    assert finish(command(broken, **last))[0] == 0
+    assert finish(command(whole, **last))[0] == 0
+    assert_same(broken, whole)
+
+
+def test_a_disk_that_fills_up_at_any_size(tmp_path):
+    """No file can grow beyond a random size, which cuts logs and checkpoints anywhere."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    chance, codes = random.Random(1), []
+    for _ in range(20):
+        size = int(10 ** chance.uniform(2.5, 5.5))  # a checkpoint's largest file has 100 kB
+
+        def shrink(size=size):
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+        code, text = finish(command(broken, steps=12), shrink)
+        codes.append(code)
+        assert code == 0 or "Error: " in text, text
+    assert 1 in codes
+    assert finish(command(broken, steps=12))[0] == 0
+    assert finish(command(whole, steps=12))[0] == 0
+    assert_same(broken, whole)
+
+
+def obey_permissions():
+    """Give up what lets root write to read-only files: CAP_DAC_OVERRIDE, number 1."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capget(header, sets) or libc.capset(header, _without(sets, 1)):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _without(sets, capability):
+    for i in range(3):
+        sets[i] &= ~(1 << capability)
+    return sets
+
+
+def set_writable(run_dir, is_writable):
+    for path in (run_dir, *run_dir.rglob("*")):
+        path.chmod((0o755 if path.is_dir() else 0o644) & ~(0 if is_writable else 0o222))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
+def test_a_run_directory_without_write_permission(tmp_path):
+    """From the start of a leg, and in the middle of one."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert finish(command(broken, steps=4), obey_permissions)[0] == 0
+    before = {path: path.read_bytes() for path in broken.rglob("*") if path.is_file()}
+    set_writable(broken, False)
+    code, text = finish(command(broken, steps=12), obey_permissions)
+    assert code == 2, text
+    assert "cannot be written: Permission denied" in text
+    assert {path: path.read_bytes() for path in broken.rglob("*") if path.is_file()} == before
+    set_writable(broken, True)
+    leg = Leg(command(broken, steps=12), obey_permissions)
+    while len(rows(broken)) < 6 and leg.process.is_alive():
+        time.sleep(0.005)
+    set_writable(broken, False)
+    code, text = leg.end()
+    assert code == 1, text
+    assert "Permission denied" in text
+    assert "Traceback" not in text
+    set_writable(broken, True)
+    assert finish(command(broken, steps=12))[0] == 0
+    assert finish(command(whole, steps=12))[0] == 0
+    assert_same(broken, whole)

@@ -1,0 +1,117 @@
+"""A fork repeats the rest of its run to the bit, or differs by its keys alone."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qurl.cli import main
+from qurl.config import load_config
+from qurl.run.directory import read_jsonl
+from qurl.train import train
+
+TINY = {
+    "steps": 4,
+    "threads": 1,
+    "device": "cpu",
+    "model.scratch.hidden_size": 32,
+    "model.scratch.warm_start_steps": 40,
+    "task.difficulty": 2,
+    "batch.problems": 8,
+    "batch.minibatches": 2,
+    "sampling.max_tokens": 4,
+    "sampling.group_size": 4,
+    "optim.lr": 1e-3,
+    "save.every": 2,
+    "eval.every": 2,
+    "eval.problems": 10,
+}
+CLOCKS = ("timing_s/", "perf/", "sync/seconds")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("fork") / "run"
+    settings = TINY | {"run_dir": run_dir}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return train(load_config(None, words))
+
+
+def rows(run_dir):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCKS)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    ]
+
+
+def weights(run_dir):
+    return load_file(run_dir / "checkpoints/step-000004/policy/model.safetensors")
+
+
+def fork(original, target, *flags, step="2"):
+    return main(["fork", str(original), "--at", step, "--run-dir", str(target), *flags])
+
+
+def test_without_a_changed_key_it_repeats_the_run(original, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
+    target = tmp_path / "same"
+    assert fork(original, target) == 0
+    assert capsys.readouterr().out == f"{target}\ngo on with: qurl train {target}\n"
+    assert [row["step"] for row in rows(target)] == [-1, 0, 1]
+    assert main(["train", str(target)]) == 0
+    assert rows(target) == rows(original)
+    for name in ("samples.jsonl", "evals.jsonl"):
+        assert read_jsonl(target / name) == read_jsonl(original / name)
+    expected, found = weights(original), weights(target)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [event["kind"] for event in read_jsonl(target / "events.jsonl")][:2] == [
+        "fork",
+        "resume",
+    ]
+    assert {path: path.read_bytes() for path in original.rglob("*") if path.is_file()} == before
+
+
+def test_a_changed_key_changes_what_comes_after_it(original, tmp_path):
+    """The rollouts of the first step are the same; the updates made of them are not."""
+    target = tmp_path / "hot"
+    assert fork(original, target, "--optim.lr", "2e-3") == 0
+    assert main(["train", str(target)]) == 0
+    ours, theirs = rows(target), rows(original)
+    assert ours[:3] == theirs[:3]
+    assert ours[3]["reward/mean"] == theirs[3]["reward/mean"]
+    assert (ours[3]["actor/lr"], theirs[3]["actor/lr"]) == (2e-3, 1e-3)
+    assert ours[4]["actor/entropy"] != theirs[4]["actor/entropy"]
+    event = read_jsonl(target / "events.jsonl")[0]
+    assert event["changes"] == {"optim.lr": [1e-3, 2e-3]}
+    assert (event["source"], event["step"]) == (str(original), 2)
+    assert json.loads((target / "config.json").read_text())["optim"]["lr"] == 2e-3
+
+
+def test_rollouts_of_another_precision(original, tmp_path):
+    """Blocks of rows are watched then, which the tracker's snapshot does not hold."""
+    target = tmp_path / "blocks"
+    assert fork(original, target, "--quant.format", "fp8-block", "--steps", "3") == 0
+    assert main(["train", str(target)]) == 0
+    assert [row["step"] for row in rows(target)] == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "message"),
+    [
+        ([], "3", r"has those of steps 2, 4 and no checkpoint of step 3"),
+        (["--model.lora_rank", "4"], "2", "a fork cannot change model.lora_rank: its checkpoint"),
+        (["--algo.advantage", "gae"], "2", "a fork cannot change algo.advantage"),
+        (["--steps", "1"], "2", "steps = 1, but the fork starts after 2 steps already"),
+        ([], "two", "expected RUN --at STEP"),
+    ],
+)
+def test_what_cannot_be_forked(original, tmp_path, capsys, flags, step, message):
+    assert fork(original, tmp_path / "never", *flags, step=step) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
+def test_an_existing_run_is_not_overwritten(original, capsys):
+    assert fork(original, original) == 2
+    assert "exists already; choose another --run-dir" in capsys.readouterr().err

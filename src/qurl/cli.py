@@ -14,12 +14,16 @@ usage: qurl COMMAND ...
 
 Reinforcement learning for reasoning LLMs with quantized rollouts.
 
-  qurl train RECIPE.toml [--section.key value ...] [--dry-run]
+  qurl recipes [NAME]
+        the recipes that come with QuRL, or the text of one, to change it
+  qurl data [NAME] [FOLDER]
+        the data sets of those recipes, or fetch one from the hub into FOLDER (data)
+  qurl train RECIPE [--section.key value ...] [--dry-run]
         train, or resume the run in run_dir; --dry-run prints the resolved recipe,
         the memory and the token budget instead
-  qurl eval RECIPE.toml|RUN [--section.key value ...]
+  qurl eval RECIPE|RUN [--section.key value ...]
         held-out accuracy of model.path, or of a run's newest checkpoint
-  qurl validate RECIPE.toml [--section.key value ...]
+  qurl validate RECIPE [--section.key value ...]
         check keys, files, tokenizer and grader before a long run
   qurl report RUN
         write RUN/report.html again
@@ -33,6 +37,7 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
   qurl tune [--flags]
         measure the engine's matrix products on this GPU and keep the fastest plans
 
+  RECIPE is a TOML file or a name that `qurl recipes` lists.
   qurl train --help     every key of a recipe
   qurl --version
 """
@@ -59,6 +64,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = "interrupted; a training run that keeps checkpoints resumes with the same command"
         print(message, file=sys.stderr)
         return 130
+
+
+def recipes_command(args: list[str]) -> int:
+    from qurl.config.shipped import get_recipe, read_head, shipped_recipes
+
+    if args:
+        (name,) = _exactly(args, "NAME")
+        print(get_recipe(name).read_text(encoding="utf-8"), end="")
+        return 0
+    for name, path in shipped_recipes().items():
+        head = read_head(path)
+        print(name, f"  {head['title']}", sep="\n")
+        for field in ("hardware", "data"):
+            print(f"  {field}: {head[field]}")
+    return 0
+
+
+def data_command(args: list[str]) -> int:
+    from qurl.tasks.hub import write_data
+    from qurl.tasks.sources import SOURCES
+
+    if not args:
+        for name, files in SOURCES.items():
+            repos = dict.fromkeys(file.repo for file in files.values())
+            print(f"{name:12}{', '.join(files)}  from {', '.join(repos)}")
+        return 0
+    name, folder = _exactly(args if args[1:] else [*args, "data"], "NAME", "FOLDER")
+    for line in write_data(name, Path(folder)):
+        print(line)
+    return 0
 
 
 def train_command(args: list[str]) -> int:
@@ -119,6 +154,8 @@ def _bench(function: str) -> Callable[[list[str]], int]:
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "recipes": recipes_command,
+    "data": data_command,
     "train": train_command,
     "eval": eval_command,
     "validate": validate_command,

@@ -75,10 +75,7 @@ def fails(args, capsys):
 def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
-    assert message == (
-        "ConfigError: 'fly' is not a command; there are train, eval, validate, report, export, "
-        "bench, tune\n"
-    )
+    assert message == f"ConfigError: 'fly' is not a command; there are {', '.join(COMMANDS)}\n"
 
 
 @pytest.mark.parametrize(

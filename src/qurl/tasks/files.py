@@ -12,6 +12,7 @@ from typing import Any
 
 from qurl.errors import DataError
 from qurl.plugins import import_extra, is_users_own
+from qurl.tasks import sources
 from qurl.tasks.columns import Row, read_row
 from qurl.tasks.task import Prompts
 from qurl.types import Problem
@@ -76,10 +77,11 @@ def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
     """Every row of a file, checked. An id that repeats gets its row number too."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"
+        what += sources.hint(path.name)
         raise DataError(f"data file {path} {what}; set {path_key} to a file that is there")
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: dict[str, Row] = {}
-    for number, columns in _read_columns(path):
+    for number, columns in read_columns(path):
         row = read_row(columns, f"{path} {unit} {number}", needs_answer=needs_answer)
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
@@ -87,7 +89,7 @@ def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
     return list(rows.values())
 
 
-def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
+def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, columns) of each row."""
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")

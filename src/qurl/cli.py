@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         check keys, files, tokenizer and grader before a long run
   qurl report RUN
         write RUN/report.html again
-  qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
-        a plain Hugging Face folder, UAQ folded back
+  qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16] [--quant int8|fp8]
+        a Hugging Face folder with a model card: plain, UAQ folded back, or quantized, for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         the same from a checkpoint of llama.cpp, to start from
   qurl bench KIND [--flags]
@@ -138,9 +139,12 @@ def export_command(args: list[str]) -> int:
     from qurl.run.export import export, export_gguf
 
     dtype, args = _option("--dtype", args, default="bfloat16")
+    quant, args = _option("--quant", args, default="none")
     gguf, args = _option("--from-gguf", args)
     if gguf is None:
-        write, names = export, ("RUN|CHECKPOINT", "OUT")
+        write, names = functools.partial(export, quant=quant or ""), ("RUN|CHECKPOINT", "OUT")
+    elif quant != "none":
+        raise ConfigError("--from-gguf makes a plain model; leave --quant out")
     else:
         write, names = export_gguf, ("--from-gguf FILE.gguf", "OUT")
         args = [word for word in (gguf, *args) if word]

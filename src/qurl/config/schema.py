@@ -106,6 +106,8 @@ class TaskConfig(Section):
     """Grader processes."""
     grade_timeout: Positive = 10.0
     """Seconds after which a grader is killed."""
+    grade_memory: OrNone[Positive] = 8.0
+    """GB that a grader process may allocate, else its answer counts as killed; none = no limit."""
     timeout_score: Annotated[float, Field(lt=1, strict=True)] = 0.0
     """Reward of a completion whose grader was killed; set it to your reward of a wrong answer."""
 

@@ -79,7 +79,8 @@ class Grading:
         if groups and all(grade.timed_out for group in groups for grade in group):
             raise RewardTimeout(
                 f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
-                f"completions after {self._pool.timeout:g} s; raise task.grade_timeout or mend it"
+                f"completions after {self._pool.timeout:g} s, or ran out of memory; raise "
+                "task.grade_timeout or task.grade_memory, or mend it"
             )
         graded = []
         for rollout, group in zip(self._rollouts, groups, strict=True):

@@ -351,7 +351,7 @@ def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     """The grading processes of a reward, and of those that rows of the tasks name."""
     task = config.task
     limits = {"timeout": task.grade_timeout, "timeout_score": task.timeout_score}
-    options = {"workers": task.grade_workers, **limits}
+    options = {"workers": task.grade_workers, "memory": task.grade_memory, **limits}
     others = frozenset().union(*map(rewards_of, tasks)) - {reward}
     if not others:
         return GradingPool(reward, **options)

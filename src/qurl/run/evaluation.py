@@ -144,8 +144,11 @@ class Answers:
 
     def select(self, rows: Sequence[int]) -> Answers:
         """Those of some problems."""
-        parts = (self.rollouts, self.greedy, self.sampled)
-        return Answers(*([part[row] for row in rows] if part else () for part in parts))
+        return Answers(
+            [self.rollouts[row] for row in rows],
+            [self.greedy[row] for row in rows],
+            [self.sampled[row] for row in rows] if self.sampled else (),
+        )
 
     def summarise(self, precision: str, sets: Mapping[str, EvalResult] | None = None) -> EvalResult:
         outcomes = tuple(grade.accuracy >= 1 for [grade] in self.greedy)

@@ -22,6 +22,7 @@ from qurl.tasks.task import Messages
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 CODE_INSTRUCTION = "Write it in Python. Put the whole program between ```python and ```."
 
+TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
@@ -60,6 +61,16 @@ def find_reward(columns: Any, where: str, default: str, named: Mapping[str, str]
 def needs_answer(reward: str) -> bool:
     """Does a reward compare with a truth? Your own may not; `code` runs tests."""
     return reward != "code" and not is_users_own(reward)
+
+
+def check_tests(row: Row) -> None:
+    """Raise if a row that the reward `code` grades has no tests."""
+    is_json = any(answer.startswith("{") for answer in row.answers)
+    if not is_json and not any(row.columns.get(name) for name in TEST_COLUMNS):
+        raise DataError(
+            f"{row.where}: no tests for the reward 'code'; one of {', '.join(TEST_COLUMNS)} must "
+            f"be there (found: {', '.join(map(str, row.columns))})"
+        )
 
 
 def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:

@@ -13,7 +13,14 @@ from typing import Any
 from qurl.errors import DataError
 from qurl.plugins import import_extra
 from qurl.tasks import sources
-from qurl.tasks.columns import CODE_INSTRUCTION, Row, find_reward, needs_answer, read_row
+from qurl.tasks.columns import (
+    CODE_INSTRUCTION,
+    Row,
+    check_tests,
+    find_reward,
+    needs_answer,
+    read_row,
+)
 from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
@@ -94,8 +101,10 @@ def read_rows(path: Path, reward: str, rewards: Mapping[str, str], *, path_key: 
         row = read_row(columns, where, needs_answer=needs_answer(own_reward))
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
-        is_code = row.instruction and own_reward == "code"
-        instruction = CODE_INSTRUCTION if is_code else row.instruction
+        instruction = row.instruction
+        if own_reward == "code":
+            check_tests(row)
+            instruction = CODE_INSTRUCTION if instruction else ""
         rows[id] = replace(row, id=id, reward=own_reward, instruction=instruction)
     return list(rows.values())
 

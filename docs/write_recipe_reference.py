@@ -23,7 +23,7 @@ HEAD = """\
 <!-- Written by docs/write_recipe_reference.py (`make docs`). Edit the docstrings in
      src/qurl/config/schema.py instead. -->
 
-A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
+A recipe is a TOML file; `qurl recipes` lists examples. Every key is also a flag:
 `qurl train RECIPE.toml --quant.format fp8 --algo.whiten`. `qurl train --help` prints the same list.
 
 - **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over
@@ -32,6 +32,8 @@ A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
   gets a message that says where it went (`qurl.config.recipe.MOVED`).
 - **Your own parts.** Where a key allows `module:name`, write the name of a Python module in the
   working directory or on Python's path, a colon, and a name in it ([extending.md](extending.md)).
+- **Tables.** A key with a table of names, such as `task.mix`, is a TOML table; as a flag, pairs:
+  `--task.mix a.jsonl 3 b.jsonl 1`.
 - **none.** TOML has no null. Write `"none"` where a key below allows none.
 - **Check first.** `qurl validate RECIPE.toml` checks the keys, the device, the run directory, the
   model's config and tokenizer, the data and the grader; it reads no weights.

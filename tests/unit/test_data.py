@@ -74,7 +74,7 @@ def test_a_mix_is_one_task_whose_problems_differ_by_id(folder):
     ]
     stream = ProblemStream(task, seed=0)
     problems = stream.take(64)
-    assert Counter(p.extra["set"] for p in problems)["a.jsonl"] in (47, 48, 49)
+    assert Counter(p.extra["qurl_set"] for p in problems)["a.jsonl"] in (47, 48, 49)
     assert len({p.id for p in problems}) == 64
     resumed = ProblemStream(task, seed=0)
     resumed.load_state_dict({"position": 32})
@@ -92,7 +92,7 @@ def test_so_many_problems_of_each_held_out_set(folder):
     tree = {"task": {"name": "file", "eval_sets": sets}, "eval": {"problems": 7}}
     config = build_config(tree)
     problems = held_out_problems(config, load_split(config, "eval"))
-    assert Counter(p.extra["set"] for p in problems) == {"small": 5, "large": 7}
+    assert Counter(p.extra["qurl_set"] for p in problems) == {"small": 5, "large": 7}
     assert problems[5].id == "large/b-1"
 
 

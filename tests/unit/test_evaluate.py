@@ -121,7 +121,7 @@ def answer(engine, precision="full", problems=PROBLEMS, **options):
 
 def test_named_sets_are_scored_apart_and_together():
     named = [("easy", "7"), ("hard", "1"), ("hard", "2"), ("easy", "8")]
-    problems = [Problem(str(i), [1], a, {"set": name}) for i, (name, a) in enumerate(named)]
+    problems = [Problem(str(i), [1], a, {"qurl_set": name}) for i, (name, a) in enumerate(named)]
     engine = FakeEngine(["7", "slow", "2", "8"], [["7", "x"], ["1", "1"], ["x", "x"], ["8", "8"]])
     result = answer(engine, problems=problems, samples=2)
     assert result.outcomes == (True, False, True, True)

@@ -124,7 +124,7 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
 
 
 class GradingPools(contextlib.AbstractContextManager["GradingPools"]):
-    """A pool for each reward; a problem's `extra["graded_by"]` names its own, else the first."""
+    """A pool for each reward; a problem's `extra["qurl_reward"]` names its own, else the first."""
 
     def __init__(
         self, reward: str | Callable[..., Any], others: Iterable[str], **options: Any
@@ -147,7 +147,7 @@ class GradingPools(contextlib.AbstractContextManager["GradingPools"]):
         self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
     ) -> list[Future[list[Grade]]]:
         """As `GradingPool.submit`."""
-        pool = self._others.get(extra.get("graded_by", ""), self._first)
+        pool = self._others.get(extra.get("qurl_reward", ""), self._first)
         return pool.submit(texts, answer, extra)
 
 

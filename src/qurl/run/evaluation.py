@@ -124,7 +124,7 @@ def evaluate(
         sampled = dataclasses.replace(greedy, group_size=num, **options)
         drawn = Grading(pool, engine.generate(problems, sampled)).grades()
         answers = dataclasses.replace(answers, sampled=drawn)
-    names = [str(problem.extra.get("set", "")) for problem in problems]
+    names = [str(problem.extra.get("qurl_set", "")) for problem in problems]
     sets = {
         name: answers.select([i for i, n in enumerate(names) if n == name]).summarise(
             f"{precision}/{name}"

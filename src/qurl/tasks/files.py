@@ -62,7 +62,7 @@ class FileTask:
         text, ids = self._prompts.encode(row.messages, row.instruction)
         answer, *others = row.answers or ("",)
         accepted = {"accepted_answers": others} if others else {}
-        own = {"graded_by": row.reward} if row.reward != self.reward else {}
+        own = {"qurl_reward": row.reward} if row.reward != self.reward else {}
         return Problem(row.id, ids, answer, {**row.columns, "prompt": text, **accepted, **own})
 
     def _fits(self, row: Row) -> bool:

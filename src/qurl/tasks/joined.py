@@ -13,7 +13,7 @@ from qurl.types import Problem
 
 @dataclass(frozen=True)
 class JoinedTask:
-    """The problems of all parts, one after the other; `extra["set"]` names a problem's part."""
+    """The problems of all parts in a row; a problem's `extra["qurl_set"]` names its part."""
 
     parts: Mapping[str, Task]
     shares: Sequence[float]
@@ -48,7 +48,7 @@ class JoinedTask:
         name, task = list(self.parts.items())[part]
         problem = task[index - starts[part]]
         # Files may number their problems alike.
-        id, extra = f"{name}/{problem.id}", {**problem.extra, "set": name}
+        id, extra = f"{name}/{problem.id}", {**problem.extra, "qurl_set": name}
         return replace(problem, id=id, extra=extra)
 
 

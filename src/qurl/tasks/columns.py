@@ -8,9 +8,10 @@ reward     reward, a name; or data_source (verl), if task.rewards has it
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl.answers import last_boxed
@@ -63,14 +64,20 @@ def needs_answer(reward: str) -> bool:
     return reward != "code" and not is_users_own(reward)
 
 
-def check_tests(row: Row) -> None:
-    """Raise if a row that the reward `code` grades has no tests."""
-    is_json = any(answer.startswith("{") for answer in row.answers)
-    if not is_json and not any(row.columns.get(name) for name in TEST_COLUMNS):
+def with_tests(row: Row) -> Row:
+    """A row for the reward `code`, with its tests, which a truth may hold as JSON (verl)."""
+    if row.answers and row.answers[0].startswith("{"):
+        try:
+            tests = json.loads(row.answers[0])
+        except ValueError as error:
+            raise DataError(f"{row.where}: the truth is not valid JSON: {error}") from error
+        row = replace(row, columns={**row.columns, **tests}, answers=())
+    if not any(row.columns.get(name) for name in TEST_COLUMNS):
         raise DataError(
             f"{row.where}: no tests for the reward 'code'; one of {', '.join(TEST_COLUMNS)} must "
             f"be there (found: {', '.join(map(str, row.columns))})"
         )
+    return replace(row, instruction=CODE_INSTRUCTION if row.instruction else "")
 
 
 def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:

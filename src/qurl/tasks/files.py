@@ -13,14 +13,7 @@ from typing import Any
 from qurl.errors import DataError
 from qurl.plugins import import_extra
 from qurl.tasks import sources
-from qurl.tasks.columns import (
-    CODE_INSTRUCTION,
-    Row,
-    check_tests,
-    find_reward,
-    needs_answer,
-    read_row,
-)
+from qurl.tasks.columns import Row, find_reward, needs_answer, read_row, with_tests
 from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
@@ -80,7 +73,7 @@ class FileTask:
             yield f"{len(blank)} {out} answer is empty; the first is {blank[0].where}"
         if num_long := len(answerable) - len(self._rows):
             yield f"{num_long} {out} prompt has more tokens than {self._prompts.limit}"
-        if blank and len(blank) == len(rows):
+        if blank and len(blank) == len(rows) and self.rewards != {"code"}:
             yield (
                 f"no row of {path} has an answer (columns: {', '.join(rows[0].columns)}): the "
                 "reward gets '' as the truth"
@@ -101,11 +94,8 @@ def read_rows(path: Path, reward: str, rewards: Mapping[str, str], *, path_key: 
         row = read_row(columns, where, needs_answer=needs_answer(own_reward))
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
-        instruction = row.instruction
-        if own_reward == "code":
-            check_tests(row)
-            instruction = CODE_INSTRUCTION if instruction else ""
-        rows[id] = replace(row, id=id, reward=own_reward, instruction=instruction)
+        row = with_tests(row) if own_reward == "code" else row
+        rows[id] = replace(row, id=id, reward=own_reward)
     return list(rows.values())
 
 

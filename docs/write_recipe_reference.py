@@ -23,7 +23,7 @@ HEAD = """\
 <!-- Written by docs/write_recipe_reference.py (`make docs`). Edit the docstrings in
      src/qurl/config/schema.py instead. -->
 
-A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
+A recipe is a TOML file; `qurl recipes` lists examples. Every key is also a flag:
 `qurl train RECIPE.toml --quant.format fp8 --algo.whiten`. `qurl train --help` prints the same list.
 
 - **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over
@@ -32,6 +32,8 @@ A recipe is a TOML file; `recipes/` has examples. Every key is also a flag:
   gets a message that says where it went (`qurl.config.recipe.MOVED`).
 - **Your own parts.** Where a key allows `module:name`, write the name of a Python module in the
   working directory or on Python's path, a colon, and a name in it ([extending.md](extending.md)).
+- **Tables.** A key with a table of names, such as `task.mix`, is a TOML table; as a flag, pairs:
+  `--task.mix a.jsonl 3 b.jsonl 1`.
 - **none.** TOML has no null. Write `"none"` where a key below allows none.
 - **Check first.** `qurl validate RECIPE.toml` checks the keys, the device, the run directory, the
   model's config and tokenizer, the data and the grader; it reads no weights.
@@ -112,6 +114,12 @@ def field_docs(section: type) -> dict[str, str]:
 def render_type(hint: Any) -> str:
     """`int ≥ 1`, `"a"`, `"b"`, `float or none`: what a reader of TOML needs to know."""
     origin, args = get_origin(hint), get_args(hint)
+    if (
+        origin is Annotated
+        and get_origin(args[0]) is tuple
+        and get_origin(get_args(args[0])[0]) is tuple
+    ):
+        return f"table of {render_type(get_args(get_args(args[0])[0])[1])}"
     if origin is Annotated:
         return f"{render_type(args[0])} {render_bounds(args[1])}".rstrip()
     if origin is Literal:

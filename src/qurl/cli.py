@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +15,23 @@ usage: qurl COMMAND ...
 
 Reinforcement learning for reasoning LLMs with quantized rollouts.
 
-  qurl train RECIPE.toml [--section.key value ...] [--dry-run [--gpu NAME]]
+  qurl recipes [NAME]
+        the recipes that come with QuRL, or the text of one, to change it
+  qurl data [NAME] [FOLDER]
+        the data sets of those recipes, or fetch one from the hub into FOLDER (data)
+  qurl train RECIPE [--section.key value ...] [--dry-run [--gpu NAME]]
         train, or resume the run in run_dir; --dry-run prints the resolved recipe,
         the memory and the token budget instead, with --gpu H100 those of a GPU
         that is not here
-  qurl eval RECIPE.toml|RUN [--section.key value ...]
+  qurl eval RECIPE|RUN [--section.key value ...]
         held-out accuracy of model.path, or of a run's newest checkpoint
-  qurl validate RECIPE.toml [--section.key value ...]
+  qurl validate RECIPE [--section.key value ...]
         check keys, files, tokenizer and grader before a long run
   qurl fork RUN --at STEP [--run-dir DIR] [--section.key value ...]
         a new run from a checkpoint of RUN with changed keys; qurl train DIR goes on with it
   qurl doctor [--json]
         is this machine ready? versions, GPU, memory, disk, and every kernel tested
-  qurl advise RECIPE.toml|RUN [--section.key value ...] [--flags]
+  qurl advise RECIPE|RUN [--section.key value ...] [--flags]
         will quantizing help here? measured on a GPU, else computed. --tokens N is the
         mean length of completions; --gpu H100 and --gpus N plan for other hardware,
         --shape 7B for a model that is not here; --json
@@ -35,8 +40,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         (comparison.html): verdict, curves, time, tokens
   qurl watch RUN [RUN ...] [--host ADDRESS] [--port PORT]
         the same page, live in the browser
-  qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16]
-        a plain Hugging Face folder, UAQ folded back
+  qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16] [--quant int8|fp8]
+        a Hugging Face folder with a model card: plain, UAQ folded back, or quantized, for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         the same from a checkpoint of llama.cpp, to start from
   qurl bench KIND [--flags]
@@ -45,6 +50,7 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
   qurl tune [--flags]
         measure the engine's matrix products on this GPU and keep the fastest plans
 
+  RECIPE is a TOML file or a name that `qurl recipes` lists.
   qurl train --help     every key of a recipe
   qurl --version
 """
@@ -71,6 +77,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = "interrupted; a training run that keeps checkpoints resumes with the same command"
         print(message, file=sys.stderr)
         return 130
+
+
+def recipes_command(args: list[str]) -> int:
+    from qurl.config.shipped import get_recipe, read_head, shipped_recipes
+
+    if args:
+        (name,) = _exactly(args, "NAME")
+        print(get_recipe(name).read_text(encoding="utf-8"), end="")
+        return 0
+    for name, path in shipped_recipes().items():
+        head = read_head(path)
+        print(name, f"  {head['title']}", sep="\n")
+        for field in ("hardware", "data"):
+            print(f"  {field}: {head[field]}")
+    return 0
+
+
+def data_command(args: list[str]) -> int:
+    from qurl.tasks.hub import write_data
+    from qurl.tasks.sources import SOURCES
+
+    if not args:
+        for name, files in SOURCES.items():
+            repos = dict.fromkeys(file.repo for file in files.values())
+            print(f"{name:12}{', '.join(files)}  from {', '.join(repos)}")
+        return 0
+    name, folder = _exactly(args if args[1:] else [*args, "data"], "NAME", "FOLDER")
+    for line in write_data(name, Path(folder)):
+        print(line)
+    return 0
 
 
 def train_command(args: list[str]) -> int:
@@ -171,9 +207,12 @@ def export_command(args: list[str]) -> int:
     from qurl.run.export import export, export_gguf
 
     dtype, args = _option("--dtype", args, default="bfloat16")
+    quant, args = _option("--quant", args, default="none")
     gguf, args = _option("--from-gguf", args)
     if gguf is None:
-        write, names = export, ("RUN|CHECKPOINT", "OUT")
+        write, names = functools.partial(export, quant=quant or ""), ("RUN|CHECKPOINT", "OUT")
+    elif quant != "none":
+        raise ConfigError("--from-gguf makes a plain model; leave --quant out")
     else:
         write, names = export_gguf, ("--from-gguf FILE.gguf", "OUT")
         args = [word for word in (gguf, *args) if word]
@@ -187,6 +226,8 @@ def _bench(function: str) -> Callable[[list[str]], int]:
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "recipes": recipes_command,
+    "data": data_command,
     "train": train_command,
     "eval": eval_command,
     "validate": validate_command,

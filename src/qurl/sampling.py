@@ -14,16 +14,17 @@ import torch
 from qurl.config import AlgoConfig, Config
 from qurl.errors import ConfigError, DataError, TrainingError
 from qurl.plugins import load_plugin
-from qurl.rewards import Grading, reward_metrics
+from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
-from qurl.rewards.pool import GradingPool
 from qurl.rollout import Engine
 from qurl.seeds import derive_seed, generator
+from qurl.tasks.joined import JoinedTask
 from qurl.tasks.task import Task
 from qurl.types import Graded, Problem, SamplingParams
 
 _REMEMBERED = 8
 """Groups per problem whose accuracies are kept."""
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 Selector = Callable[[int, int, int, Mapping[int, Sequence[float]], int], Sequence[int]]
 """Chooses the indices of the next problems, as `shuffle` does. The choice must depend on the
@@ -50,6 +51,36 @@ def shuffle(
     return indices
 
 
+def mix(sizes: Sequence[int], shares: Sequence[float]) -> Selector:
+    """A selector for parts of `sizes` problems, of which each gets its share of every batch.
+
+    Position t of the run belongs to the part whose interval of [0, 1) holds frac(t * golden ratio),
+    which spreads the parts as evenly as can be. Within a part, problems come as `shuffle` has them.
+    """
+    ends = torch.tensor(shares, dtype=torch.float64).cumsum(0)[:-1] / sum(shares)
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+
+    def select(
+        count: int,
+        num_problems: int,
+        num_taken: int,
+        accuracies: Mapping[int, Sequence[float]],
+        seed: int,
+    ) -> list[int]:
+        places = torch.arange(num_taken + count, dtype=torch.float64) * _GOLDEN_RATIO % 1
+        parts = torch.bucketize(places, ends, right=True)
+        indices = torch.empty(count, dtype=torch.int64)
+        for part, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+            is_here = parts == part
+            num_before, is_next = int(is_here[:num_taken].sum()), is_here[num_taken:]
+            part_seed = derive_seed(seed, "part", part)
+            chosen = shuffle(int(is_next.sum()), size, num_before, accuracies, part_seed)
+            indices[is_next] = torch.tensor(chosen, dtype=torch.int64) + start
+        return indices.tolist()
+
+    return select
+
+
 class ProblemStream:
     """Hands out a task's problems as a selector chooses them.
 
@@ -59,7 +90,9 @@ class ProblemStream:
     def __init__(self, task: Task, seed: int, select: str | Selector = "shuffle") -> None:
         if len(task) == 0:
             raise DataError(f"task {task.name!r} has no problems")
-        if isinstance(select, str):
+        if select == "shuffle" and isinstance(task, JoinedTask):
+            select = mix(task.sizes, task.shares)
+        elif isinstance(select, str):
             select = shuffle if select == "shuffle" else load_plugin(select, "sampling.select")
         self.task, self.seed, self.position = task, seed, 0
         self._select: Selector = select  # type: ignore[assignment]
@@ -112,7 +145,7 @@ class Sampler:
     """
 
     def __init__(
-        self, config: Config, stream: ProblemStream, engine: Engine, pool: GradingPool, step: int
+        self, config: Config, stream: ProblemStream, engine: Engine, pool: Pool, step: int
     ) -> None:
         self.config, self.stream, self.engine, self.pool = config, stream, engine, pool
         self.step = step

@@ -20,9 +20,11 @@ import yaml
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
+from qurl.errors import RewardError
 from qurl.losses import tis
 from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
+from qurl.rewards import GradingPool
 from qurl.run.assembly import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
@@ -276,7 +278,11 @@ def test_make_targets_exist(page):
 
 @each_page
 def test_shell_commands_parse(page, tmp_path, monkeypatch):
-    for module in ("my_reward", "my_module"):  # modules that the pages ask the reader to write
+    for module in (
+        "my_reward",
+        "my_module",
+        "my_sandbox",
+    ):  # modules that the pages ask the reader to write
         (tmp_path / f"{module}.py").touch()
     monkeypatch.chdir(tmp_path)
     for line in shell_lines(page):
@@ -286,8 +292,9 @@ def test_shell_commands_parse(page, tmp_path, monkeypatch):
         assert command in COMMANDS, line
         words = [word for word in rest if word != "--dry-run"]
         if command in ("train", "validate") and not any(word.isupper() for word in words):
-            has_recipe = words[0].endswith(".toml")
-            recipe = ROOT / words[0] if has_recipe else None
+            has_recipe = not words[0].startswith("-")
+            is_file = words[0].endswith(".toml")
+            recipe = (ROOT / words[0] if is_file else words[0]) if has_recipe else None
             assert isinstance(load_config(recipe, words[has_recipe:]), Config)
 
 
@@ -309,6 +316,20 @@ def test_readme_data_and_reward(tmp_path):
     assert names["score"]("that makes 47", "48", {}) == 0.0
 
 
+def test_tasks_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [recipe], [code] = (code_blocks(ROOT / "docs" / "tasks.md", k) for k in ("toml", "python"))
+    (tmp_path / "my_reward.py").touch()
+    (tmp_path / "recipe.toml").write_text(recipe)
+    task = load_config("recipe.toml").task
+    assert task.training_files == {"data/gsm8k_train.jsonl": 3, "data/programs.jsonl": 1}
+    assert task.held_out_files["aime24"] == "data/aime24.jsonl"
+    (tmp_path / "my_sandbox.py").write_text(code)
+    refusal = pytest.raises(RewardError, match="start a container")
+    with GradingPool("my_sandbox:score", workers=1) as pool, refusal:
+        pool.grade([("print(1)", "", {"tests": ["assert True"]})])
+
+
 # Recipes
 
 
@@ -318,7 +339,7 @@ def test_recipes_parse_and_say_what_to_expect(path):
     assert config.run_dir == f"runs/{path.stem}"
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    for word in ("hardware", "time", "expect"):
+    for word in ("hardware", "time", "expect", "data"):
         assert re.search(rf"^# {word}   ? +\S", head, re.MULTILINE), word
 
 

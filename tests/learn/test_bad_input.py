@@ -290,7 +290,9 @@ def test_a_reward_that_is_not_there(train):
     assert "there is no module 'mine' in " in error
     code, error = train("--task.reward", "f1")
     assert code == 2
-    assert "task.reward = 'f1' is not one of auto, math, exact, countdown, gym:<name>" in error
+    assert (
+        "task.reward = 'f1' is not one of auto, math, exact, countdown, code, gym:<name>" in error
+    )
 
 
 LETTERS = "return float(sum(map(ord, text)) % 7)"

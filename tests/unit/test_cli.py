@@ -75,8 +75,7 @@ def fails(args, capsys):
 def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
-    listed = ", ".join(COMMANDS)
-    assert message == f"ConfigError: 'fly' is not a command; there are {listed}\n"
+    assert message == f"ConfigError: 'fly' is not a command; there are {', '.join(COMMANDS)}\n"
 
 
 @pytest.mark.parametrize(

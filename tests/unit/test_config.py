@@ -123,6 +123,7 @@ def test_a_flag_beats_all(recipe):
         (["--run_dir", "x"], "run_dir", "x"),
         (["--optim.betas", "0.8", "0.9"], "optim.betas", (0.8, 0.9)),
         (["--sampling.stop", "a", "b"], "sampling.stop", ("a", "b")),
+        (["--task.name=x.jsonl", "--task.eval-sets", "a", "b"], "task.eval_sets", (("a", "b"),)),
         (["--model.scratch.layers", "3"], "model.scratch.layers", 3),
     ],
 )
@@ -265,6 +266,31 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         (
             {"task": {"name": "gsm8k", "path": "x"}, "eval": {"every": 3}},
             "eval.every = 3: set task.eval_path, because a file has no held-out problems",
+        ),
+        ({"task": {"mix": {"x.jsonl": 2}}}, "task.mix = {'x.jsonl': 2.0}, but task.name = 'arith"),
+        (
+            {"task": {"name": "file", "path": "x.jsonl", "mix": {"y.jsonl": 1}}},
+            "task.path = 'x.jsonl' and task.mix exclude each other; keep one",
+        ),
+        (
+            {"task": {"name": "file", "eval_path": "x.jsonl", "eval_sets": {"y": "y.jsonl"}}},
+            "task.eval_path = 'x.jsonl' and task.eval_sets exclude each other; keep one",
+        ),
+        (
+            {"task": {"name": "file", "eval_sets": {"a/b": "y.jsonl"}}},
+            "task.eval_sets.'a/b': a name has letters",
+        ),
+        (
+            {"task": {"name": "file", "path": "x", "rewards": [["a", "math"], ["a", "code"]]}},
+            "task.rewards names 'a' twice",
+        ),
+        (
+            {"task": {"name": "file", "path": "x", "rewards": {"a": "maths"}}},
+            "task.rewards.a = 'maths' is not one of math, exact, countdown, code, nor module:name",
+        ),
+        (
+            {"task": {"name": "file", "mix": {"x": 1}}, "sampling": {"select": "json:loads"}},
+            "sampling.select = 'json:loads' chooses the problems itself",
         ),
         (
             {"model": {"scratch": {"hidden_size": 36}}},

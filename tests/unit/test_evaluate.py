@@ -119,6 +119,24 @@ def answer(engine, precision="full", problems=PROBLEMS, **options):
     return evaluate(build_config(tree), engine, problems, FakePool(), precision)
 
 
+def test_named_sets_are_scored_apart_and_together():
+    named = [("easy", "7"), ("hard", "1"), ("hard", "2"), ("easy", "8")]
+    problems = [Problem(str(i), [1], a, {"qurl_set": name}) for i, (name, a) in enumerate(named)]
+    engine = FakeEngine(["7", "slow", "2", "8"], [["7", "x"], ["1", "1"], ["x", "x"], ["8", "8"]])
+    result = answer(engine, problems=problems, samples=2)
+    assert result.outcomes == (True, False, True, True)
+    metrics = result.metrics()
+    assert metrics["eval/full/accuracy"] == 0.75
+    assert metrics["eval/full/easy/accuracy"] == 1.0
+    assert metrics["eval/full/hard/accuracy"] == 0.5
+    assert metrics["eval/full/hard/accuracy_low"] == wilson_interval(1, 2)[0]
+    assert metrics["eval/full/easy/avg@2"] == 0.75
+    assert metrics["eval/full/hard/avg@2"] == 0.5
+    assert metrics["eval/full/hard/num_timeouts"] == metrics["eval/full/num_timeouts"] == 1
+    assert metrics["eval/full/easy/num_timeouts"] == 0
+    assert len(engine.asked) == 2, "all sets are answered together"
+
+
 def test_greedy_evaluation():
     engine = FakeEngine(["7", "slow"])
     result = answer(engine)

@@ -4,12 +4,16 @@ import json
 
 import pytest
 import torch
-from models import tiny_policy
+import yaml
+from models import tiny_llama, tiny_policy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qurl.cli import main
 from qurl.errors import CheckpointError, ConfigError, ModelError
 from qurl.quant import rescale_
+from qurl.quant.linear import projections
+from qurl.rollout import build_engine
 from qurl.run.export import export, find_policy
 
 IDS = torch.arange(4, 24)[None]
@@ -131,3 +135,115 @@ def test_incomplete_weights_are_not_made_up(tmp_path):
     with pytest.raises(ModelError, match=r"the weights lack model\.layers\.0\.self_attn\.q_proj"):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Quantized folders
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_quantized_codes_are_the_engines_own(run, tmp_path, quant):
+    """UAQ stays: the codes are those of the trained weights, rounded to the dtype first."""
+    path = export(run, tmp_path / "out", "bfloat16", quant)
+    stored = load_file(path / "model.safetensors")
+    trained = load(run / "checkpoints/step-000010/policy").to(torch.bfloat16)
+    engine = build_engine("local", trained, quant=quant, compute_dtype=torch.bfloat16)
+    engine.sync(trained, version=0)
+    names = dict(projections(trained))
+    assert len(names) == 14
+    for name in names:
+        layer, module = int(name.split(".")[2]), name.rpartition(".")[2]
+        weight = engine.weights.layers[layer].views[module].weight
+        assert stored[f"{name}.weight"].dtype == (
+            torch.int8 if quant == "int8" else torch.float8_e4m3fn
+        )
+        assert torch.equal(stored[f"{name}.weight"].float(), weight.codes.float())
+        assert stored[f"{name}.weight_scale"].dtype == torch.float32
+        assert torch.equal(stored[f"{name}.weight_scale"], weight.scale)
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert len(stored) == len(trained.state_dict()) + 14
+
+
+@pytest.mark.parametrize(
+    ("quant", "format", "kind"),
+    [("int8", "int-quantized", "int"), ("fp8", "float-quantized", "float")],
+)
+def test_the_format_is_that_of_compressed_tensors(run, tmp_path, quant, format, kind):
+    path = export(run, tmp_path / "out", quant=quant)
+    described = json.loads((path / "config.json").read_text())["quantization_config"]
+    coded = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**coded, "strategy": "channel", "dynamic": False},
+        "input_activations": {**coded, "strategy": "token", "dynamic": True},
+    }
+    assert described == {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def test_layers_in_full_precision_stay_so(run, tmp_path, original):
+    tiny_policy(model=tiny_llama(num_hidden_layers=3)).save(run / "checkpoints/step-000020/policy")
+    recipe = {"steps": 20, "run_dir": "x", "algo": {}, "quant": {"full_layers": 1}}
+    (run / "config.json").write_text(json.dumps(recipe))
+    path = export(run, tmp_path / "out", quant="int8")
+    stored = load_file(path / "model.safetensors")
+    dtypes = [stored[f"model.layers.{i}.mlp.up_proj.weight"].dtype for i in range(3)]
+    assert dtypes == [torch.bfloat16, torch.int8, torch.bfloat16]
+    ignored = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert len(ignored) == 2 * 7 + 1
+    assert {"lm_head", "model.layers.0.mlp.up_proj"} <= set(ignored)
+
+
+def test_other_formats_are_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match="--quant 'int4' is not one of none, int8, fp8"):
+        export(run, tmp_path / "out", quant="int4")
+    assert main(["export", "--from-gguf", "x.gguf", str(tmp_path / "out"), "--quant", "int8"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+# Model card
+
+
+def test_the_card_says_how_it_was_trained_and_how_well_it_does(run, tmp_path):
+    (run / "config.json").write_text(
+        json.dumps(
+            {
+                "steps": 40,
+                "run_dir": "secret/place",
+                "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
+                "algo": {"name": "dapo", "objective": "acr"},
+                "quant": {"format": "int8"},
+                "task": {"path": "secret/data.jsonl", "name": "gsm8k"},
+            }
+        )
+    )
+    score = {
+        "eval/full/accuracy": 0.25,
+        "eval/full/accuracy_low": 0.2,
+        "eval/full/accuracy_high": 0.3,
+    }
+    after = {**score, "eval/full/accuracy": 0.5}
+    rows = [{"step": -1, **score}, {"step": 8, "reward/mean": 1}, {"step": 9, **after}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["export", str(run), str(tmp_path / "my-model"), "--quant", "int8"])
+    card = (tmp_path / "my-model" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert front["tags"] == ["qurl", "reinforcement-learning", "dapo", "w8a8-int8"]
+    assert "| steps | 10 of 40 |" in card
+    assert "| algo.objective | acr |" in card
+    assert "| full, after 10 steps | 50.0% (from 25.0%; 95 % interval 20.0% to 30.0%) |" in card
+    assert 'LLM("my-model")' in card
+    assert "secret" not in card
+
+
+def test_a_card_without_a_run(tmp_path, original):
+    original.save(tmp_path / "policy")
+    card = (export(tmp_path / "policy", tmp_path / "out") / "README.md").read_text()
+    assert "A causal language model, trained by reinforcement learning with QuRL" in card
+    assert "## Training" not in card
+    assert "UAQ is folded back" in card

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from qurl.config.rules import find_mistakes
 from qurl.config.schema import AlgoConfig, Config
+from qurl.config.shipped import find_recipe, suggest
 from qurl.errors import ConfigError
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -63,7 +64,7 @@ SAFE_EVERY = 20
 
 
 def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
-    """Read a recipe or a run, apply the flags, and check the whole."""
+    """Read a recipe (a file, or one of ours by name) or a run, apply the flags, check the whole."""
     recipe = read_recipe(path) if path else {}
     sources = ([str(path)] if path else []) + (["flags"] if flags or not path else [])
     source = " and ".join(sources)
@@ -108,9 +109,9 @@ def check_combinations(config: Config, source: str, *facts: Any) -> None:
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The raw tree of a TOML recipe, or of a run's config.json with old keys carried over."""
     path, is_run = Path(path), _is_run(path)
-    path = path / "config.json" if is_run else path
+    path = path / "config.json" if is_run else find_recipe(path)
     if not path.is_file():
-        raise ConfigError(f"there is no recipe and no run at {path}; see recipes/ for examples")
+        raise ConfigError(f"there is no recipe and no run at {path}; {suggest(str(path))}")
     try:
         tree = (json.loads if is_run else tomllib.loads)(path.read_text(encoding="utf-8"))
     except ValueError as error:  # both parsers raise it, and so does a file that is not text

@@ -6,6 +6,7 @@ your own parts are known once those are loaded; without them, the rules that nee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from qurl.config.schema import Config
@@ -20,11 +21,13 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf"),
     "rollout.episode": ("",),
     "sampling.select": ("shuffle",),
-    "task.name": (*GENERATED, "gsm8k", "math", "file", "gym:<name>", "<path>.jsonl"),
-    "task.reward": ("auto", "math", "exact", "countdown", "gym:<name>"),
+    "task.name": (*GENERATED, "gsm8k", "math", "code", "file", "gym:<name>", "<path>.jsonl"),
+    "task.reward": ("auto", "math", "exact", "countdown", "code", "gym:<name>"),
 }
 """Keys that name a part, and their built-in parts; `module:name` is one of your own."""
 
+ROW_REWARDS = ("math", "exact", "countdown", "code")
+"""Rewards that a row of a file may name by itself."""
 NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
 
 
@@ -40,6 +43,7 @@ def find_mistakes(
         *_correction_mistakes(config, objective, advantage),
         *_precision_mistakes(config),
         *_lora_mistakes(config, advantage),
+        *_data_mistakes(config),
         *_other_mistakes(config),
     ]
 
@@ -60,8 +64,10 @@ def _is_generated(task: str) -> bool:
 
 
 def _part_mistakes(config: Config) -> Iterator[str]:
-    for key, names in BUILT_IN.items():
-        value = named_part(config, key)
+    named = [(key, named_part(config, key), names) for key, names in BUILT_IN.items()]
+    for label, value in config.task.rewards:
+        named.append((f"task.rewards.{label}", value, ROW_REWARDS))
+    for key, value, names in named:
         is_gym = value.startswith("gym:") and "gym:<name>" in names
         is_file = key == "task.name" and "." in value
         if is_users_own(value):
@@ -173,16 +179,35 @@ def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]
         yield f"model.lora_rank = {rank} cannot be compiled; set model.compile = false"
 
 
-def _other_mistakes(config: Config) -> Iterator[str]:
-    task, scratch, save = config.task, config.model.scratch, config.save
-    if task.name == "file" and not (task.path or task.eval_path):
+def _data_mistakes(config: Config) -> Iterator[str]:
+    task = config.task
+    files = {key: getattr(task, key) for key in ("path", "mix", "eval_path", "eval_sets")}
+    if task.name == "file" and not any(files.values()):
         yield "task.name = 'file' needs task.path"
-    for key, path in {"path": task.path, "eval_path": task.eval_path}.items():
-        if path and _is_generated(task.name):
+    for key, value in (files | {"rewards": task.rewards}).items():
+        if value and _is_generated(task.name):
             drawn = f"task.name = {task.name!r} draws its problems"
-            yield f"task.{key} = {path!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
-    if config.eval.every and needs_file(task.name) and not task.eval_path:
+            shown = dict(value) if isinstance(value, tuple) else value
+            yield f"task.{key} = {shown!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
+    for one, several in (("path", "mix"), ("eval_path", "eval_sets")):
+        if files[one] and files[several]:
+            yield f"task.{one} = {files[one]!r} and task.{several} exclude each other; keep one"
+    for key in ("mix", "eval_sets", "rewards"):
+        names = [name for name, _ in getattr(task, key)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            yield f"task.{key} names {min(twice)!r} twice"
+    for name, _ in task.eval_sets:
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield f"task.eval_sets.{name!r}: a name has letters, digits, '_', '-' and '.' only"
+    if task.mix and config.sampling.select != "shuffle":
+        chosen = f"sampling.select = {config.sampling.select!r} chooses the problems itself"
+        yield f"{chosen}, so that the shares of task.mix cannot count; use 'shuffle'"
+    if config.eval.every and needs_file(task.name) and not (task.eval_path or task.eval_sets):
         yield f"eval.every = {config.eval.every}: {NEEDS_EVAL_PATH}"
+
+
+def _other_mistakes(config: Config) -> Iterator[str]:
+    scratch, save = config.model.scratch, config.save
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
         unit = f"2 x model.scratch.heads = {2 * scratch.heads}"
         yield f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of {unit}"

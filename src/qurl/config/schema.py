@@ -24,6 +24,11 @@ Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 T = TypeVar("T")
 # TOML has no null, so "none" stands for it.
 OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
+# A table of names that a user chooses; kept as pairs, as flags and config.json give them.
+Table = Annotated[
+    tuple[tuple[str, T], ...],
+    BeforeValidator(lambda value: tuple(value.items()) if isinstance(value, dict) else value),
+]
 
 
 class Section:
@@ -76,13 +81,19 @@ class TaskConfig(Section):
     """The problems and how answers are graded."""
 
     name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, file, gym:<reasoning-gym task>, or module:name."""
+    """arithmetic, countdown, gsm8k, math, code, file, gym:<reasoning-gym task>, or module:name."""
     path: str = ""
     """File of training problems: JSONL (also .gz) or parquet."""
     eval_path: str = ""
     """File of held-out problems. Generated tasks hold out some of their own."""
+    mix: Table[Positive] = ()
+    """Several files of training problems and the share of each, in place of path."""
+    eval_sets: Table[str] = ()
+    """Several files of held-out problems by name, in place of eval_path."""
     reward: str = "auto"
-    """auto (the task's own), math, exact, countdown, gym:<name>, or module:name."""
+    """auto (the task's own), math, exact, countdown, code, gym:<name>, or module:name."""
+    rewards: Table[str] = ()
+    """Rewards of single rows, by what their `reward` or `data_source` column says."""
     instruction: str = "auto"
     """Text after each question of a file. auto: ask for \\boxed, unless the column is `prompt`."""
     max_prompt_tokens: Count = 1024
@@ -95,8 +106,20 @@ class TaskConfig(Section):
     """Grader processes."""
     grade_timeout: Positive = 10.0
     """Seconds after which a grader is killed."""
+    grade_memory: OrNone[Positive] = 8.0
+    """GB that a grader process may allocate, else its answer counts as killed; none = no limit."""
     timeout_score: Annotated[float, Field(lt=1, strict=True)] = 0.0
     """Reward of a completion whose grader was killed; set it to your reward of a wrong answer."""
+
+    @property
+    def training_files(self) -> dict[str, float]:
+        """{file: its share}; the file is empty if the task needs none."""
+        return dict(self.mix) or {self.path: 1.0}
+
+    @property
+    def held_out_files(self) -> dict[str, str]:
+        """{name: file}; a single file has no name."""
+        return dict(self.eval_sets) or {"": self.eval_path}
 
 
 @dataclass(frozen=True)

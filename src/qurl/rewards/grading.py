@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from qurl.errors import RewardTimeout
-from qurl.rewards.pool import GradingPool, wait_for
+from qurl.rewards.pool import GradingPool, Pool, wait_for
 from qurl.rewards.reward import Grade
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _math_pool(timeout: float) -> GradingPool:
 class Grading:
     """Grades rollouts from the moment they are submitted, while others are still generated."""
 
-    def __init__(self, pool: GradingPool, rollouts: Iterable[Rollout] = ()) -> None:
+    def __init__(self, pool: Pool, rollouts: Iterable[Rollout] = ()) -> None:
         self._pool = pool
         self._rollouts: list[Rollout] = []
         self._futures: list[Future[list[Grade]]] = []
@@ -79,7 +79,8 @@ class Grading:
         if groups and all(grade.timed_out for group in groups for grade in group):
             raise RewardTimeout(
                 f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
-                f"completions after {self._pool.timeout:g} s; raise task.grade_timeout or mend it"
+                f"completions after {self._pool.timeout:g} s, or ran out of memory; raise "
+                "task.grade_timeout or task.grade_memory, or mend it"
             )
         graded = []
         for rollout, group in zip(self._rollouts, groups, strict=True):

@@ -1,8 +1,8 @@
 """Grading in processes that can be killed.
 
 A grader may hang (sympy does), crash or print. None of this may stop the run in silence or count as
-a wrong answer. At the deadline the process is killed and the answer counts as a timeout. Any other
-failure is a RewardError that carries the answer.
+a wrong answer. At the deadline the process is killed and the answer counts as a timeout, as it does
+when the memory limit is reached. Any other failure is a RewardError that carries the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
         workers: int = 2,
         timeout: float = 10.0,
         timeout_score: float = 0.0,
+        memory: float | None = 8.0,
     ) -> None:
+        """`memory` is what a process may allocate, in GB."""
         spec = reward if isinstance(reward, str) else name_of(reward)
         self.reward = spec or getattr(reward, "__qualname__", repr(reward))
         self.timeout, self.timeout_score = timeout, timeout_score
@@ -57,7 +59,7 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
             self._is_async, self._is_grouped = False, self._inline.is_grouped
             return
         self._threads = ThreadPoolExecutor(workers)  # each waits for one process
-        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._workers = [_Worker(spec, memory) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         try:
             for worker in self._workers:
@@ -121,11 +123,43 @@ class GradingPool(contextlib.AbstractContextManager["GradingPool"]):
         return grades
 
 
+class GradingPools(contextlib.AbstractContextManager["GradingPools"]):
+    """A pool for each reward; a problem's `extra["qurl_reward"]` names its own, else the first."""
+
+    def __init__(
+        self, reward: str | Callable[..., Any], others: Iterable[str], **options: Any
+    ) -> None:
+        """`options` are those of `GradingPool`."""
+        with contextlib.ExitStack() as stack:
+            self._first = stack.enter_context(GradingPool(reward, **options))
+            self._others = {o: stack.enter_context(GradingPool(o, **options)) for o in others}
+            self._stack = stack.pop_all()
+        self.reward, self.timeout = self._first.reward, self._first.timeout
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
+        """As `GradingPool.grade`."""
+        return wait_for(f for text, a, extra in items for f in self.submit([text], a, extra))
+
+    def submit(
+        self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
+    ) -> list[Future[list[Grade]]]:
+        """As `GradingPool.submit`."""
+        pool = self._others.get(extra.get("qurl_reward", ""), self._first)
+        return pool.submit(texts, answer, extra)
+
+
+Pool = GradingPool | GradingPools
+
+
 class _Worker:
     """The pool's end of one grading process."""
 
-    def __init__(self, reward: str) -> None:
+    def __init__(self, reward: str, memory: float | None) -> None:
         self._reward, self._folder = reward, Path.cwd()
+        self._memory = -1 if memory is None else int(memory * 1e9)
         self._lock, self._is_closed = threading.Lock(), False
         self._launch()
 
@@ -136,7 +170,10 @@ class _Worker:
         # The worker imports what we import, wherever it runs.
         path = filter(None, [str(Path(__file__).resolve().parents[2]), *sys.path])
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "qurl.rewards.worker", self._reward, str(fd)],
+            [
+                *(sys.executable, "-u", "-m", "qurl.rewards.worker"),
+                *(self._reward, str(fd), str(self._memory)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[fd],

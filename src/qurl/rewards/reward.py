@@ -38,7 +38,7 @@ class Grade:
 
 Calls = Sequence[Sequence[str]]  # the texts of each call of a reward
 Outcome = list[Grade] | RewardError | None
-"""Of a call: a grade for each text, an error, or None if it missed the deadline."""
+"""Of a call: a grade for each text, an error, or None if it exceeded its time or memory."""
 
 
 class Reward(Protocol):
@@ -71,7 +71,7 @@ INLINE = {"exact": score_exact, "countdown": score_countdown}
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
-    """The function behind math, exact, countdown, gym:<name> or module:function."""
+    """The function behind math, exact, countdown, code, gym:<name> or module:function."""
     if spec in INLINE:
         return INLINE[spec]
     if spec == "math":
@@ -79,11 +79,15 @@ def load_reward(spec: str) -> Callable[..., Any]:
 
         warm_up()
         return score_math
+    if spec == "code":
+        from qurl.rewards import code
+
+        return code.load()
     if spec.startswith("gym:"):
         return _load_gym(spec)
     if not is_users_own(spec):
         raise ConfigError(
-            f"task.reward = {spec!r} is not one of math, exact, countdown, gym:<name>, "
+            f"task.reward = {spec!r} is not one of math, exact, countdown, code, gym:<name>, "
             "module:function"
         )
     return load_plugin(spec, "task.reward")
@@ -137,6 +141,8 @@ class Scorer:
                     "with one score for each"
                 )
             return [read_grade(v) for v in values]
+        except MemoryError:  # a completion made it too large, as it could make it too slow
+            return None
         except (Exception, SystemExit) as error:
             return failure(self._name, error, texts, answer)
 

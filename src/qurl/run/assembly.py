@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
-from qurl.rewards import GradingPool, Reward
+from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
@@ -43,7 +43,8 @@ from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.sampling import ProblemStream, Selector
 from qurl.seeds import derive_seed
-from qurl.tasks import Draw, GeneratedTask, Task, load_task
+from qurl.tasks import Draw, GeneratedTask, JoinedTask, Task, load_task
+from qurl.tasks.joined import rewards_of
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
@@ -133,7 +134,7 @@ class Parts:
     """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
     held_out: list[Problem]
-    pool: GradingPool
+    pool: Pool
     tracker: UpdateTracker | None
     first_step: int
     build_engine: Callable[[], Engine]
@@ -186,9 +187,10 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     )
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
-    held_out = []
+    held_out, tasks = [], [task]
     if config.eval.every:
-        held_out = held_out_problems(config, load_split(config, "eval", *prompts))
+        tasks.append(load_split(config, "eval", *prompts))
+        held_out = held_out_problems(config, tasks[-1])
     for note in (*policy.notes, *task.notes):
         run.warn(note)
     stream = ProblemStream(task, config.seed, choices.select)
@@ -198,7 +200,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         first_step = _resume(load_checkpoint(checkpoint, learner), stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
-    with build_pool(config, choices.reward or task.reward) as pool:
+    graded = () if choices.reward else tasks
+    with build_pool(config, choices.reward or task.reward, *graded) as pool:
         build = functools.partial(build_actor, config, policy, config.quant.format, choices)
         engine = full_engine = build()
         if config.has_full_engine:
@@ -316,26 +319,36 @@ def load_split(
             return task
         task = "file"  # a `Task` object is its own training split only
     task = task or options.name
-    path = options.eval_path if is_eval else options.path
-    if is_eval and isinstance(task, str) and needs_file(task) and not path:
+    several, one = ("eval_sets", "eval_path") if is_eval else ("mix", "path")
+    key = several if getattr(options, several) else one
+    if is_eval and isinstance(task, str) and needs_file(task) and not getattr(options, key):
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward")
-    return load_task(
+    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards")
+    load = functools.partial(
+        load_task,
         task,
-        path=path,
-        path_key="task.eval_path" if is_eval else "task.path",
+        path_key=f"task.{key}",
         split=split,
         tokenizer=tokenizer,
         seed=config.seed,
         **{key: getattr(options, key) for key in same},
         **_prompt_limit(config, section, model_config),
     )
+    if key == one:
+        return load(path=getattr(options, one))
+    if is_eval:
+        sets = options.held_out_files.items()
+        return JoinedTask({name: load(path=path) for name, path in sets}, [1.0] * len(sets))
+    shares = options.training_files
+    return JoinedTask({path: load(path=path) for path in shares}, [*shares.values()])
 
 
 def held_out_problems(config: Config, task: Task) -> list[Problem]:
-    """The first problems of the held-out split, as many as are evaluated."""
-    return [task[i] for i in range(min(config.eval.problems, len(task)))]
+    """The first problems of the held-out split, as many as are evaluated; so many of each set."""
+    starts = [0, *accumulate(task.sizes)] if isinstance(task, JoinedTask) else [0, len(task)]
+    num = config.eval.problems
+    return [task[i] for a, b in pairwise(starts) for i in range(a, min(a + num, b))]
 
 
 def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:
@@ -354,10 +367,15 @@ def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, 
     return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
 
 
-def build_pool(config: Config, reward: Reward | str) -> GradingPool:
+def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
+    """The grading processes of a reward, and of those that rows of the tasks name."""
     task = config.task
     limits = {"timeout": task.grade_timeout, "timeout_score": task.timeout_score}
-    return GradingPool(reward, workers=task.grade_workers, **limits)
+    options = {"workers": task.grade_workers, "memory": task.grade_memory, **limits}
+    others = frozenset().union(*map(rewards_of, tasks)) - {reward}
+    if not others:
+        return GradingPool(reward, **options)
+    return GradingPools(reward, sorted(others), **options)
 
 
 def build_actor(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ from rich.table import Table
 
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, DataError
-from qurl.rewards.grading import Grading
-from qurl.rewards.pool import GradingPool
+from qurl.rewards import Grade, Grading
+from qurl.rewards.pool import Pool
 from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_actor, build_pool, held_out_problems, load_split, prepare_torch
 from qurl.run.checkpoint import find_policy
@@ -53,14 +53,19 @@ class EvalResult:
     """Share of greedy completions cut at max_tokens."""
     num_timeouts: int
     """Completions, greedy and sampled, whose grader was killed. They count as wrong."""
+    sets: Mapping[str, EvalResult] = field(default_factory=dict)
+    """The same of each named set of `task.eval_sets`."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat, under eval/<precision>/."""
+        """Flat, under eval/<precision>/, and of each set under eval/<precision>/<set>/."""
         names = ("mean_length", "frac_truncated", "num_timeouts")
         values = {name: float(getattr(self, name)) for name in names}
         for name, score in self.scores.items():
             values |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
-        return {f"eval/{self.precision}/{name}": value for name, value in values.items()}
+        metrics = {f"eval/{self.precision}/{name}": value for name, value in values.items()}
+        return metrics | {
+            k: v for result in self.sets.values() for k, v in result.metrics().items()
+        }
 
 
 def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]:
@@ -72,7 +77,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     problems = held_out_problems(config, task)
     results: list[EvalResult] = []
     try:
-        with build_pool(config, task.reward) as pool:
+        with build_pool(config, task.reward, task) as pool:
             for precision in config.eval_precisions:
                 engine = build_actor(config, policy, "none" if precision == "full" else precision)
                 results.append(evaluate(config, engine, problems, pool, precision))
@@ -96,7 +101,7 @@ def _weights_to_evaluate(source: str | None, config: Config) -> str | Path:
 
 
 def evaluate(
-    config: Config, engine: Engine, problems: Sequence[Problem], pool: GradingPool, precision: str
+    config: Config, engine: Engine, problems: Sequence[Problem], pool: Pool, precision: str
 ) -> EvalResult:
     """Grade a greedy completion of each problem, then `eval.samples` sampled ones.
 
@@ -111,33 +116,59 @@ def evaluate(
         seed=derive_seed(config.seed, "eval"),
     )
     rollouts = engine.generate(problems, greedy)
-    counts, timeouts = _count_correct(rollouts, pool)
-    accuracy = sum(counts) / len(problems)
-    scores = {"accuracy": Score(accuracy, *wilson_interval(sum(counts), len(problems)))}
+    answers = Answers(rollouts, Grading(pool, rollouts).grades())
     if num := config.eval.samples:
         options = {"temperature": config.eval.temperature, "top_p": config.eval.top_p}
         sampled = dataclasses.replace(greedy, group_size=num, **options)
-        correct, more = _count_correct(engine.generate(problems, sampled), pool)
-        timeouts += more
-        scores[f"avg@{num}"] = mean_score([count / num for count in correct])
-        for k in sorted({*(2**i for i in range(num.bit_length())), num}):
-            scores[f"pass@{k}"] = mean_score([pass_at_k(num, count, k) for count in correct])
-    completions = [rollout.completions[0] for rollout in rollouts]
-    return EvalResult(
-        precision=precision,
-        outcomes=tuple(count > 0 for count in counts),
-        scores=scores,
-        mean_length=statistics.fmean(len(c.token_ids) for c in completions),
-        frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
-        num_timeouts=timeouts,
-    )
+        drawn = Grading(pool, engine.generate(problems, sampled)).grades()
+        answers = dataclasses.replace(answers, sampled=drawn)
+    names = [str(problem.extra.get("qurl_set", "")) for problem in problems]
+    sets = {
+        name: answers.select([i for i, n in enumerate(names) if n == name]).summarise(
+            f"{precision}/{name}"
+        )
+        for name in dict.fromkeys(filter(None, names))
+    }
+    return answers.summarise(precision, sets)
 
 
-def _count_correct(rollouts: Sequence[Rollout], pool: GradingPool) -> tuple[list[int], int]:
-    """Correct completions of each rollout, and how many graders were killed."""
-    groups = Grading(pool, rollouts).grades()
-    counts = [sum(grade.accuracy >= 1 for grade in group) for group in groups]
-    return counts, sum(grade.timed_out for group in groups for grade in group)
+@dataclass(frozen=True)
+class Answers:
+    """Greedy rollouts, and the grades of each problem's completions."""
+
+    rollouts: Sequence[Rollout]
+    greedy: Sequence[Sequence[Grade]]
+    sampled: Sequence[Sequence[Grade]] = ()
+
+    def select(self, rows: Sequence[int]) -> Answers:
+        """Those of some problems."""
+        return Answers(
+            [self.rollouts[row] for row in rows],
+            [self.greedy[row] for row in rows],
+            [self.sampled[row] for row in rows] if self.sampled else (),
+        )
+
+    def summarise(self, precision: str, sets: Mapping[str, EvalResult] | None = None) -> EvalResult:
+        outcomes = tuple(grade.accuracy >= 1 for [grade] in self.greedy)
+        num_right, num = sum(outcomes), len(outcomes)
+        scores = {"accuracy": Score(num_right / num, *wilson_interval(num_right, num))}
+        if self.sampled:
+            correct = [sum(grade.accuracy >= 1 for grade in group) for group in self.sampled]
+            size = len(self.sampled[0])
+            scores[f"avg@{size}"] = mean_score([count / size for count in correct])
+            for k in sorted({*(2**i for i in range(size.bit_length())), size}):
+                scores[f"pass@{k}"] = mean_score([pass_at_k(size, c, k) for c in correct])
+        completions = [rollout.completions[0] for rollout in self.rollouts]
+        groups = (*self.greedy, *self.sampled)
+        return EvalResult(
+            precision=precision,
+            outcomes=outcomes,
+            scores=scores,
+            mean_length=statistics.fmean(len(c.token_ids) for c in completions),
+            frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
+            num_timeouts=sum(grade.timed_out for group in groups for grade in group),
+            sets=sets or {},
+        )
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -164,6 +195,7 @@ def mean_score(values: Sequence[float]) -> Score:
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:
     """One table with a column per precision; plain text outside a terminal."""
     table = Table(title=f"{len(results[0].outcomes)} held-out problems, 95% intervals")
+    results = [part for result in results for part in (result, *result.sets.values())]
     table.add_column("")
     for result in results:
         table.add_column(result.precision, justify="right")

@@ -1,4 +1,11 @@
-"""`qurl export`: a plain Hugging Face folder from a trained policy or from a GGUF file."""
+"""`qurl export`: a Hugging Face folder from a trained policy, plain or quantized, or from GGUF.
+
+A quantized folder has the format of compressed-tensors, which vLLM loads:
+
+    X.weight         the codes [N, K] of `qurl.quant.quantize`, INT8 or FP8 E4M3
+    X.weight_scale   [N, 1] FP32, one per output channel
+    config.json      quantization_config: the format, and the layers that are not quantized
+"""
 
 from __future__ import annotations
 
@@ -9,33 +16,77 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from qurl.errors import ConfigError, MissingExtra, ModelError
+from qurl.quant import quantize
+from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import uaq_scale, unscale_
+from qurl.run.card import read_run, write_card
 from qurl.run.checkpoint import find_policy, staged_folder
 from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.policy import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+QUANTS = ("none", "int8", "fp8")
+SCHEMES = {  # what compressed-tensors calls our formats
+    "int8": ("int-quantized", "int"),
+    "fp8": ("float-quantized", "float"),
+}
 
 
-def export(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """Write the policy of a run (its newest checkpoint) or of one checkpoint as a plain model.
+def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "none") -> Path:
+    """Write the policy of a run (its newest checkpoint) or of one checkpoint, with a model card.
 
-    UAQ is undone, and adapters are merged.
+    Adapters are merged. A plain model has UAQ undone. A quantized one keeps it, because its codes
+    are the engine's own: those of the weights in `dtype`, as they were trained.
     """
     _check_arguments(target, dtype)
+    if quant not in QUANTS:
+        raise ConfigError(f"--quant {quant!r} is not one of {', '.join(QUANTS)}")
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
-    if uaq_scale(model) != 1.0:
+    if uaq_scale(model) != 1.0 and quant == "none":
         unscale_(model)
     with staged_folder(target) as folder:
-        model.to(DTYPES[dtype]).save_pretrained(folder)
+        model.to(DTYPES[dtype])
+        state = None
+        if quant != "none":
+            full_layers = read_run(policy)[1].get("quant.full_layers", 0)
+            state = _compress_(model, quant, full_layers)
+        model.save_pretrained(folder, state_dict=state)
+        write_card(folder, policy, target.name, quant)
         for path in policy.iterdir():  # the saved tokenizer, but no weights, index or adapters
             is_model = ".safetensors" in path.name or path.name == ADAPTER_CONFIG
             if not (folder / path.name).exists() and not is_model:
                 shutil.copy2(path, folder / path.name)
     return target
+
+
+def _compress_(model: Any, quant: str, full_layers: int) -> dict[str, Tensor]:
+    """The weights with projections as codes; `model.config` gets the description."""
+    check_quantizable(model)
+    state, kept = model.state_dict(), dict(model.named_modules())
+    for name, layer in quantized_projections(model, full_layers):
+        q = quantize(layer.weight.detach(), quant)
+        state[f"{name}.weight"], state[f"{name}.weight_scale"] = q.codes, q.scale
+        del kept[name]
+    format, kind = SCHEMES[quant]
+    coded = {"num_bits": 8, "type": kind, "symmetric": True}
+    model.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**coded, "strategy": "channel", "dynamic": False},
+                "input_activations": {**coded, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": [name for name, layer in kept.items() if isinstance(layer, nn.Linear)],
+    }
+    return state
 
 
 def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:

@@ -10,10 +10,10 @@ from qurl.config import load_config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, ModelError, QurlError
 from qurl.ops.device import pick_device
-from qurl.plugins import is_users_own
 from qurl.rollout.local.architecture import check_family
 from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
 from qurl.run.directory import find_changes
+from qurl.tasks.columns import needs_answer
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.policy import load_model_config, load_tokenizer
@@ -97,7 +97,7 @@ class Recipe:
         worked = getattr(task, "worked_answer", None)
         boxed = f"The answer is \\boxed{{{problem.answer}}}."
         texts = [worked(problem)] if worked else [problem.answer, boxed]
-        with build_pool(self.config, task.reward) as pool:
+        with build_pool(self.config, task.reward, task) as pool:
             items = [(text, problem.answer, problem.extra) for text in (*texts, "no idea")]
             *good, bad = pool.grade(items)
         if any(grade.timed_out for grade in (*good, bad)):
@@ -107,6 +107,6 @@ class Recipe:
         scores = f"{task.reward!r} gives the truth {best:g} and a non-answer {bad.score:g}"
         if best > bad.score:
             return scores
-        if is_users_own(task.reward):
+        if not needs_answer(task.reward):
             return f"{scores}, alike or worse: is that meant?"
         raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,10 +12,11 @@ from qurl.plugins import is_users_own, load_plugin
 from qurl.tasks import files, gym
 from qurl.tasks.files import FileTask
 from qurl.tasks.generated import SIZES, Draft, Draw, GeneratedTask
+from qurl.tasks.joined import JoinedTask
 from qurl.tasks.puzzles import COUNTDOWN_INSTRUCTION, draw_countdown, draw_sum
 from qurl.tasks.task import Prompts, Task
 
-__all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "Task", "load_task"]
+__all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "JoinedTask", "Task", "load_task"]
 
 _GENERATED = {  # instruction for chat models, reward, difficulties
     "arithmetic": (draw_sum, "Answer with the number only.", "exact", range(2, 13)),
@@ -24,6 +25,7 @@ _GENERATED = {  # instruction for chat models, reward, difficulties
 _EXPECTED_COLUMNS = {
     "gsm8k": "'question' and 'answer' (the working, then '#### 72')",
     "math": "'problem' and 'answer' (or 'solution' with a \\boxed answer)",
+    "code": "'question', 'problem' or 'prompt', and 'tests' or 'inputs' and 'outputs'",
     "file": "'question', 'problem' or 'prompt', and 'answer' or 'ground_truth'",
 }
 
@@ -42,13 +44,14 @@ def load_task(
     limited_by: str = "task.max_prompt_tokens",
     skip_long_prompts: bool = False,
     reward: str = "auto",
+    rewards: Mapping[str, str] | Sequence[tuple[str, str]] = (),
 ) -> Task:
     """A task by its name, by a file's path, or by your own generator or its `module:name`.
 
-    Names are arithmetic, countdown, gsm8k, math, file and gym:<name>. A generator is a function
+    Names are arithmetic, countdown, gsm8k, math, code, file, gym:<name>. A generator is a function
     `draw(rng, difficulty) -> Draft`. Generated tasks use `split`, `seed`, `difficulty`; a file is
     one split. `path` is the file of a named task. Errors call it `path_key`, and the limit of
-    prompts `limited_by`.
+    prompts `limited_by`. `rewards` grade rows whose `reward` or `data_source` column names them.
     """
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
@@ -64,7 +67,9 @@ def load_task(
                 f"columns {_EXPECTED_COLUMNS[name]}; nothing is downloaded"
             )
         label = name if name in ("gsm8k", "math") else Path(source).name.split(".")[0]
-        return FileTask(source, label, "math" if reward == "auto" else reward, path_key, prompts)
+        if reward == "auto":
+            reward = "code" if name == "code" else "math"
+        return FileTask(source, label, reward, path_key, prompts, dict(rewards))
     draw, own_instruction, own_reward = _generator(name_or_path, split, seed, difficulty)
     # A model without a chat template completes `37+85=`; an instruction would only lengthen that.
     own_instruction = own_instruction if prompts.is_chat else ""
@@ -90,7 +95,7 @@ def _generator(
         draw = load_plugin(name, "task.name")
     else:
         raise ConfigError(
-            f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, file, "
+            f"task.name = {name!r} is not one of arithmetic, countdown, gsm8k, math, code, file, "
             f"gym:<name>, module:name, nor a file that ends in {', '.join(files.FORMATS)}"
         )
 

@@ -3,21 +3,27 @@
 question   prompt (text or chat messages: verl, TRL) | question (GSM8K) | problem (MATH)
 truth      reward_model.ground_truth (verl) | answer | ground_truth | target | solution
 id         id | unique_id | extra_info.index (verl), else the row number
+reward     reward, a name; or data_source (verl), if task.rewards has it
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl.answers import last_boxed
+from qurl.config.rules import ROW_REWARDS
 from qurl.errors import DataError
+from qurl.plugins import is_users_own
 from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
+CODE_INSTRUCTION = "Write it in Python. Put the whole program between ```python and ```."
 
+TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
@@ -32,6 +38,46 @@ class Row:
     instruction: str  # empty for a `prompt` column, which already says how to answer
     answers: tuple[str, ...]  # the truth, then other accepted answers; empty if the row has none
     columns: Mapping[str, Any]
+    reward: str = ""  # what grades it
+
+
+def find_reward(columns: Any, where: str, default: str, named: Mapping[str, str]) -> str:
+    """The reward of a row: `named` by its columns, a built-in one, or the default.
+
+    A data file must not choose code to run, so functions are named in the recipe only.
+    """
+    columns = columns if isinstance(columns, Mapping) else {}
+    label, source = columns.get("reward"), columns.get("data_source")
+    if isinstance(label, str) and label:
+        if label in named or label in ROW_REWARDS:
+            return named.get(label, label)
+        known = ", ".join([*ROW_REWARDS, *named])
+        raise DataError(
+            f"{where}: 'reward' is {label!r}, not one of {known}; add it to task.rewards, or "
+            "rename the column if it means something else"
+        )
+    return named.get(source, default) if isinstance(source, str) else default
+
+
+def needs_answer(reward: str) -> bool:
+    """Does a reward compare with a truth? Your own may not; `code` runs tests."""
+    return reward != "code" and not is_users_own(reward)
+
+
+def with_tests(row: Row) -> Row:
+    """A row for the reward `code`, with its tests, which a truth may hold as JSON (verl)."""
+    if row.answers and row.answers[0].startswith("{"):
+        try:
+            tests = json.loads(row.answers[0])
+        except ValueError as error:
+            raise DataError(f"{row.where}: the truth is not valid JSON: {error}") from error
+        row = replace(row, columns={**row.columns, **tests}, answers=())
+    if not any(row.columns.get(name) for name in TEST_COLUMNS):
+        raise DataError(
+            f"{row.where}: no tests for the reward 'code'; one of {', '.join(TEST_COLUMNS)} must "
+            f"be there (found: {', '.join(map(str, row.columns))})"
+        )
+    return replace(row, instruction=CODE_INSTRUCTION if row.instruction else "")
 
 
 def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:

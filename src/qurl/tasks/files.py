@@ -5,14 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qurl.errors import DataError
-from qurl.plugins import import_extra, is_users_own
-from qurl.tasks.columns import Row, read_row
+from qurl.plugins import import_extra
+from qurl.tasks import sources
+from qurl.tasks.columns import Row, find_reward, needs_answer, read_row, with_tests
 from qurl.tasks.task import Prompts
 from qurl.types import Problem
 
@@ -28,14 +29,20 @@ class FileTask:
     """
 
     def __init__(
-        self, path: str | Path, name: str, reward: str, path_key: str, prompts: Prompts
+        self,
+        path: str | Path,
+        name: str,
+        reward: str,
+        path_key: str,
+        prompts: Prompts,
+        rewards: Mapping[str, str],
     ) -> None:
-        """`path_key` is the setting that names the file, for errors."""
+        """`path_key` is the setting that names the file, for errors; `rewards` are of rows."""
         self.name, self.reward, self._prompts = name, reward, prompts
-        needs_answer = not is_users_own(reward)
-        rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
-        answerable = [row for row in rows if row.answers or not needs_answer]
+        rows = read_rows(Path(path), reward, rewards, path_key=path_key)
+        answerable = [row for row in rows if row.answers or not needs_answer(row.reward)]
         self._rows = [row for row in answerable if self._fits(row)]
+        self.rewards = frozenset(row.reward for row in self._rows)
         self.notes = tuple(self._notes(path, rows, answerable))
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
@@ -48,7 +55,8 @@ class FileTask:
         text, ids = self._prompts.encode(row.messages, row.instruction)
         answer, *others = row.answers or ("",)
         accepted = {"accepted_answers": others} if others else {}
-        return Problem(row.id, ids, answer, {**row.columns, "prompt": text, **accepted})
+        own = {"qurl_reward": row.reward} if row.reward != self.reward else {}
+        return Problem(row.id, ids, answer, {**row.columns, "prompt": text, **accepted, **own})
 
     def _fits(self, row: Row) -> bool:
         # A token has at least one byte, so that most prompts are short without tokenising them.
@@ -65,29 +73,33 @@ class FileTask:
             yield f"{len(blank)} {out} answer is empty; the first is {blank[0].where}"
         if num_long := len(answerable) - len(self._rows):
             yield f"{num_long} {out} prompt has more tokens than {self._prompts.limit}"
-        if blank and len(blank) == len(rows):
+        if blank and len(blank) == len(rows) and self.rewards != {"code"}:
             yield (
                 f"no row of {path} has an answer (columns: {', '.join(rows[0].columns)}): the "
                 "reward gets '' as the truth"
             )
 
 
-def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
+def read_rows(path: Path, reward: str, rewards: Mapping[str, str], *, path_key: str) -> list[Row]:
     """Every row of a file, checked. An id that repeats gets its row number too."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"
+        what += sources.hint(path.name)
         raise DataError(f"data file {path} {what}; set {path_key} to a file that is there")
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: dict[str, Row] = {}
-    for number, columns in _read_columns(path):
-        row = read_row(columns, f"{path} {unit} {number}", needs_answer=needs_answer)
+    for number, columns in read_columns(path):
+        where = f"{path} {unit} {number}"
+        own_reward = find_reward(columns, where, reward, rewards)
+        row = read_row(columns, where, needs_answer=needs_answer(own_reward))
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
-        rows[id] = replace(row, id=id)
+        row = with_tests(row) if own_reward == "code" else row
+        rows[id] = replace(row, id=id, reward=own_reward)
     return list(rows.values())
 
 
-def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
+def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, columns) of each row."""
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")

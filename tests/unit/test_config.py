@@ -344,7 +344,7 @@ def test_parts_of_your_own(tmp_path, monkeypatch):
         "correction.kind",
     ]
     warnings = find_warnings(config, Objective(), Advantage())
-    assert [w.split()[0] for w in warnings] == ["algo.objective"]
+    assert [w.split()[0] for w in warnings] == ["algo.lam", "algo.cap", "algo.objective"]
 
 
 def test_an_advantage_of_your_own_reads_prox_unless_it_says_no():

@@ -7,6 +7,7 @@ your own parts are known once those are loaded; without them, the rules that nee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from qurl.config.schema import Config
 from qurl.errors import ConfigError
@@ -26,6 +27,47 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
 """Keys that name a part, and their built-in parts; `module:name` is one of your own."""
 
 NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
+
+
+_LARGEST_STEP = 2**20
+
+
+def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
+    """Values that have the right type, and that no file name, tensor or tokenizer can take."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from find_unusable(value, f"{key}.{name}".lstrip("."))
+            yield from find_unusable(name, f"a name in {key or 'the recipe'}")
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from find_unusable(value, key)
+    elif isinstance(tree, str):
+        if "\0" in tree:
+            yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
+        if not is_text(tree):
+            yield f"{key} = {shorten(tree)} is not valid text (a lone surrogate)"
+    elif isinstance(tree, int) and abs(tree) > 2**63:
+        yield f"{key} = {shorten(tree)} is too large; it must fit into 64 bits"
+
+
+def is_text(value: str) -> bool:
+    """Can it be written as UTF-8? Lone surrogates cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shorten(value: Any) -> str:
+    """A value for a message: its repr, of a screen line or two at most."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses very long decimals
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # such an integer inside of a list, or a deep list
+        return f"a {type(value).__name__}"
+    return shown if len(shown) <= 200 else f"{shown[:150]}... ({len(shown)} characters)"
 
 
 def find_mistakes(
@@ -172,6 +214,20 @@ def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]
 
 def _other_mistakes(config: Config) -> Iterator[str]:
     task, scratch, save = config.task, config.model.scratch, config.save
+    sizes = {
+        "batch.problems x sampling.group_size": config.batch.problems * config.sampling.group_size,
+        "eval.samples": config.eval.samples,
+        "sampling.max_tokens": config.sampling.max_tokens,
+        "eval.max_tokens": config.eval.max_tokens,
+        "rollout.max_batch": config.rollout.max_batch,
+        "model.lora_rank": config.model.lora_rank,
+        "model.scratch.warm_start_batch": scratch.warm_start_batch,
+    }
+    for name, size in sizes.items():
+        if size > _LARGEST_STEP:
+            yield f"{name} = {size} is more than {_LARGEST_STEP}, which no run needs"
+    if "" in config.sampling.stop:
+        yield "sampling.stop holds an empty string, which every completion contains; remove it"
     if task.name == "file" and not (task.path or task.eval_path):
         yield "task.name = 'file' needs task.path"
     for key, path in {"path": task.path, "eval_path": task.eval_path}.items():
@@ -187,6 +243,62 @@ def _other_mistakes(config: Config) -> Iterator[str]:
         yield f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none"
 
 
+def _unused(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[tuple[str, str]]:
+    """(key or section, why) of all that other settings make irrelevant."""
+    algo, rollout = config.algo, config.rollout
+    if advantage and not advantage.needs_critic:
+        for key in ("critic", "algo.gamma", "algo.lam"):
+            yield key, f"algo.advantage = {algo.advantage!r} trains no critic"
+    if algo.kl_coef == 0:
+        for key in ("algo.kl_estimator", "algo.kl_in_reward", "experimental.weighted_kl"):
+            yield key, "algo.kl_coef = 0 turns the KL off"
+    if not algo.dynamic_sampling:
+        for key in ("algo.max_gen_rounds", "algo.gen_multiple"):
+            yield key, "algo.dynamic_sampling = false"
+    if config.correction.kind != "icepop":
+        for key in ("correction.icepop_low", "correction.icepop_high"):
+            yield key, f"correction.kind = {config.correction.kind!r}"
+    if objective and not objective.is_truncated:
+        yield "algo.cap", f"algo.objective = {algo.objective!r} truncates nothing"
+    if objective and not objective.is_widened:
+        yield "experimental.acr_max_bound", f"algo.objective = {algo.objective!r} widens nothing"
+    if not config.model.lora_rank:
+        yield "model.lora_alpha", "model.lora_rank = 0"
+    if config.model.path != "scratch":
+        yield "model.scratch", f"model.path = {config.model.path!r} is trained"
+    if config.quant.update_scale == 1:
+        for key in ("experimental.scale_o_proj", "experimental.scale_down_proj"):
+            yield key, "quant.update_scale = 1 turns UAQ off"
+    if needs_file(config.task.name):
+        yield "task.difficulty", "the problems come from a file"
+    if rollout.engine == "hf":
+        for key in ("max_batch", "kv_tokens", "kv_memory_frac", "release_kv", "deterministic"):
+            yield f"rollout.{key}", "rollout.engine = 'hf' has no cache of its own"
+    if not config.eval.samples:
+        for key in ("eval.temperature", "eval.top_p"):
+            yield key, "eval.samples = 0: only greedy completions are evaluated"
+
+
+def find_unused(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    """Keys that were changed and that nothing reads."""
+    default = Config()
+    for path, reason in _unused(config, objective, advantage):
+        ours, theirs = config, default
+        for name in path.split("."):
+            ours, theirs = getattr(ours, name), getattr(theirs, name)
+        if ours == theirs:
+            continue
+        if isinstance(ours, str | int | float | None):
+            yield f"{path} = {shorten(ours)} is not used: {reason}"
+        else:
+            changed = [k for k, v in vars(ours).items() if v != getattr(theirs, k)]
+            yield f"{path}.{f', {path}.'.join(changed)} is not used: {reason}"
+
+
 def find_warnings(
     config: Config, objective: Objective | None = None, advantage: Advantage | None = None
 ) -> Iterator[str]:
@@ -194,6 +306,9 @@ def find_warnings(
     objective = objective or OBJECTIVES.get(config.algo.objective)
     advantage = advantage or ADVANTAGES.get(config.algo.advantage)
     algo, quant, optim = config.algo, config.quant, config.optim
+    yield from find_unused(config, objective, advantage)
+    if config.task.eval_path and not config.eval.every:
+        yield "task.eval_path is set, but eval.every = 0: training does not evaluate"
     if objective and objective.is_widened:
         if config.updates_per_step == 1:
             remedy = "acr equals tis; raise batch.minibatches or batch.epochs"

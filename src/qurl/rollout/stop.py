@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,8 +37,19 @@ class StopRule:
             )
         if "" in strings:
             raise EngineError("stop holds an empty string, which every completion contains")
-        ids = frozenset(s for s in params.stop if not isinstance(s, str))
-        return StopRule(ids | eos_ids(model, tokenizer), strings, params.max_tokens, tokenizer)
+        ids = {s for s in params.stop if not isinstance(s, str)}
+        special = special_tokens(tokenizer) if strings else {}
+        ids.update(special[s] for s in strings if s in special)
+        strings = tuple(s for s in strings if s not in special)
+        for string in strings:
+            if inner := next((token for token in special if token in string), None):
+                raise EngineError(
+                    f"stop = {string!r} holds the special token {inner!r}, which no text has; "
+                    f"write {inner!r} alone, or its id"
+                )
+        check_stop_ids(ids, model)
+        ends = frozenset(ids) | eos_ids(model, tokenizer)
+        return StopRule(ends, strings, params.max_tokens, tokenizer)
 
     @property
     def tail_length(self) -> int:
@@ -72,6 +83,24 @@ class StopRule:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Tokens that are left out of a completion's text, and their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {token.content: id for id, token in added.items() if token.special}
+    names = getattr(tokenizer, "all_special_tokens", [])
+    return found | dict(zip(names, getattr(tokenizer, "all_special_ids", []), strict=True))
+
+
+def check_stop_ids(ids: Iterable[int], model: Any) -> None:
+    """Refuse ids that the model cannot sample."""
+    vocabulary = model.config.get_text_config().vocab_size
+    if beyond := [id for id in sorted(ids) if not 0 <= id < vocabulary]:
+        raise EngineError(
+            f"stop id {beyond[0]} is not in the model's vocabulary of {vocabulary} tokens; see "
+            "sampling.stop_ids"
+        )
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

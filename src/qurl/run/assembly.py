@@ -300,7 +300,8 @@ def load_split(
     if is_eval and isinstance(task, str) and needs_file(task) and not path:
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward")
+    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "system")
+    same += ("chat_template_kwargs",)
     return load_task(
         task,
         path=path,

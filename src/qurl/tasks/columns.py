@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl.answers import last_boxed
+from qurl.config.rules import is_text
 from qurl.errors import DataError
 from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
+INSTRUCTIONS = {
+    "exact": "Answer with the final answer only.",
+    "countdown": "Answer with one expression of the given numbers only, each used at most once.",
+}
+"""What is asked instead where the reward reads the whole text."""
 
 QUESTION_COLUMNS = ("prompt", "question", "problem")
+_DEEPEST = 50
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
@@ -38,6 +45,7 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     """Check a row and find its question, truth and id."""
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
+    _check_text(columns, where)
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
     truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
     nested = columns.get("reward_model")
@@ -101,6 +109,41 @@ def _read_truth(value: Any, column: str, where: str) -> str:
         return text.rpartition("####")[2].strip().replace(",", "")
     boxed = last_boxed(text) if column == "solution" else None
     return text if boxed is None else boxed.strip()
+
+
+def _check_text(columns: Mapping[str, Any], where: str) -> None:
+    """Refuse text that cannot be written as UTF-8, and columns of columns without an end."""
+    parts: list[Any] = [columns]
+    for _ in range(_DEEPEST):
+        if broken := next((p for p in parts if isinstance(p, str) and not is_text(p)), None):
+            raise DataError(
+                f"{where}: {broken[:80]!r} is not valid text (a lone surrogate); remove that "
+                "character"
+            )
+        keys = [key for part in parts if isinstance(part, Mapping) for key in part]
+        values = [v for part in parts if isinstance(part, Mapping) for v in part.values()]
+        parts = [*keys, *values, *(v for part in parts if isinstance(part, list) for v in part)]
+    if parts:
+        raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
+
+
+def read_numbers(columns: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The columns with whole `numbers` and a whole `target`, for the countdown reward."""
+    numbers, target = columns.get("numbers", columns.get("nums")), columns.get("target")
+    values = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
+    if not all(_is_whole(value) for value in values):
+        raise DataError(
+            f"{where}: the countdown reward needs a list of whole 'numbers' and a whole 'target', "
+            f"not {str(numbers)[:100]} and {str(target)[:100]}"
+        )
+    *given, goal = (int(value) for value in values)
+    return {**columns, "numbers": given, "target": goal}
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) < 100 and value.strip().removeprefix("-").isdecimal()
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
 def _read_id(row: Mapping[str, Any]) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qurl.errors import DataError
+from qurl.errors import DataError, ModelError
 from qurl.plugins import import_extra, is_users_own
-from qurl.tasks.columns import Row, read_row
+from qurl.tasks.columns import INSTRUCTIONS, Row, read_numbers, read_row
 from qurl.tasks.task import Prompts
-from qurl.types import Problem
+
+if TYPE_CHECKING:
+    from qurl.types import Problem
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -33,19 +37,33 @@ class FileTask:
         """`path_key` is the setting that names the file, for errors."""
         self.name, self.reward, self._prompts = name, reward, prompts
         needs_answer = not is_users_own(reward)
-        rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key)
+        rows = read_rows(Path(path), needs_answer=needs_answer, path_key=path_key, reward=reward)
         answerable = [row for row in rows if row.answers or not needs_answer]
         self._rows = [row for row in answerable if self._fits(row)]
         self.notes = tuple(self._notes(path, rows, answerable))
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
+        self.path = Path(path)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the file's contents."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @property
+    def questions(self) -> set[str]:
+        """What is asked, to see whether two files ask the same."""
+        return {"\n".join(m["content"].strip() for m in row.messages) for row in self._rows}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Problem:
+        from qurl.types import Problem  # here, because it imports torch
+
         row = self._rows[index]
-        text, ids = self._prompts.encode(row.messages, row.instruction)
+        text, ids = self._encode(row)
         answer, *others = row.answers or ("",)
         accepted = {"accepted_answers": others} if others else {}
         return Problem(row.id, ids, answer, {**row.columns, "prompt": text, **accepted})
@@ -55,7 +73,13 @@ class FileTask:
         prompts, question = self._prompts, (row.messages, row.instruction)
         num_bytes = sum(len(m["content"].encode()) for m in prompts.instruct(*question))
         is_short = num_bytes + _TEMPLATE_ROOM <= prompts.max_tokens
-        return is_short or prompts.admit(prompts.encode(*question)[1], row.where)
+        return is_short or prompts.admit(self._encode(row)[1], row.where)
+
+    def _encode(self, row: Row) -> tuple[str, tuple[int, ...]]:
+        try:
+            return self._prompts.encode(row.messages, row.instruction)
+        except ModelError as error:
+            raise ModelError(f"{row.where}: {error}") from error
 
     def _notes(self, path: str | Path, rows: list[Row], answerable: list[Row]) -> Iterator[str]:
         """Which rows were left out and why, and whether the file has answers at all."""
@@ -72,25 +96,38 @@ class FileTask:
             )
 
 
-def read_rows(path: Path, *, needs_answer: bool, path_key: str) -> list[Row]:
+def read_rows(path: Path, *, needs_answer: bool, path_key: str, reward: str = "") -> list[Row]:
     """Every row of a file, checked. An id that repeats gets its row number too."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"
-        raise DataError(f"data file {path} {what}; set {path_key} to a file that is there")
+    check_file(path, path_key)
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: dict[str, Row] = {}
     for number, columns in _read_columns(path):
-        row = read_row(columns, f"{path} {unit} {number}", needs_answer=needs_answer)
+        where = f"{path} {unit} {number}"
+        row = read_row(columns, where, needs_answer=needs_answer)
+        if reward == "countdown":
+            row = replace(row, columns=read_numbers(row.columns, where))
+        if row.instruction:  # it asks for what the reward reads
+            row = replace(row, instruction=INSTRUCTIONS.get(reward, row.instruction))
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
         rows[id] = replace(row, id=id)
     return list(rows.values())
 
 
-def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, columns) of each row."""
+def check_file(path: Path, path_key: str) -> None:
+    """Raise DataError unless there is a file that can be read."""
+    remedy = f"set {path_key} to a file that is there"
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else f"does not exist (seen from {Path.cwd()})"
+        raise DataError(f"data file {path} {what}; {remedy}")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"data file {path} cannot be read: no permission; {remedy}")
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")
+
+
+def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, columns) of each row."""
     number, opener = 0, gzip.open if path.suffix == ".gz" else open
     try:
         if path.suffix == ".parquet":
@@ -104,10 +141,12 @@ def _read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"it must hold a list of objects, not a {type(rows).__name__}")
             yield from enumerate(rows, start=1)
         else:
-            with opener(path, "rt", encoding="utf-8") as lines:
+            with opener(path, "rt", encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield number, json.loads(line)
+    except RecursionError as error:
+        raise DataError(f"{path} line {number}: is nested too deeply") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
         is_json = isinstance(error, json.JSONDecodeError)

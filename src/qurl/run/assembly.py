@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,14 +32,16 @@ from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
-    latest_checkpoint,
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
+    newest_sound,
     save_checkpoint,
+    set_aside,
     staged_folder,
 )
 from qurl.run.directory import INITIAL, Run
+from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.sampling import ProblemStream, Selector
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, GeneratedTask, Task, load_task
@@ -135,12 +137,15 @@ class Parts:
     pool: GradingPool
     tracker: UpdateTracker | None
     first_step: int
+    fingerprints: Mapping[str, str]
+    """Of the data files, by the key that names them."""
 
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
-        return {**self.stream.state_dict(), "problems": num_problems, "tracker": tracker}
+        sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
+        return {**self.stream.state_dict(), **sizes, "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -157,7 +162,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         run.warn(warning)
     device = prepare_torch(config)
     initial = initial_model(config, run.path, device)
-    checkpoint = latest_checkpoint(run.path / "checkpoints")
+    checkpoint, damaged = newest_sound(run.path / "checkpoints")
     policy, reference = _load_policies(config, initial, checkpoint, device)
     learner = Learner(
         policy,
@@ -168,19 +173,29 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     )
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
-    held_out = []
+    held_out, data = [], {"task.path": task}
     if config.eval.every:
-        held_out = held_out_problems(config, load_split(config, "eval", *prompts))
+        data["task.eval_path"] = load_split(config, "eval", *prompts)
+        held_out = held_out_problems(config, data["task.eval_path"])
+        if note := compare_splits(task, data["task.eval_path"]):
+            run.warn(note)
+    prints = {key: getattr(split, "fingerprint", "") for key, split in data.items()}
     for note in (*policy.notes, *task.notes):
         run.warn(note)
     stream = ProblemStream(task, config.seed, choices.select)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
-        first_step = _resume(load_checkpoint(checkpoint, learner), stream, tracker, run)
+        state = load_checkpoint(checkpoint, learner)
+        _warn_of_changed_data(state, prints, run)
+        first_step = _resume(state, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
+        # Your own reward may cost money, or want whole groups; `qurl validate` tries it.
+        if first_step == 0 and choices.reward is None and not is_users_own(task.reward):
+            if note := rehearse(task, pool).check(config.task.grade_timeout):
+                run.warn(note)
         engine = full_engine = build_actor(config, policy, config.quant.format, choices)
         if config.has_full_engine:
             full_engine = build_actor(config, policy, "none", choices)
@@ -194,7 +209,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             pool=pool,
             tracker=tracker,
             first_step=first_step,
+            fingerprints=prints,
         )
+        for path, damage in damaged.items():
+            kept = set_aside(path).name
+            run.warn(f"{path.name} is damaged ({damage}), kept as {kept}: resumed at {first_step}")
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts
 
@@ -237,6 +256,17 @@ def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, r
     if tracker is not None:
         tracker.load_state_dict(state["tracker"])
     return state["step"]
+
+
+def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
+    """Say which data files have other contents than when the checkpoint was saved."""
+    effects = {
+        "task.path": "the run goes on with other problems",
+        "task.eval_path": "accuracies from here on do not compare with those before",
+    }
+    for key, saved in state.get("fingerprints", {}).items():
+        if saved and prints.get(key, saved) != saved:
+            run.warn(f"the file of {key} has changed since the run was saved: {effects[key]}")
 
 
 def prepare_torch(config: Config) -> torch.device:

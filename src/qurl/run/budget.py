@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
@@ -17,6 +17,7 @@ from qurl.quant.linear import PROJECTIONS, projections
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.adamw8bit import find_coded
 from qurl.trainer.moments import BLOCK
+from qurl.trainer.policy import load_empty_model
 from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3
@@ -68,6 +69,8 @@ def describe_budget(config: Config) -> str:
     try:
         size = measure_model(config)
     except (OSError, ValueError) as error:
+        if os.path.exists(config.model.path):
+            raise
         reason = str(error).splitlines()[0]
         lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
         return "\n".join(lines)
@@ -80,6 +83,13 @@ def describe_budget(config: Config) -> str:
     if card and peak > card.total_memory:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
     return "\n".join(lines)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the card, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
@@ -193,12 +203,10 @@ def longest_sequence(config: Config) -> int:
 
 def measure_model(config: Config) -> ModelSize:
     """Count parameters on the meta device: no weights are read or made."""
+    if config.model.path != "scratch":
+        return measure(load_empty_model(config.model.path))
     with torch.device("meta"):
-        if config.model.path == "scratch":
-            model: Any = build_tiny_llama(config.model.scratch, build_tokenizer())
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
-    return measure(model)
+        return measure(build_tiny_llama(config.model.scratch, build_tokenizer()))
 
 
 def measure(model: Any) -> ModelSize:

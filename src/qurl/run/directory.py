@@ -256,6 +256,7 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
     # A run from before a key existed had its default. In JSON, tuples are lists.
     before = flatten(json.loads(to_json(Config()))) | old
     after = dict.fromkeys(before, "absent") | flatten(json.loads(to_json(config)))
+    before = dict.fromkeys(after, "absent") | before
     changes = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
     refused = {key: pair for key, pair in changes.items() if not may_change(key)}
     if not refused:

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +97,14 @@ class FileTask:
             )
 
 
-def read_rows(path: Path, *, needs_answer: bool, path_key: str, reward: str = "") -> list[Row]:
-    """Every row of a file, checked. An id that repeats gets its row number too."""
+def read_rows(
+    path: Path, *, needs_answer: bool, path_key: str, reward: str = "", first: int | None = None
+) -> list[Row]:
+    """The first rows of a file, or all, checked. An id that repeats gets its row number too."""
     check_file(path, path_key)
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: dict[str, Row] = {}
-    for number, columns in _read_columns(path):
+    for number, columns in islice(_read_columns(path), first):
         where = f"{path} {unit} {number}"
         row = read_row(columns, where, needs_answer=needs_answer)
         if reward == "countdown":

@@ -131,6 +131,24 @@ def describe_broken(where: str, tensor: str) -> str:
     return f"{where}: the weights hold NaN or infinity ({tensor}); use an undamaged copy"
 
 
+def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
+    """Raise unless the weights of a folder have the shapes of a model, which may be empty."""
+    from safetensors import safe_open
+
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                found[name.removeprefix(prefix)] = tensors.get_slice(name).get_shape()
+    for name, weight in model.named_parameters() if found else ():
+        shape = found.get(name.removeprefix(prefix))
+        if shape is not None and list(shape) != list(weight.shape):
+            raise ModelError(
+                f"{key} = {str(path)!r}: the weights of {name} have the shape {list(shape)}, and "
+                f"config.json gives {list(weight.shape)}"
+            )
+
+
 def _pieces(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """(file, name, piece) of all tensors; only one piece is in memory at a time."""
     import torch

@@ -189,6 +189,15 @@ def load_model_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
 
 
+def load_empty_model(path: str | Path) -> Any:
+    """A model on the meta device: its shapes, and no weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(path)
+    with _loading(path, "model.path"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
 def load_model(path: str | Path, key: str = "model.path") -> Any:
     """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name.
 

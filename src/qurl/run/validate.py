@@ -9,12 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from qurl.config import load_config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError, QurlError
 from qurl.ops.device import pick_device
+from qurl.ops.families import FAMILIES
+from qurl.quant.linear import check_quantizable, is_full, quantized_projections
 from qurl.rollout.engine import check_prompts_for
-from qurl.rollout.local.architecture import check_family
+from qurl.rollout.local.architecture import read_architecture
 from qurl.rollout.stop import StopRule
 from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
 from qurl.run.budget import GIB, find_savings, measure_model, memory_rows, peak_memory, total_memory
@@ -44,6 +48,7 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
         "run directory": recipe.check_run_dir,
         "trackers": recipe.check_trackers,
         "model": recipe.check_model,
+        "precision": recipe.check_precision,
         "weights": recipe.check_weights,
         "memory": recipe.check_memory,
         "training problems": recipe.check_training_task,
@@ -113,13 +118,38 @@ class Recipe:
             return f"made from scratch, {tokens}"
         self.model_config = load_model_config(path)
         kind = self.model_config.model_type
-        if self.config.rollout.engine == "local":
-            check_family(kind)
         vocabulary = self.model_config.get_text_config().vocab_size
         if num_tokens > vocabulary:
             sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
             raise ModelError(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
+
+    def check_precision(self) -> str:
+        """What engine, quantizer and UAQ need of a model's layers, seen on one without weights."""
+        config, path = self.config, self.config.model.path
+        quant, device = config.quant, pick_device(config.device)
+        dtype = config.model.compute_dtype
+        is_bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+        if config.experimental.dither and not is_bf16:
+            raise ConfigError("experimental.dither = true needs model.compute_dtype = 'bfloat16'")
+        if config.rollout.deterministic and device.type == "cpu":
+            if (config.threads or torch.get_num_threads()) > 1:
+                raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
+        if path == "scratch":
+            layers = config.model.scratch.layers
+            if quant.full_layers:
+                is_full(0, layers, quant.full_layers)
+            return f"{quant.format} of {layers} layers"
+        model = load_empty_model(path)
+        if config.rollout.engine == "local":
+            read_architecture(model)
+        if quant.format != "none":
+            check_quantizable(model)
+            quantized_projections(model, quant.full_layers)
+        uaq = quant.update_scale > 1 or config.experimental.norm_fed_lr_scale != 1
+        if uaq and (kind := model.config.model_type) not in FAMILIES:
+            raise ModelError(f"UAQ does not know model type {kind!r}; set quant.update_scale = 1")
+        return f"{quant.format} of {type(model).__name__}"
 
     def check_weights(self) -> str:
         path = self.config.model.path

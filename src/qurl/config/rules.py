@@ -46,8 +46,8 @@ def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
             yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
         if not is_text(tree):
             yield f"{key} = {shorten(tree)} is not valid text (a lone surrogate)"
-    elif isinstance(tree, int) and abs(tree) > 2**63:
-        yield f"{key} = {shorten(tree)} is too large; it must fit into 64 bits"
+    elif isinstance(tree, int) and abs(tree) >= 2**31 and key != "seed":
+        yield f"{key} = {shorten(tree)} is too large; it must be below 2147483648"
 
 
 def is_text(value: str) -> bool:

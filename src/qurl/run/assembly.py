@@ -161,6 +161,9 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     for warning in find_warnings(config, objective, advantage):
         run.warn(warning)
     device = prepare_torch(config)
+    if config.model.path == "scratch" and not (run.path / INITIAL).exists():
+        num_steps = config.model.scratch.warm_start_steps
+        run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
     initial = initial_model(config, run.path, device)
     checkpoint, damaged = newest_sound(run.path / "checkpoints")
     policy, reference = _load_policies(config, initial, checkpoint, device)

@@ -152,6 +152,7 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
         # The moments come with the first update. Only a cache that is given back makes room.
         free = card - sum(held.values()) - moments * config.rollout.release_kv
         cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+    logits = min(config.model.logits_chunk, microbatch_tokens(config))
     rows = held | {
         "AdamW": moments,
         CACHE: cache,
@@ -160,7 +161,7 @@ def memory_rows(config: Config, size: ModelSize, card: float | None = None) -> d
         "merged weights": float(wide * num_quantized * (not is_full)),
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
-        "logits and head": (4.0 + wide) * config.model.logits_chunk * size.vocabulary + 4.0 * head,
+        "logits and head": (4.0 + wide) * logits * size.vocabulary + 4.0 * head,
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -187,14 +188,19 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     pass computes meanwhile; in FP32: the residual stream before each norm (2 H) and a number per
     head. With checkpointing: the residual stream once per layer, and one layer with its gradients.
     """
-    longest = longest_sequence(config)
-    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
-    tokens = min(max(config.batch.microbatch_tokens, longest), rows * longest)
+    tokens = microbatch_tokens(config)
     computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
     layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
     if config.model.gradient_checkpointing:
         return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))
     return float(tokens * layer * size.num_layers)
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Most tokens of one forward and backward pass."""
+    longest = longest_sequence(config)
+    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
+    return min(max(config.batch.microbatch_tokens, longest), rows * longest)
 
 
 def longest_sequence(config: Config) -> int:

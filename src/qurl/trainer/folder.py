@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from qurl.errors import ModelError
+from qurl.ops.families import local_engine_families
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -140,13 +141,23 @@ def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 found[name.removeprefix(prefix)] = tensors.get_slice(name).get_shape()
-    for name, weight in model.named_parameters() if found else ():
-        shape = found.get(name.removeprefix(prefix))
+    if not found:  # a .bin file, whose shapes are not known without reading all of it
+        return
+    aliases: dict[int, list[str]] = {}  # names of tied weights stand for each other
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        short = name.removeprefix(prefix)
+        aliases.setdefault(id(weight), []).append(short)
+        shape = found.get(short)
         if shape is not None and list(shape) != list(weight.shape):
             raise ModelError(
                 f"{key} = {str(path)!r}: the weights of {name} have the shape {list(shape)}, and "
                 f"config.json gives {list(weight.shape)}"
             )
+    missing = [names[0] for names in aliases.values() if not set(names) & set(found)]
+    known = {name for names in aliases.values() for name in names}
+    # Names that are not known may be those of an older version, which transformers converts.
+    if missing and (set(found) <= known or model.config.model_type in local_engine_families()):
+        raise ModelError(f"{key} = {str(path)!r}: the weights lack {', '.join(missing[:3])}")
 
 
 def _pieces(folder: Path) -> Iterator[tuple[Path, str, Any]]:

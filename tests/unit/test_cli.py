@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from models import tiny_llama, tiny_policy
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qurl.cli import COMMANDS, HELP, main
 from qurl.tasks.tokenizer import build_tokenizer
@@ -181,10 +182,17 @@ def test_validate(recipe, tmp_path, capsys):
     assert lines[2] == "ok    device: cpu"
     assert lines[3] == "ok    parts: acr, grpo"
     assert lines[4] == f"ok    run directory: {tmp_path / 'run'}, a new run"
-    assert lines[5] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
-    assert lines[6].startswith("ok    training problems: 10000 of arithmetic; the first has ")
-    assert lines[7] == "ok    held-out problems: not used (eval.every = 0)"
-    assert lines[8] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[5] == "ok    trackers: none"
+    assert lines[6] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
+    assert lines[7] == "ok    precision: int8 of 2 layers"
+    assert lines[8] == "ok    weights: made at the start"
+    assert re.fullmatch(r"ok    memory: about [\d.]+ of [\d.]+ GiB at the peak", lines[9])
+    assert lines[10].startswith("ok    training problems: 10000 of arithmetic; the first has ")
+    assert lines[11] == "ok    held-out problems: not used (eval.every = 0)"
+    assert lines[12] == "ok    stops: 2 '<eos>'"
+    assert lines[13] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[14:16] == ["", "The first prompt:"]
+    assert re.fullmatch(r"\d(\+\d)+=", lines[16])
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -193,18 +201,22 @@ def test_validate_reports_each_failure(recipe, tmp_path, capsys):
     flags = ["--task.name", "file", "--task.path", str(data), "--task.eval_path", str(tmp_path)]
     assert main(["validate", str(recipe), *flags, "--eval.every", "1"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:4] for line in lines] == [*["ok  "] * 5, *["FAIL"] * 3]
-    assert f"data file {data} does not exist" in lines[5]
-    assert lines[5].endswith("set task.path to a file that is there")
-    assert f"data file {tmp_path} is a folder" in lines[6]
-    assert lines[6].endswith("set task.eval_path to a file that is there")
+    failed = {line.split(": ")[0]: line for line in lines if line.startswith("FAIL")}
+    names = ("model", "training problems", "held-out problems")
+    assert list(failed) == [f"FAIL  {name}" for name in names]
+    assert "needs a generated task to learn from, not 'file'" in failed["FAIL  model"]
+    assert f"data file {data} does not exist" in failed["FAIL  training problems"]
+    assert "set task.path to a file that is there" in failed["FAIL  training problems"]
+    assert f"data file {tmp_path} is a folder" in failed["FAIL  held-out problems"]
+    assert "set task.eval_path to a file that is there" in failed["FAIL  held-out problems"]
 
 
 def validate(recipe, capsys, *flags):
-    """The lines that failed, or the last one."""
+    """The lines that failed, or the last check's."""
     is_sound = main(["validate", str(recipe), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return lines[-1:] if is_sound else [line for line in lines if line.startswith("FAIL")]
+    shown = [line for line in lines if line.startswith("ok  " if is_sound else "FAIL")]
+    return shown[-1:] if is_sound else shown
 
 
 def test_validate_looks_at_the_run_directory(recipe, tmp_path, capsys):
@@ -218,14 +230,19 @@ def test_validate_looks_at_the_run_directory(recipe, tmp_path, capsys):
 def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
     [failure] = validate(recipe, capsys, "--model.path", "/no/such/folder")
     assert failure.startswith("FAIL  model: model.path = '/no/such/folder' does not exist")
-    build_tokenizer().save_pretrained(tmp_path / "gpt2")
-    GPT2Config(vocab_size=100).save_pretrained(tmp_path / "gpt2")
-    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "gpt2"))
-    assert "the local engine cannot run model_type = 'gpt2'" in failure
-    build_tokenizer().save_pretrained(tmp_path / "small")
-    LlamaConfig(vocab_size=90).save_pretrained(tmp_path / "small")
-    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "small"))
-    assert failure.endswith("its tokenizer has 100 tokens, and the model only 90")
+    gpt2, small = (tmp_path / name for name in ("gpt2", "small"))
+    shape = {"n_embd": 8, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(vocab_size=100, **shape)).save_pretrained(gpt2)
+    build_tokenizer().save_pretrained(gpt2)
+    [failure] = validate(recipe, capsys, "--model.path", str(gpt2))
+    assert failure.startswith("FAIL  precision: the local engine cannot run model_type = 'gpt2'")
+    tiny_llama(vocab_size=90).save_pretrained(small)
+    [failure] = validate(recipe, capsys, "--model.path", str(small))
+    assert "FAIL  model: " in failure
+    assert "has no tokenizer" in failure
+    build_tokenizer().save_pretrained(small)
+    failures = validate(recipe, capsys, "--model.path", str(small))
+    assert failures[0].endswith("its tokenizer has 100 tokens, and the model only 90")
 
 
 def test_validate_asks_about_a_reward_that_knows_no_difference(
@@ -258,15 +275,19 @@ def test_validate_finds_a_grader_that_hangs(recipe, tmp_path, capsys, monkeypatc
     (tmp_path / "slow.py").write_text("import time\ndef score(*_):\n    time.sleep(60)\n")
     flags = ["--task.reward", "slow:score", "--task.grade_timeout", "0.2"]
     assert main(["validate", str(recipe), *flags]) == 2
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("FAIL")] == [
+        "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
+    ]
 
 
 @pytest.mark.parametrize("reward", ["exact", "math"])
 def test_validate_grades_a_file_in_the_format_of_its_reward(recipe, tmp_path, capsys, reward):
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "6*7", "answer": "42"}\n')
+    tiny_policy(model=tiny_llama(max_position_embeddings=128)).save(tmp_path / "model")
     flags = ["--task.name", "file", "--task.path", str(data), "--task.reward", reward]
+    flags += ["--model.path", str(tmp_path / "model")]
     assert main(["validate", str(recipe), *flags]) == 0
     assert f"'{reward}' gives the truth 1 and a non-answer 0" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qurl.errors import EngineError
+from qurl.errors import EngineError, ModelError
 from qurl.types import Completion, SamplingParams
 
 _TOKENS_PER_CHARACTER = 4
@@ -108,4 +108,11 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = getattr(model.config, "eos_token_id", None) if found is None else found
     ids = found if isinstance(found, (list, tuple)) else [found]
-    return frozenset(i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+    ids = [i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None]
+    for id in ids:
+        if not isinstance(id, int) or isinstance(id, bool) or abs(id) >= 2**31:
+            raise ModelError(
+                f"eos_token_id = {str(found)[:100]} of the model's config.json or "
+                "generation_config.json is not a token id, nor a list of them"
+            )
+    return frozenset(ids)

@@ -71,11 +71,12 @@ class Prompts:
     def _render(self, messages: Messages) -> str:
         from jinja2 import TemplateError
 
+        causes = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         options = {"tokenize": False, "add_generation_prompt": True, **self.template_arguments}
         try:
             text = self.tokenizer.apply_chat_template(messages, **options)
         # A template is a program: it raises errors of its own, or fails on what it gets.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TemplateError, RecursionError, *causes) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
                 f"the model's chat template fails on messages of the roles {roles}: "

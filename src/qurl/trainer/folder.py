@@ -10,6 +10,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
@@ -134,11 +135,9 @@ def describe_broken(where: str, tensor: str) -> str:
 
 def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
     """Raise unless the weights of a folder have the shapes of a model, which may be empty."""
-    from safetensors import safe_open
-
     prefix, found = f"{model.base_model_prefix}.", {}
     for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
+        with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 found[name.removeprefix(prefix)] = tensors.get_slice(name).get_shape()
     if not found:  # a .bin file, whose shapes are not known without reading all of it
@@ -160,26 +159,33 @@ def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
         raise ModelError(f"{key} = {str(path)!r}: the weights lack {', '.join(missing[:3])}")
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; use an undamaged copy") from error
+
+
 def _pieces(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """(file, name, piece) of all tensors; only one piece is in memory at a time."""
     import torch
-    from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    shape = part.get_shape()
-                    if not shape:
-                        yield file, name, tensors.get_tensor(name)
-                        continue
-                    width = max(1, _CHUNK * shape[0] // max(1, prod(shape)))
-                    for start in range(0, shape[0], width):
-                        yield file, name, part[start : start + width]
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} cannot be read: {error}; use an undamaged copy") from error
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                if not shape:
+                    yield file, name, tensors.get_tensor(name)
+                    continue
+                width = max(1, _CHUNK * shape[0] // max(1, prod(shape)))
+                for start in range(0, shape[0], width):
+                    yield file, name, part[start : start + width]
     for file in () if files else sorted(folder.glob("*.bin")):
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

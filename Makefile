@@ -14,7 +14,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench lint docs bench tables
+.PHONY: help install demo test test-chaos test-bench lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: install  ## run the tests
 
 test-bench: install  ## run the tests of benchmarks/
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/bench
+
+test-chaos: install  ## bad recipes, data files and model folders, over a thousand of them
+	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
 
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .

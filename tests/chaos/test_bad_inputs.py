@@ -166,4 +166,3 @@ def test_bad_models(sound, spoil):
 @given(spoil=bad_inputs.ODD_MODELS)
 def test_odd_models(sound, spoil):
     try_input(sound, spoil, is_bad=False)
-

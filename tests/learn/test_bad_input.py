@@ -182,6 +182,37 @@ def test_a_data_file_that_changes_under_a_run_is_told(train, llama, folder):
     assert any("had 4 problems when the run was saved and has 5 now" in m for m in messages)
 
 
+def test_a_data_file_replaced_by_another_of_the_same_length_is_told(train, llama, folder):
+    assert train(*llama, "--steps", "1")[0] == 0
+    assert train(*llama, "--steps", "2")[0] == 0
+    changed = "the file of task.path has changed since the run was saved"
+    assert not any(changed in message for message in warnings(folder))
+    (folder / "data.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n' * 4)
+    assert train(*llama, "--steps", "3")[0] == 0
+    assert warnings(folder)[-1] == f"{changed}: the run goes on with other problems"
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_what_would_learn_nothing_is_refused_at_the_start(llama, folder, capsys, command):
+    def refused(*flags):
+        assert main([command, "recipe.toml", *llama, *flags]) in (1, 2)
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    (folder / "held_out.jsonl").write_text((folder / "data.jsonl").read_text())
+    same = ["--task.eval-path", "held_out.jsonl", "--eval.every", "1"]
+    assert "task.eval_path asks the same questions as task.path" in refused(*same)
+    asked = ["--task.instruction", "In \\boxed{}.", "--task.reward", "exact"]
+    assert "in the form that the prompt asks for, must earn more than a wrong" in refused(*asked)
+    config = folder / "llama" / "tokenizer_config.json"
+    template = {"chat_template": "{{ raise_exception('no system role') }}"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | template))
+    assert "data.jsonl line 1: the model's chat template fails on" in refused()
+    for file in (folder / "llama").glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer" in refused()
+
+
 def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
     """Each message names the key that leads on, until the run works."""
     torch.manual_seed(0)
@@ -305,7 +336,14 @@ def test_a_loss_that_is_nan(train, folder):
     assert "No update was made with it; the batch and the weights are in the crash folder" in error
     crash = folder / "run" / "crash" / "step-000000"
     files = {p.name for p in crash.iterdir()}
-    assert files == {"error.txt", "policy", "optimizer.pt", "state.pt", "batch.pt", "checksums.json"}
+    assert files == {
+        "error.txt",
+        "policy",
+        "optimizer.pt",
+        "state.pt",
+        "batch.pt",
+        "checksums.json",
+    }
     batch = torch.load(crash / "batch.pt")
     assert batch["token_ids"].shape[0] == 8
     assert batch["advantages"].shape == batch["mask"].shape
@@ -430,7 +468,9 @@ def test_a_run_whose_only_checkpoint_is_torn(train, folder, file, capsys):
     torn.write_bytes(torn.read_bytes()[:100])
     code, error = train()
     assert code == 1
-    assert error.startswith("CheckpointError: no checkpoint is undamaged: run/checkpoints/step-0000")
+    assert error.startswith(
+        "CheckpointError: no checkpoint is undamaged: run/checkpoints/step-0000"
+    )
     assert "Restore one from a copy, or choose another run_dir" in error
     assert main(["validate", "recipe.toml"]) == 2
     assert "FAIL  run directory: no checkpoint is undamaged" in capsys.readouterr().out

@@ -318,3 +318,116 @@ def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, caps
 def test_a_recipe_after_the_flags_is_named(capsys):
     assert main(["train", "--steps", "3", "recipe.toml"]) == 2
     assert "the recipe comes before the flags: put recipe.toml first" in capsys.readouterr().err
+
+
+FAST = "import sys; from qurl.cli import main; code = main(sys.argv[1:]); print(code, *sys.modules)"
+
+
+def without_torch(folder, *words):
+    """Exit code and stderr of a command that must not import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAST, *words],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SRC, "PATH": ""},
+        cwd=folder,
+    )
+    code, *modules = done.stdout.split()
+    assert not set(modules) & {"torch", "transformers"}, done.stderr
+    return int(code), done.stderr
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path):
+    data, model = tmp_path / "d.jsonl", tmp_path / "m"
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "{model}"\n[task]\nname = "file"\npath = "{data}"\n'
+    )
+    train = ("train", "r.toml")
+    assert "optim.lr = -1.0" in without_torch(tmp_path, *train, "--optim.lr", "-1")[1]
+    assert "m' does not exist" in without_torch(tmp_path, *train)[1]
+    model.mkdir()
+    assert "has no config.json" in without_torch(tmp_path, *train)[1]
+    (model / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
+    assert "hidden_size = -1 must be a number" in without_torch(tmp_path, *train)[1]
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    assert "has no weights" in without_torch(tmp_path, *train)[1]
+    (model / "model.safetensors").touch()
+    assert "has no tokenizer" in without_torch(tmp_path, *train)[1]
+    (model / "tokenizer.json").touch()
+    assert "d.jsonl does not exist" in without_torch(tmp_path, *train)[1]
+    data.write_text('{"question": 3, "answer": 1}\n')
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        code, error = without_torch(tmp_path, *train)
+        seconds.append(time.perf_counter() - start)
+    assert code == 2
+    assert error.startswith(f"DataError: {data} line 1: 'question' is 3; it must be text")
+    assert min(seconds) < 1
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = "import sys; from qurl.cli import main; sys.exit(main(['--help']))"
+    command = f'{sys.executable} -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", f"sleep 0; {command}"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SRC, "PATH": "/bin:/usr/bin"},
+    )
+    assert done.returncode in (0, 141)  # 0 if it was quicker than its reader
+    assert done.stderr == ""
+
+
+def test_a_broken_pipe_while_printing(monkeypatch, capfd):
+    def broken(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("qurl.cli._run", broken)
+    with open("/dev/null", "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        assert main(["--help"]) == 141
+
+
+def test_a_nul_in_an_argument(capsys):
+    assert main(["report", "a\0b"]) == 2
+    assert "an argument holds a NUL character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_a_file_that_may_not_be_written(tmp_path, capsys, monkeypatch, command):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "run/report.html")
+
+    monkeypatch.setattr("qurl.run.report.write_report", refuse)
+    monkeypatch.setattr("qurl.run.export.export", refuse)
+    words = ["run", "out"][: 1 + (command == "export")]
+    assert main([command, *words]) == 2
+    assert capsys.readouterr().err == "DataError: run/report.html: Permission denied\n"
+
+
+def test_validate_finds_a_run_directory_that_cannot_be_written(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    [found] = validate(recipe, capsys)
+    assert found.startswith("FAIL  run directory: run_dir = ")
+    assert "cannot be written: no permission in " in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "failure"),
+    [
+        (["--track.tensorboard"], "trackers: track.tensorboard needs the package 'tensorboard'"),
+        (["--track.wandb", "x"], "trackers: track.wandb needs the package 'wandb'"),
+        (["--run-dir", "r.toml/run"], "run directory: run_dir = 'r.toml/run': r.toml is no folder"),
+        (["--experimental.dither"], "precision: experimental.dither = true needs"),
+        (["--quant.full-layers", "1"], "precision: quant.full_layers = 1 leaves none of the 2"),
+        (["--sampling.stop-ids", "100"], "stops: stop id 100 is not in the model's vocabulary"),
+        (["--sampling.stop", "a<eos>"], "stops: stop = 'a<eos>' holds the special token '<eos>'"),
+        (["--model.scratch.hidden-size", "8192", "--model.scratch.layers", "128"], "memory: about"),
+    ],
+)
+def test_validate_finds_what_train_would(recipe, tmp_path, capsys, monkeypatch, flags, failure):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qurl.run.validate.find_spec", lambda name: None)
+    [found] = validate(recipe, capsys, *flags)
+    assert found.startswith(f"FAIL  {failure}")

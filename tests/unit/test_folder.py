@@ -1,4 +1,4 @@
-"""Model folders that are incomplete, damaged or made for something else, and what is said of them."""
+"""Model folders that are incomplete, damaged or made for something else."""
 
 import json
 import shutil
@@ -132,7 +132,7 @@ def test_weights_as_a_bin_file(model):
     load_model(model)
     for content in (b"", b"no pickle", file.read_bytes()[:900]):
         file.write_bytes(content)
-        with pytest.raises(ModelError, match="pytorch_model.bin cannot be read as weights"):
+        with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read as weights"):
             check_finite(model)
         assert "cannot be loaded as a causal LM" in refusal(model)
 

@@ -41,22 +41,10 @@ def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
     elif isinstance(tree, tuple):
         for value in tree:
             yield from find_unusable(value, key)
-    elif isinstance(tree, str):
-        if "\0" in tree:
-            yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
-        if not is_text(tree):
-            yield f"{key} = {shorten(tree)} is not valid text (a lone surrogate)"
+    elif isinstance(tree, str) and "\0" in tree:
+        yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
     elif isinstance(tree, int) and abs(tree) >= 2**31 and key != "seed":
         yield f"{key} = {shorten(tree)} is too large; it must be below 2147483648"
-
-
-def is_text(value: str) -> bool:
-    """Can it be written as UTF-8? Lone surrogates cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shorten(value: Any) -> str:

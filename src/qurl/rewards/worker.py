@@ -1,8 +1,8 @@
 """The process that grades: `python -m qurl.rewards.worker SPEC FD KEY`.
 
 It talks to `GradingPool` over the socket FD, and begins its messages with KEY: a grader that writes
-into descriptors that it did not open cannot forge one. First it says what kind of reward it has, or why there
-is none. Then it gets arguments of `Scorer` and answers with the outcomes.
+into descriptors that it did not open cannot forge one. First it says what kind of reward it has, or
+why there is none. Then it gets arguments of `Scorer` and answers with the outcomes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from multiprocessing.connection import Connection
 
 from qurl.rewards.reward import Scorer, failure, load_reward
-
 
 _OUT_OF_THE_WAY = 500  # first descriptor to move the socket to: few programs count that far
 

@@ -196,9 +196,9 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
         # Your own reward may cost money, or want whole groups; `qurl validate` tries it.
-        if first_step == 0 and choices.reward is None and not is_users_own(task.reward):
-            if note := rehearse(task, pool).check(config.task.grade_timeout):
-                run.warn(note)
+        is_tried = first_step == 0 and choices.reward is None and not is_users_own(task.reward)
+        if is_tried and (note := rehearse(task, pool).check(config.task.grade_timeout)):
+            run.warn(note)
         engine = full_engine = build_actor(config, policy, config.quant.format, choices)
         if config.has_full_engine:
             full_engine = build_actor(config, policy, "none", choices)

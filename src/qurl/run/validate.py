@@ -97,7 +97,9 @@ class Recipe:
         if not os.path.isdir(place):
             raise ConfigError(f"run_dir = {str(path)!r}: {place} is no folder; choose another")
         if not os.access(place, os.W_OK | os.X_OK):
-            raise ConfigError(f"run_dir = {str(path)!r} cannot be written: no permission in {place}")
+            raise ConfigError(
+                f"run_dir = {str(path)!r} cannot be written: no permission in {place}"
+            )
         changes = find_changes(path, self.config)
         _, damaged = newest_sound(path / "checkpoints")
         self.notes += [f"{found} is damaged: {damage}" for found, damage in damaged.items()]
@@ -135,9 +137,9 @@ class Recipe:
         is_bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
         if config.experimental.dither and not is_bf16:
             raise ConfigError("experimental.dither = true needs model.compute_dtype = 'bfloat16'")
-        if config.rollout.deterministic and device.type == "cpu":
-            if (config.threads or torch.get_num_threads()) > 1:
-                raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
+        num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
+        if config.rollout.deterministic and num_threads > 1:
+            raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
         if path == "scratch":
             layers = config.model.scratch.layers
             if quant.full_layers:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl.answers import last_boxed
-from qurl.config.rules import is_text
 from qurl.errors import DataError
 from qurl.tasks.task import Messages
 
@@ -115,7 +114,7 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
     """Refuse text that cannot be written as UTF-8, and columns of columns without an end."""
     parts: list[Any] = [columns]
     for _ in range(_DEEPEST):
-        if broken := next((p for p in parts if isinstance(p, str) and not is_text(p)), None):
+        if broken := next((p for p in parts if isinstance(p, str) and not _is_text(p)), None):
             raise DataError(
                 f"{where}: {broken[:80]!r} is not valid text (a lone surrogate); remove that "
                 "character"
@@ -125,6 +124,15 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
         parts = [*keys, *values, *(v for part in parts if isinstance(part, list) for v in part)]
     if parts:
         raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
+
+
+def _is_text(value: str) -> bool:
+    """Can it be written as UTF-8? Lone surrogates cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_numbers(columns: Mapping[str, Any], where: str) -> Mapping[str, Any]:

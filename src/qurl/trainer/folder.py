@@ -95,8 +95,8 @@ def _check_config(config: dict[str, Any], file: Path) -> None:
         given = config.get("quantization_config") or config.get("compression_config")
         method = given.get("quant_method", "unknown") if isinstance(given, dict) else given
         raise ModelError(
-            f"{file}: the weights are quantized already (quantization_config, {method!r}); training "
-            "needs the full-precision model, which quant.format quantizes for the rollouts"
+            f"{file}: the weights are quantized already (quantization_config, {method!r}); use the "
+            "full-precision model, which quant.format quantizes for the rollouts"
         )
     if not isinstance(config.get("model_type", ""), str):
         raise ModelError(f"{file}: model_type = {config['model_type']!r} must be a text")

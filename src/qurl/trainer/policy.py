@@ -21,8 +21,8 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.linear import EngineCodes
-from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.folder import UNREADABLE, check_folder, describe_broken
+from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
     add_adapters_,
@@ -195,7 +195,9 @@ def load_empty_model(path: str | Path) -> Any:
 
     config = load_model_config(path)
     with _loading(path, "model.path"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:

@@ -43,8 +43,8 @@ def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
             yield from find_unusable(value, key)
     elif isinstance(tree, str) and "\0" in tree:
         yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
-    elif isinstance(tree, int) and abs(tree) >= 2**31 and key != "seed":
-        yield f"{key} = {shorten(tree)} is too large; it must be below 2147483648"
+    elif isinstance(tree, int) and abs(tree) >= (limit := 2 ** (63 if key == "seed" else 31)):
+        yield f"{key} = {shorten(tree)} is too large; it must be below {limit}"
 
 
 def shorten(value: Any) -> str:

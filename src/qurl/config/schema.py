@@ -356,7 +356,7 @@ class Config(Section):
 
     steps: Count = 100
     """RL steps: sync, rollout, updates."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] = 0
+    seed: Annotated[int, Field(strict=True)] = 0
     """Seed for all randomness."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/default"
     """Directory of the run. A run that it already holds is resumed."""

@@ -113,6 +113,7 @@ def test_weights_that_are_no_numbers(model, value):
     ("change", "reason"),
     [
         (lambda t: t.update({UP: t[UP].T.contiguous()}), r"have the shape \[32, 64\], and config"),
+        (lambda t: t.clear(), "the weights lack "),
         (lambda t: t.pop(UP), "the weights lack layers.1.mlp.up_proj.weight"),
     ],
 )
@@ -142,6 +143,11 @@ def test_a_config_that_is_no_object(model, content):
     (model / "config.json").write_text(content, errors="surrogatepass")
     with pytest.raises(ModelError, match=r"config.json (cannot be read as JSON|holds a list)"):
         check_folder(model)
+
+
+def test_a_text_that_a_checkpoint_could_not_write(model):
+    edit(model / "tokenizer_config.json", note="\ud800")
+    assert "tokenizer_config.json cannot be read as JSON: 'utf-8' codec can't" in refusal(model)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "null", '{"version": "1.0"}'])

@@ -138,7 +138,7 @@ def _is_text(value: str) -> bool:
 def read_numbers(columns: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The columns with whole `numbers` and a whole `target`, for the countdown reward."""
     numbers, target = columns.get("numbers", columns.get("nums")), columns.get("target")
-    values = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
+    values: list[Any] = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
     if not all(_is_whole(value) for value in values):
         raise DataError(
             f"{where}: the countdown reward needs a list of whole 'numbers' and a whole 'target', "

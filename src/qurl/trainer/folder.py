@@ -25,6 +25,7 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.model"),
 )
+_OTHER_JSON = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _SIZES = {  # the largest that is believed; transformers would build a list of 10^30 layers
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
@@ -65,6 +66,8 @@ def check_folder(
     if config_file not in files:
         raise ModelError(f"{name} has no config.json; give a folder that save_pretrained wrote")
     config = _read_object(folder / config_file)
+    for other in files.intersection(_OTHER_JSON):
+        _read_object(folder / other)
     if config_file != ADAPTER_CONFIG:
         _check_config(config, folder / config_file)
     if "weights" in needs and not any(file.endswith(_WEIGHTS) for file in files):
@@ -79,14 +82,14 @@ def check_folder(
 def _check_sizes(config: Mapping[str, Any], where: str) -> None:
     """Refuse sizes that no model has."""
     for name, largest in _SIZES.items():
-        value = config.get(name)
+        value: Any = config.get(name)
         if name not in config or (value is None and name in _OPTIONAL):
             continue
         if isinstance(value, list) and value:
             continue  # one size for each layer; transformers knows which models have them
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        if not is_count or not 1 <= value <= largest:
-            shown = f"{value:#x}"[:40] if is_count and abs(value) > largest else repr(value)[:100]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            is_huge = isinstance(value, int) and abs(value) > largest
+            shown = f"{value:#x}"[:40] if is_huge else repr(value)[:100]
             raise ModelError(f"{where}: {name} = {shown} must be a number from 1 to {largest}")
 
 
@@ -108,6 +111,7 @@ def _check_config(config: dict[str, Any], file: Path) -> None:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8-sig"))
+        json.dumps(found, ensure_ascii=False).encode()  # a checkpoint writes it again
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
@@ -136,11 +140,12 @@ def describe_broken(where: str, tensor: str) -> str:
 def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
     """Raise unless the weights of a folder have the shapes of a model, which may be empty."""
     prefix, found = f"{model.base_model_prefix}.", {}
-    for file in Path(path).glob("*.safetensors"):
+    files = list(Path(path).glob("*.safetensors"))
+    for file in files:
         with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 found[name.removeprefix(prefix)] = tensors.get_slice(name).get_shape()
-    if not found:  # a .bin file, whose shapes are not known without reading all of it
+    if not files:  # a .bin file, whose shapes are not known without reading all of it
         return
     aliases: dict[int, list[str]] = {}  # names of tied weights stand for each other
     for name, weight in model.named_parameters(remove_duplicate=False):

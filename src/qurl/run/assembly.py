@@ -195,10 +195,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     else:
         _prepare_masters(config, learner, run)
     with build_pool(config, choices.reward or task.reward) as pool:
-        # Your own reward may cost money, or want whole groups; `qurl validate` tries it.
-        is_tried = first_step == 0 and choices.reward is None and not is_users_own(task.reward)
-        if is_tried and (note := rehearse(task, pool).check(config.task.grade_timeout)):
-            run.warn(note)
+        if first_step == 0 and choices.reward is None:
+            _try_grader(config, task, pool, run)
         engine = full_engine = build_actor(config, policy, config.quant.format, choices)
         if config.has_full_engine:
             full_engine = build_actor(config, policy, "none", choices)
@@ -214,11 +212,24 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             first_step=first_step,
             fingerprints=prints,
         )
-        for path, damage in damaged.items():
-            kept = set_aside(path).name
-            run.warn(f"{path.name} is damaged ({damage}), kept as {kept}: resumed at {first_step}")
+        _set_aside(damaged, first_step, run)
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts
+
+
+def _try_grader(config: Config, task: Task, pool: GradingPool, run: Run) -> None:
+    """Your own reward may cost money, or want whole groups: `qurl validate` tries it."""
+    if is_users_own(task.reward):
+        return
+    if note := rehearse(task, pool).check(config.task.grade_timeout):
+        run.warn(note)
+
+
+def _set_aside(damaged: Mapping[Path, str], first_step: int, run: Run) -> None:
+    """Put damaged checkpoints out of the way, aloud."""
+    for path, damage in damaged.items():
+        kept = set_aside(path).name
+        run.warn(f"{path.name} is damaged ({damage}), kept as {kept}: resumed at {first_step}")
 
 
 def _load_policies(

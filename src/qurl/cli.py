@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from qurl.errors import ConfigError, DataError, QurlError
@@ -58,6 +61,19 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files need not be valid text
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `qurl ... | head`; Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as if SIGPIPE had ended it
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -67,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
+        if any("\0" in word for word in args):
+            raise ConfigError("an argument holds a NUL character, which no name or value can")
         if args[0] not in COMMANDS:
             raise ConfigError(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}")
         return COMMANDS[args[0]](args[1:])
@@ -124,6 +142,9 @@ def train_command(args: list[str]) -> int:
         card = None if gpu is None else find_card(gpu)
         print(to_json(config), describe_budget(config, card), sep="\n")
         return 0
+    from qurl.run.inputs import check_inputs
+
+    check_inputs(config)  # without torch, so that its errors come at once
     from qurl.train import train
 
     train(config)
@@ -186,7 +207,8 @@ def report_command(args: list[str]) -> int:
     out, args = _option("--out", args)
     if out == "":
         raise ConfigError("--out needs the name of a file")
-    print(write_report(*_at_least_one(args, "RUN"), out=out))
+    with _file_errors():
+        print(write_report(*_at_least_one(args, "RUN"), out=out))
     return 0
 
 
@@ -217,8 +239,20 @@ def export_command(args: list[str]) -> int:
         write, names = export_gguf, ("--from-gguf FILE.gguf", "OUT")
         args = [word for word in (gguf, *args) if word]
     source, target = _exactly(args, *names)
-    print(write(Path(source), Path(target), dtype or ""))
+    with _file_errors():
+        print(write(Path(source), Path(target), dtype or ""))
     return 0
+
+
+@contextmanager
+def _file_errors() -> Iterator[None]:
+    """Errors about a named file as ours: it is not there, or may not be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, QurlError) or error.filename is None:
+            raise
+        raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
 def _bench(function: str) -> Callable[[list[str]], int]:

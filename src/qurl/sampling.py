@@ -157,7 +157,7 @@ class Sampler:
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=sampling.temperature,
-            stop=sampling.stop,
+            stop=sampling.stops,
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
         )

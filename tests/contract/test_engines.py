@@ -15,6 +15,7 @@ from functools import cache
 
 import pytest
 import torch
+from models import tiny_llama
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -37,6 +38,7 @@ from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
 from qurl.rollout.local.cache import CacheOptions
 from qurl.run.assembly import build_actor
+from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
 from tests.models import tiny_policy
 
@@ -950,3 +952,31 @@ def test_models_that_the_local_engine_cannot_run():
     sinks.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(ModelError, match=r"weights in model.layers.0.self_attn"):
         build("local", sinks)
+
+
+@pytest.mark.parametrize("kind", ["local", "hf"])
+def test_stops_may_be_ids_or_special_tokens(kind):
+    """A special token is left out of the text, where a stop string would never be found."""
+    model, tokenizer = tiny_llama(), build_tokenizer()
+    problem = Problem("p", tuple(tokenizer("6*7=").input_ids))
+
+    def completion(*stop):
+        params = SamplingParams(max_tokens=8, temperature=0.0, stop=stop)
+        [rollout] = build(kind, model, tokenizer=tokenizer).generate([problem], params)
+        return rollout.completions[0]
+
+    free = completion()
+    assert free.finish == "length"
+    end = free.token_ids[3]
+    num_tokens = free.token_ids.index(end) + 1
+    ended = completion(end)
+    assert (ended.token_ids, ended.finish) == (free.token_ids[:num_tokens], "stop")
+    name = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    ended = completion(name)
+    assert (ended.token_ids, ended.finish) == (free.token_ids[:num_tokens], "stop")
+    assert name not in ended.text
+    with pytest.raises(EngineError, match="holds the special token"):
+        completion(f"no{name}")
+    with pytest.raises(EngineError, match="stop id 100 is not in the model's vocabulary of 100"):
+        completion(100)

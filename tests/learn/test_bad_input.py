@@ -126,7 +126,7 @@ def test_missing_model(train, llama, folder):
 def test_a_scratch_model_cannot_learn_from_a_file(train, llama):
     code, error = train(*llama, "--model.path", "scratch")
     assert code == 2
-    assert "model.path = 'scratch' needs a generated task to learn from, not 'data'" in error
+    assert "model.path = 'scratch' needs a generated task to learn from, not 'file'" in error
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,37 @@ def test_a_data_file_that_changes_under_a_run_is_told(train, llama, folder):
     assert train(*llama, "--steps", "2")[0] == 0
     messages = [event["message"] for event in read_jsonl(folder / "run" / "events.jsonl")]
     assert any("had 4 problems when the run was saved and has 5 now" in m for m in messages)
+
+
+def test_a_data_file_replaced_by_another_of_the_same_length_is_told(train, llama, folder):
+    assert train(*llama, "--steps", "1")[0] == 0
+    assert train(*llama, "--steps", "2")[0] == 0
+    changed = "the file of task.path has changed since the run was saved"
+    assert not any(changed in message for message in warnings(folder))
+    (folder / "data.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n' * 4)
+    assert train(*llama, "--steps", "3")[0] == 0
+    assert warnings(folder)[-1] == f"{changed}: the run goes on with other problems"
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_what_would_learn_nothing_is_refused_at_the_start(llama, folder, capsys, command):
+    def refused(*flags):
+        assert main([command, "recipe.toml", *llama, *flags]) in (1, 2)
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    (folder / "held_out.jsonl").write_text((folder / "data.jsonl").read_text())
+    same = ["--task.eval-path", "held_out.jsonl", "--eval.every", "1"]
+    assert "task.eval_path asks the same questions as task.path" in refused(*same)
+    asked = ["--task.instruction", "In \\boxed{}.", "--task.reward", "exact"]
+    assert "in the form that the prompt asks for, must earn more than a wrong" in refused(*asked)
+    config = folder / "llama" / "tokenizer_config.json"
+    template = {"chat_template": "{{ raise_exception('no system role') }}"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | template))
+    assert "data.jsonl line 1: the model's chat template fails on" in refused()
+    for file in (folder / "llama").glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer" in refused()
 
 
 def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
@@ -307,7 +338,14 @@ def test_a_loss_that_is_nan(train, folder):
     assert "No update was made with it; the batch and the weights are in the crash folder" in error
     crash = folder / "run" / "crash" / "step-000000"
     files = {p.name for p in crash.iterdir()}
-    assert files == {"error.txt", "policy", "optimizer.pt", "state.pt", "batch.pt"}
+    assert files == {
+        "error.txt",
+        "policy",
+        "optimizer.pt",
+        "state.pt",
+        "batch.pt",
+        "checksums.json",
+    }
     batch = torch.load(crash / "batch.pt")
     assert batch["token_ids"].shape[0] == 8
     assert batch["advantages"].shape == batch["mask"].shape
@@ -396,11 +434,61 @@ def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, monkeypatch):
     assert checkpoints(folder) == ["step-000001"]
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors"])
-def test_a_torn_checkpoint(train, folder, file):
+def flip_a_bit(file):
+    """What a bad disk does: the size stays, and the file may even load."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors", "state.pt"])
+def test_a_damaged_checkpoint_is_left_out_aloud(train, folder, file):
+    flags = ["--save.every", "1", "--save.keep", "3"]
+    assert train(*flags) == (0, "")
+    whole = (folder / "run" / "metrics.jsonl").read_text()
+    flip_a_bit(folder / "run" / "checkpoints" / "step-000002" / file)
+    assert train(*flags) == (0, "")
+    assert checkpoints(folder) == ["damaged-step-000002", "step-000001", "step-000002"]
+    [damaged, repeated] = warnings(folder)
+    assert damaged == (
+        f"step-000002 is damaged ({file} does not match its checksum), kept as "
+        "damaged-step-000002: resumed at 1"
+    )
+    assert repeated.startswith("1 logged steps have no checkpoint after them")
+    again = (folder / "run" / "metrics.jsonl").read_text()
+    names = ("reward/mean", "actor/pg_loss", "actor/grad_norm")
+    both = [[json.loads(line) for line in text.splitlines()] for text in (whole, again)]
+    assert [[row[n] for n in names if n in row] for row in both[0]] == [
+        [row[n] for n in names if n in row] for row in both[1]
+    ]
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors", "checksums.json"])
+def test_a_run_whose_only_checkpoint_is_torn(train, folder, file, capsys):
     assert train("--steps", "1") == (0, "")
     torn = folder / "run" / "checkpoints" / "step-000001" / file
-    torn.write_bytes(torn.read_bytes()[:500])
+    torn.write_bytes(torn.read_bytes()[:100])
+    code, error = train()
+    assert code == 1
+    assert error.startswith(
+        "CheckpointError: no checkpoint is undamaged: run/checkpoints/step-0000"
+    )
+    assert "Restore one from a copy, or choose another run_dir" in error
+    assert main(["validate", "recipe.toml"]) == 2
+    assert "FAIL  run directory: no checkpoint is undamaged" in capsys.readouterr().out
+    if file != "optimizer.pt":
+        assert main(["export", "run", "out"]) == 1
+        assert "is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "state.pt", "policy/model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"PK\x03\x04" + b"x" * 200])
+def test_a_damaged_checkpoint_without_checksums(train, folder, file, content):
+    """As versions before checksums wrote them."""
+    assert train("--steps", "1") == (0, "")
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
+    (checkpoint / "checksums.json").unlink()
+    (checkpoint / file).write_bytes(content)
     code, error = train()
     assert code == 1
     assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
@@ -442,7 +530,8 @@ def test_a_policy_that_carries_uaq_is_trained_without(train, folder):
     flags = ["--model.path", str(scaled), "--run_dir", "next"]
     assert train(*flags) == (0, "")
     events = read_jsonl(folder / "next" / "events.jsonl")
-    [warning] = [event["message"] for event in events if event["kind"] == "warning"]
+    unused, warning = [event["message"] for event in events if event["kind"] == "warning"]
+    assert unused.startswith("model.scratch.hidden_size, model.scratch.warm_start_steps")
     assert "carried UAQ with s = 2 from an earlier run; it was folded back" in warning
     config = json.loads((folder / "next/checkpoints/step-000002/policy/config.json").read_text())
     assert config.get("qurl_uaq") is None
@@ -510,7 +599,7 @@ def test_eval_tells_what_failed(train, folder, capsys):
 
 
 def test_a_resume_that_fails_touches_nothing(train, llama, folder):
-    shutil.copy(folder / "data.jsonl", folder / "held_out.jsonl")
+    (folder / "held_out.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n')
     flags = [*llama, "--task.eval_path", "held_out.jsonl", "--eval.every", "1"]
     assert train(*flags) == (0, "")
     before = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from models import tiny_llama, tiny_policy
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qurl.cli import COMMANDS, HELP, main
 from qurl.tasks.tokenizer import build_tokenizer
@@ -179,10 +180,17 @@ def test_validate(recipe, tmp_path, capsys):
     assert lines[2] == "ok    device: cpu"
     assert lines[3] == "ok    parts: acr, grpo"
     assert lines[4] == f"ok    run directory: {tmp_path / 'run'}, a new run"
-    assert lines[5] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
-    assert lines[6].startswith("ok    training problems: 10000 of arithmetic; the first has ")
-    assert lines[7] == "ok    held-out problems: not used (eval.every = 0)"
-    assert lines[8] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[5] == "ok    trackers: none"
+    assert lines[6] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
+    assert lines[7] == "ok    precision: int8 of 2 layers"
+    assert lines[8] == "ok    weights: made at the start"
+    assert re.fullmatch(r"ok    memory: about [\d.]+ of [\d.]+ GiB at the peak", lines[9])
+    assert lines[10].startswith("ok    training problems: 10000 of arithmetic; the first has ")
+    assert lines[11] == "ok    held-out problems: not used (eval.every = 0)"
+    assert lines[12] == "ok    stops: 2 '<eos>'"
+    assert lines[13] == "ok    grader: 'exact' gives the truth 1 and a non-answer 0"
+    assert lines[14:16] == ["", "The first prompt:"]
+    assert re.fullmatch(r"\d(\+\d)+=", lines[16])
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -191,18 +199,22 @@ def test_validate_reports_each_failure(recipe, tmp_path, capsys):
     flags = ["--task.name", "file", "--task.path", str(data), "--task.eval_path", str(tmp_path)]
     assert main(["validate", str(recipe), *flags, "--eval.every", "1"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:4] for line in lines] == [*["ok  "] * 5, *["FAIL"] * 3]
-    assert f"data file {data} does not exist" in lines[5]
-    assert lines[5].endswith("set task.path to a file that is there")
-    assert f"data file {tmp_path} is a folder" in lines[6]
-    assert lines[6].endswith("set task.eval_path to a file that is there")
+    failed = {line.split(": ")[0]: line for line in lines if line.startswith("FAIL")}
+    names = ("model", "training problems", "held-out problems")
+    assert list(failed) == [f"FAIL  {name}" for name in names]
+    assert "needs a generated task to learn from, not 'file'" in failed["FAIL  model"]
+    assert f"data file {data} does not exist" in failed["FAIL  training problems"]
+    assert "set task.path to a file that is there" in failed["FAIL  training problems"]
+    assert f"data file {tmp_path} is a folder" in failed["FAIL  held-out problems"]
+    assert "set task.eval_path to a file that is there" in failed["FAIL  held-out problems"]
 
 
 def validate(recipe, capsys, *flags):
-    """The lines that failed, or the last one."""
+    """The lines that failed, or the last check's."""
     is_sound = main(["validate", str(recipe), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return lines[-1:] if is_sound else [line for line in lines if line.startswith("FAIL")]
+    shown = [line for line in lines if line.startswith("ok  " if is_sound else "FAIL")]
+    return shown[-1:] if is_sound else shown
 
 
 def test_validate_looks_at_the_run_directory(recipe, tmp_path, capsys):
@@ -216,14 +228,19 @@ def test_validate_looks_at_the_run_directory(recipe, tmp_path, capsys):
 def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
     [failure] = validate(recipe, capsys, "--model.path", "/no/such/folder")
     assert failure.startswith("FAIL  model: model.path = '/no/such/folder' does not exist")
-    build_tokenizer().save_pretrained(tmp_path / "gpt2")
-    GPT2Config(vocab_size=100).save_pretrained(tmp_path / "gpt2")
-    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "gpt2"))
-    assert "the local engine cannot run model_type = 'gpt2'" in failure
-    build_tokenizer().save_pretrained(tmp_path / "small")
-    LlamaConfig(vocab_size=90).save_pretrained(tmp_path / "small")
-    [failure] = validate(recipe, capsys, "--model.path", str(tmp_path / "small"))
-    assert failure.endswith("its tokenizer has 100 tokens, and the model only 90")
+    gpt2, small = (tmp_path / name for name in ("gpt2", "small"))
+    shape = {"n_embd": 8, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(vocab_size=100, **shape)).save_pretrained(gpt2)
+    build_tokenizer().save_pretrained(gpt2)
+    [failure] = validate(recipe, capsys, "--model.path", str(gpt2))
+    assert failure.startswith("FAIL  precision: the local engine cannot run model_type = 'gpt2'")
+    tiny_llama(vocab_size=90).save_pretrained(small)
+    [failure] = validate(recipe, capsys, "--model.path", str(small))
+    assert "FAIL  model: " in failure
+    assert "has no tokenizer" in failure
+    build_tokenizer().save_pretrained(small)
+    failures = validate(recipe, capsys, "--model.path", str(small))
+    assert failures[0].endswith("its tokenizer has 100 tokens, and the model only 90")
 
 
 def test_validate_asks_about_a_reward_that_knows_no_difference(
@@ -256,15 +273,19 @@ def test_validate_finds_a_grader_that_hangs(recipe, tmp_path, capsys, monkeypatc
     (tmp_path / "slow.py").write_text("import time\ndef score(*_):\n    time.sleep(60)\n")
     flags = ["--task.reward", "slow:score", "--task.grade_timeout", "0.2"]
     assert main(["validate", str(recipe), *flags]) == 2
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("FAIL")] == [
+        "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
+    ]
 
 
 @pytest.mark.parametrize("reward", ["exact", "math"])
 def test_validate_grades_a_file_in_the_format_of_its_reward(recipe, tmp_path, capsys, reward):
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "6*7", "answer": "42"}\n')
+    tiny_policy(model=tiny_llama(max_position_embeddings=128)).save(tmp_path / "model")
     flags = ["--task.name", "file", "--task.path", str(data), "--task.reward", reward]
+    flags += ["--model.path", str(tmp_path / "model")]
     assert main(["validate", str(recipe), *flags]) == 0
     assert f"'{reward}' gives the truth 1 and a non-answer 0" in capsys.readouterr().out
 
@@ -295,3 +316,116 @@ def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, caps
 def test_a_recipe_after_the_flags_is_named(capsys):
     assert main(["train", "--steps", "3", "recipe.toml"]) == 2
     assert "the recipe comes before the flags: put recipe.toml first" in capsys.readouterr().err
+
+
+FAST = "import sys; from qurl.cli import main; code = main(sys.argv[1:]); print(code, *sys.modules)"
+
+
+def without_torch(folder, *words):
+    """Exit code and stderr of a command that must not import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAST, *words],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SRC, "PATH": ""},
+        cwd=folder,
+    )
+    code, *modules = done.stdout.split()
+    assert not set(modules) & {"torch", "transformers"}, done.stderr
+    return int(code), done.stderr
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path):
+    data, model = tmp_path / "d.jsonl", tmp_path / "m"
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "{model}"\n[task]\nname = "file"\npath = "{data}"\n'
+    )
+    train = ("train", "r.toml")
+    assert "optim.lr = -1.0" in without_torch(tmp_path, *train, "--optim.lr", "-1")[1]
+    assert "m' does not exist" in without_torch(tmp_path, *train)[1]
+    model.mkdir()
+    assert "has no config.json" in without_torch(tmp_path, *train)[1]
+    (model / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
+    assert "hidden_size = -1 must be a number" in without_torch(tmp_path, *train)[1]
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    assert "has no weights" in without_torch(tmp_path, *train)[1]
+    (model / "model.safetensors").touch()
+    assert "has no tokenizer" in without_torch(tmp_path, *train)[1]
+    (model / "tokenizer.json").touch()
+    assert "d.jsonl does not exist" in without_torch(tmp_path, *train)[1]
+    data.write_text('{"question": 3, "answer": 1}\n')
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        code, error = without_torch(tmp_path, *train)
+        seconds.append(time.perf_counter() - start)
+    assert code == 2
+    assert error.startswith(f"DataError: {data} line 1: 'question' is 3; it must be text")
+    assert min(seconds) < 1
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = "import sys; from qurl.cli import main; sys.exit(main(['--help']))"
+    command = f'{sys.executable} -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", f"sleep 0; {command}"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SRC, "PATH": "/bin:/usr/bin"},
+    )
+    assert done.returncode in (0, 141)  # 0 if it was quicker than its reader
+    assert done.stderr == ""
+
+
+def test_a_broken_pipe_while_printing(monkeypatch, capfd):
+    def broken(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("qurl.cli._run", broken)
+    with open("/dev/null", "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        assert main(["--help"]) == 141
+
+
+def test_a_nul_in_an_argument(capsys):
+    assert main(["report", "a\0b"]) == 2
+    assert "an argument holds a NUL character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_a_file_that_may_not_be_written(tmp_path, capsys, monkeypatch, command):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "run/report.html")
+
+    monkeypatch.setattr("qurl.run.report.write_report", refuse)
+    monkeypatch.setattr("qurl.run.export.export", refuse)
+    words = ["run", "out"][: 1 + (command == "export")]
+    assert main([command, *words]) == 2
+    assert capsys.readouterr().err == "DataError: run/report.html: Permission denied\n"
+
+
+def test_validate_finds_a_run_directory_that_cannot_be_written(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    [found] = validate(recipe, capsys)
+    assert found.startswith("FAIL  run directory: run_dir = ")
+    assert "cannot be written: no permission in " in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "failure"),
+    [
+        (["--track.tensorboard"], "trackers: track.tensorboard needs the package 'tensorboard'"),
+        (["--track.wandb", "x"], "trackers: track.wandb needs the package 'wandb'"),
+        (["--run-dir", "r.toml/run"], "run directory: run_dir = 'r.toml/run': r.toml is no folder"),
+        (["--experimental.dither"], "precision: experimental.dither = true needs"),
+        (["--quant.full-layers", "1"], "precision: quant.full_layers = 1 leaves none of the 2"),
+        (["--sampling.stop-ids", "100"], "stops: stop id 100 is not in the model's vocabulary"),
+        (["--sampling.stop", "a<eos>"], "stops: stop = 'a<eos>' holds the special token '<eos>'"),
+        (["--model.scratch.hidden-size", "8192", "--model.scratch.layers", "128"], "memory: about"),
+    ],
+)
+def test_validate_finds_what_train_would(recipe, tmp_path, capsys, monkeypatch, flags, failure):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qurl.run.validate.find_spec", lambda name: None)
+    [found] = validate(recipe, capsys, *flags)
+    assert found.startswith(f"FAIL  {failure}")

@@ -370,7 +370,7 @@ def test_parts_of_your_own(tmp_path, monkeypatch):
         "correction.kind",
     ]
     warnings = find_warnings(config, Objective(), Advantage())
-    assert [w.split()[0] for w in warnings] == ["algo.objective"]
+    assert [w.split()[0] for w in warnings] == ["algo.lam", "algo.cap", "algo.objective"]
 
 
 def test_an_advantage_of_your_own_reads_prox_unless_it_says_no():
@@ -540,3 +540,101 @@ def test_optional_keys_follow_from_the_types():
 def test_an_old_key_as_a_flag_is_explained(flag, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [flag, "1"])
+
+
+def recipe_file(tmp_path, text, encoding="utf-8"):
+    path = tmp_path / "r.toml"
+    path.write_text(text, encoding=encoding)
+    return path
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    assert load_config(recipe_file(tmp_path, "steps = 7\n", "utf-8-sig")).steps == 7
+
+
+def test_the_home_folder_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = 'name = "file"\npath = "~/d.jsonl"\neval_path = "~/e.jsonl"\n'
+    config = load_config(recipe_file(tmp_path, f'[model]\npath = "~/m"\n[task]\n{keys}'))
+    paths = (config.model.path, config.task.path, config.task.eval_path)
+    assert paths == ("/home/me/m", "/home/me/d.jsonl", "/home/me/e.jsonl")
+    assert load_config(None, ["--model.path", "~/m"]).model.path == "/home/me/m"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("seed = 18446744073709551616", "seed = 18446744073709551616 is too large; it must"),
+        ("steps = 9223372036854775807", "steps = 9223372036854775807 is too large; it must be"),
+        ("steps = 0x" + "f" * 9000, "steps = an integer of 36000 bits is too large"),
+        ("[batch]\nproblems = 2000000", "batch.problems x sampling.group_size = 16000000 is more"),
+        ('run_dir = "a\\u0000b"', "run_dir = 'a\\x00b' holds a NUL character"),
+        ("steps = " + "[" * 5000, "is nested too deeply"),
+        ("a" * 1000 + ' = "' + "x" * 10_000 + '"', "... (10002 characters) is not a key"),
+        ('[sampling]\nstop = [""]', "sampling.stop holds an empty string"),
+        ("[task]\ngrade_workers = 100000", "must be less than or equal to 256"),
+    ],
+)
+def test_values_that_nothing_can_take(tmp_path, text, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe_file(tmp_path, text))
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 2500
+
+
+def test_a_lone_surrogate_in_a_flag():
+    with pytest.raises(ConfigError, match=r"run_dir = .* must be a valid string"):
+        load_config(None, ["--run-dir", "a\udcff"])
+
+
+def test_a_recipe_that_may_not_be_read(tmp_path, monkeypatch):
+    path = recipe_file(tmp_path, "steps = 1")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    with pytest.raises(ConfigError, match=r"r.toml cannot be read: Permission denied"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"critic": {"lr": 1.0}}, "critic.lr"),
+        ({"algo": {"lam": 0.9}}, "algo.lam = 0.9"),
+        ({"algo": {"kl_coef": 0.0, "kl_estimator": "k1"}}, "algo.kl_estimator = 'k1'"),
+        ({"algo": {"gen_multiple": 2}}, "algo.gen_multiple = 2"),
+        ({"correction": {"icepop_low": 0.1}}, "correction.icepop_low = 0.1"),
+        ({"algo": {"objective": "ppo_prox", "cap": 5.0}}, "algo.cap = 5.0"),
+        ({"model": {"lora_alpha": 8}}, "model.lora_alpha = 8"),
+        ({"model": {"path": "m", "scratch": {"layers": 3}}}, "model.scratch.layers"),
+        ({"experimental": {"scale_o_proj": True}}, "experimental.scale_o_proj = True"),
+        ({"task": {"name": "file", "path": "x", "difficulty": 5}}, "task.difficulty = 5"),
+        ({"rollout": {"engine": "hf", "max_batch": 3}}, "rollout.max_batch = 3"),
+        ({"eval": {"top_p": 0.5}}, "eval.top_p = 0.5"),
+    ],
+)
+def test_keys_that_nothing_reads_are_named(tree, key):
+    notes = [note for note in find_warnings(build_config(tree)) if " is not used: " in note]
+    assert [note.split(" is not used")[0] for note in notes] == [key]
+
+
+def test_no_key_of_the_defaults_or_of_a_preset_is_unused():
+    for name in PRESETS:
+        notes = list(find_warnings(load_config(None, ["--algo.name", name])))
+        assert not [note for note in notes if "not used" in note]
+
+
+def test_runs_on_a_file_are_saved_and_evaluated_now_and_then(tmp_path):
+    path = recipe_file(tmp_path, '[task]\nname = "file"\npath = "d.jsonl"\n')
+    config = load_config(path)
+    assert (config.save.every, config.eval.every) == (20, 0)
+    config = load_config(path, ["--task.eval-path", "e.jsonl"])
+    assert (config.save.every, config.eval.every) == (20, 20)
+    flags = ["--save.every", "0", "--eval.every", "5", "--task.eval-path", "e.jsonl"]
+    config = load_config(path, flags)
+    assert (config.save.every, config.eval.every) == (0, 5)
+    assert load_config(path, ["--save.keep", "0"]).save.every == 0
+    config = load_config(None, ["--task.name", "arithmetic"])
+    assert (config.save.every, config.eval.every) == (0, 0)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qurl.errors import DataError, MissingExtra
+from qurl.errors import ConfigError, DataError, MissingExtra, ModelError
 from qurl.tasks import load_task
 from qurl.tasks.columns import INSTRUCTION
 from qurl.tasks.tokenizer import build_tokenizer
@@ -229,3 +229,106 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path.write_bytes(b"")
     with pytest.raises(MissingExtra, match=r"qurl-rl\[data\]"):
         load_task(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, suffix):
+    row = {"question": "6*7?", "answer": "42"}
+    path = write(tmp_path / f"d{suffix}", [row])
+    content = gzip.decompress(path.read_bytes()) if suffix.endswith("gz") else path.read_bytes()
+    content = b"\xef\xbb\xbf" + content
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    assert load_task(path)[0].answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}", "is nested too deeply; rows have"),
+        (
+            '{"prompt": "a\\ud800", "answer": "1"}',
+            "'a\\ud800' is not valid text (a lone surrogate)",
+        ),
+        ('{"prompt": "a", "answer": "1", "x": [{"\\udc00": 1}]}', "'\\udc00' is not valid text"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "cannot be read: ValueError: Exceeds"),
+    ],
+)
+def test_what_json_allows_and_no_tokenizer_takes(tmp_path, line, reason):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        load_task(path)
+    assert f"{path} line 2: {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{}, {"numbers": [1, 2]}, {"numbers": ["x"], "target": 3}, {"numbers": [1.5], "target": 3}],
+)
+def test_countdown_rows_need_whole_numbers(tmp_path, columns):
+    path = write(tmp_path / "d.jsonl", [{"prompt": "a", "answer": "1", **columns}])
+    with pytest.raises(DataError, match="line 1: the countdown reward needs a list of whole 'numb"):
+        load_task(path, reward="countdown")
+
+
+def test_a_file_replaced_by_another_of_the_same_length_has_another_fingerprint(tmp_path):
+    rows = [{"prompt": "6*7=", "answer": "42"}]
+    before = load_task(write(tmp_path / "d.jsonl", rows)).fingerprint
+    assert load_task(write(tmp_path / "d.jsonl", rows)).fingerprint == before
+    rows = [{"prompt": "6*8=", "answer": "48"}]
+    assert load_task(write(tmp_path / "d.jsonl", rows)).fingerprint != before
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is false %}<no think>{% endif %}"
+)
+
+
+def chat_task(path, rows, template=TEMPLATE, **options):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    options.setdefault("instruction", "")
+    return load_task(write(path, rows), tokenizer=tokenizer, **options)
+
+
+def test_chat_templates_get_arguments_and_a_system_message(tmp_path):
+    rows = [{"prompt": "6*7="}, {"prompt": MESSAGES}]
+    path, own = tmp_path / "d.jsonl", {"reward": "mine:reward"}
+    plain = [p.extra["prompt"] for p in chat_task(path, rows, **own)]
+    assert plain == ["[user]6*7=", "[system]Be brief.[user]What is 2+3?"]
+    options = {"system": "Think.", "chat_template_kwargs": {"enable_thinking": False}}
+    prompts = [p.extra["prompt"] for p in chat_task(path, rows, **options, **own)]
+    assert prompts == [
+        "[system]Think.[user]6*7=<no think>",
+        "[system]Be brief.[user]What is 2+3?<no think>",
+    ]
+
+
+def test_arguments_that_a_chat_template_does_not_read(tmp_path):
+    rows = [{"prompt": "6*7=", "answer": "42"}]
+    with pytest.raises(
+        ConfigError, match=r"kwargs.thinking_on: the model's chat template does not"
+    ):
+        chat_task(tmp_path / "d.jsonl", rows, chat_template_kwargs={"thinking_on": True})
+    with pytest.raises(ConfigError, match="the model's chat template is missing"):
+        chat_task(tmp_path / "d.jsonl", rows, None, chat_template_kwargs={"thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[3].content }}", "UndefinedError"),
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{# nothing #}", "makes an empty prompt"),
+    ],
+)
+def test_a_chat_template_that_fails_names_the_row(tmp_path, template, reason):
+    task = chat_task(tmp_path / "d.jsonl", [{"prompt": "6*7=", "answer": "42"}], template)
+    with pytest.raises(ModelError) as caught:
+        task[0]
+    assert "d.jsonl line 1: the model's chat template " in str(caught.value)
+    assert reason in str(caught.value)

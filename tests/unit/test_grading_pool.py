@@ -315,3 +315,33 @@ def test_closing_ends_the_processes_and_the_pool(folder, monkeypatch):
     pool.close()
     with pytest.raises(RuntimeError, match="after shutdown"):
         pool.grade(items("right"))
+
+
+DESCRIPTORS = '''
+import os
+
+def write(text, answer, extra):
+    """Writes into all descriptors from 3 on, or into low ones, as a careless program would."""
+    found = map(int, os.listdir("/proc/self/fd")) if text == "all" else range(3, 100)
+    for number in sorted(set(found) - {0, 1, 2}):
+        try:
+            os.write(number, extra["bytes"])
+        except OSError:
+            pass
+    return 1.0
+'''
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+@pytest.mark.parametrize("junk", [b"hello " * 20, b"\0\0\0\xff", b"\xff" * 40, b"\0\0\0\x08" * 9])
+def test_a_grader_that_writes_into_descriptors_it_did_not_open(tmp_path, monkeypatch, junk):
+    """Low numbers are not ours; whoever finds our socket anyway gets an error, and no crash."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "descriptors.py").write_text(DESCRIPTORS)
+    with GradingPool("descriptors:write", workers=1, timeout=5.0) as pool:
+        [grade] = pool.grade([("low", "42", {"bytes": junk})])
+        assert grade == Grade(1.0)
+        with pytest.raises(RewardError, match="it wrote into a file descriptor that it did not"):
+            pool.grade([("all", "42", {"bytes": junk})])
+        [grade] = pool.grade([("low", "42", {"bytes": junk})])
+        assert grade == Grade(1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from qurl.config.rules import find_mistakes
+from qurl.config.rules import find_mistakes, find_unusable, needs_file, shorten
 from qurl.config.schema import AlgoConfig, Config
 from qurl.config.shipped import find_recipe, suggest
 from qurl.errors import ConfigError
@@ -90,8 +91,8 @@ def _with_safeguards(config: Config, recipe: Mapping[str, Any], flags: Sequence[
     """Checkpoints and evaluations for a run on one's own data whose recipe asks for none."""
     changes: dict[str, Any] = {}
     for section, is_wanted in {
-        "save": config.task.path and config.save.keep,
-        "eval": config.task.eval_path,
+        "save": needs_file(config.task.name) and config.save.keep,
+        "eval": config.task.eval_path or config.task.eval_sets,
     }.items():
         names = (f"--{section}.every", f"--{section}.every=")
         is_given = any(flag == names[0] or flag.startswith(names[1]) for flag in flags)
@@ -110,13 +111,17 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """The raw tree of a TOML recipe, or of a run's config.json with old keys carried over."""
     path, is_run = Path(path), _is_run(path)
     path = path / "config.json" if is_run else find_recipe(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"there is no recipe and no run at {path}; {suggest(str(path))}")
+    kind, parse = ("JSON", json.loads) if is_run else ("TOML", tomllib.loads)
     try:
-        tree = (json.loads if is_run else tomllib.loads)(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a BOM
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # both parsers raise it, and so does a file that is not text
-        kind = "JSON" if is_run else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply; a recipe has three levels") from error
     if not is_run:
         return tree
     if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
@@ -129,7 +134,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def _is_run(path: str | Path) -> bool:
-    return (Path(path) / "config.json").is_file()
+    return os.path.isfile(Path(path) / "config.json")
 
 
 def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,10 +145,13 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
     """Validate a tree of plain values. Presets and combinations are left to `load_config`."""
     try:
-        return TypeAdapter(Config).validate_python(tree)
+        config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
-        mistakes = [_explain(e) for e in error.errors()]
+        mistakes = [_explain(e) for e in error.errors(include_url=False)]
         raise ConfigError(_listed(list(dict.fromkeys(mistakes)), source)) from None
+    if mistakes := list(find_unusable(to_dict(config))):
+        raise ConfigError(_listed(mistakes, source))
+    return config
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -205,22 +213,22 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
 def _explain(error: Mapping[str, Any]) -> str:
     """One validation error as `path = value is wrong because ...`."""
     parts = [str(p) for p in error["loc"] if not (isinstance(p, str) and "[" in p)]
-    path, value = ".".join(parts), error["input"]
+    path, value = ".".join(parts), shorten(error["input"])
     kind = error["type"]
     if path in MOVED:
-        return f"{path} = {value!r} {_what_became_of(path)}"
+        return f"{path} = {value} {_what_became_of(path)}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         section: Any = Config()
         for name in parts[:-1]:
             section = getattr(section, name)
         where = f"[{'.'.join(parts[:-1])}]" if parts[1:] else "the top level"
-        return f"{path} = {value!r} is not a key; {where} has {', '.join(vars(section))}"
+        return f"{path} = {value} is not a key; {where} has {', '.join(vars(section))}"
     if kind == "literal_error":
-        return f"{path} = {value!r} is not one of {error['ctx']['expected']}"
+        return f"{path} = {value} is not one of {error['ctx']['expected']}"
     if kind == "dataclass_type":
-        return f"{path} = {value!r} must be a table, like [{path}]"
+        return f"{path} = {value} must be a table, like [{path}]"
     message = error["msg"].replace("Input should be", "must be").replace("Input must", "must")
-    return f"{path} = {value!r}: {message.replace('tuple', 'list')}"
+    return f"{path} = {value}: {message.replace('tuple', 'list')}"
 
 
 def _listed(mistakes: Sequence[str], source: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from qurl.config.schema import Config
 from qurl.errors import ConfigError
@@ -29,6 +30,35 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
 ROW_REWARDS = ("math", "exact", "countdown", "code")
 """Rewards that a row of a file may name by itself."""
 NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
+
+
+_LARGEST_STEP = 2**20
+
+
+def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
+    """Values that have the right type, and that no file name, tensor or tokenizer can take."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from find_unusable(value, f"{key}.{name}".lstrip("."))
+            yield from find_unusable(name, f"a name in {key or 'the recipe'}")
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from find_unusable(value, key)
+    elif isinstance(tree, str) and "\0" in tree:
+        yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
+    elif isinstance(tree, int) and abs(tree) >= (limit := 2 ** (63 if key == "seed" else 31)):
+        yield f"{key} = {shorten(tree)} is too large; it must be below {limit}"
+
+
+def shorten(value: Any) -> str:
+    """A value for a message: its repr, of a screen line or two at most."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses very long decimals
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # such an integer inside of a list, or a deep list
+        return f"a {type(value).__name__}"
+    return shown if len(shown) <= 200 else f"{shown[:150]}... ({len(shown)} characters)"
 
 
 def find_mistakes(
@@ -208,11 +238,81 @@ def _data_mistakes(config: Config) -> Iterator[str]:
 
 def _other_mistakes(config: Config) -> Iterator[str]:
     scratch, save = config.model.scratch, config.save
+    sizes = {
+        "batch.problems x sampling.group_size": config.batch.problems * config.sampling.group_size,
+        "eval.samples": config.eval.samples,
+        "sampling.max_tokens": config.sampling.max_tokens,
+        "eval.max_tokens": config.eval.max_tokens,
+        "rollout.max_batch": config.rollout.max_batch,
+        "model.lora_rank": config.model.lora_rank,
+        "model.scratch.warm_start_batch": scratch.warm_start_batch,
+    }
+    for name, size in sizes.items():
+        if size > _LARGEST_STEP:
+            yield f"{name} = {size} is more than {_LARGEST_STEP}, which no run needs"
+    if "" in config.sampling.stop:
+        yield "sampling.stop holds an empty string, which every completion contains; remove it"
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:
         unit = f"2 x model.scratch.heads = {2 * scratch.heads}"
         yield f"model.scratch.hidden_size = {scratch.hidden_size} must be a multiple of {unit}"
     if save.every > 0 and save.keep == 0:
         yield f"save.every = {save.every} asks for checkpoints, save.keep = 0 for none"
+
+
+def _unused(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[tuple[str, str]]:
+    """(key or section, why) of all that other settings make irrelevant."""
+    algo, rollout = config.algo, config.rollout
+    if advantage and not advantage.needs_critic:
+        for key in ("critic", "algo.gamma", "algo.lam"):
+            yield key, f"algo.advantage = {algo.advantage!r} trains no critic"
+    if algo.kl_coef == 0:
+        for key in ("algo.kl_estimator", "algo.kl_in_reward", "experimental.weighted_kl"):
+            yield key, "algo.kl_coef = 0 turns the KL off"
+    if not algo.dynamic_sampling:
+        for key in ("algo.max_gen_rounds", "algo.gen_multiple"):
+            yield key, "algo.dynamic_sampling = false"
+    if config.correction.kind != "icepop":
+        for key in ("correction.icepop_low", "correction.icepop_high"):
+            yield key, f"correction.kind = {config.correction.kind!r}"
+    if objective and not objective.is_truncated:
+        yield "algo.cap", f"algo.objective = {algo.objective!r} truncates nothing"
+    if objective and not objective.is_widened:
+        yield "experimental.acr_max_bound", f"algo.objective = {algo.objective!r} widens nothing"
+    if not config.model.lora_rank:
+        yield "model.lora_alpha", "model.lora_rank = 0"
+    if config.model.path != "scratch":
+        yield "model.scratch", f"model.path = {config.model.path!r} is trained"
+    if config.quant.update_scale == 1:
+        for key in ("experimental.scale_o_proj", "experimental.scale_down_proj"):
+            yield key, "quant.update_scale = 1 turns UAQ off"
+    if needs_file(config.task.name):
+        yield "task.difficulty", "the problems come from a file"
+    if rollout.engine == "hf":
+        for key in ("max_batch", "kv_tokens", "kv_memory_frac", "release_kv", "deterministic"):
+            yield f"rollout.{key}", "rollout.engine = 'hf' has no cache of its own"
+    if not config.eval.samples:
+        for key in ("eval.temperature", "eval.top_p"):
+            yield key, "eval.samples = 0: only greedy completions are evaluated"
+
+
+def find_unused(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    """Keys that were changed and that nothing reads."""
+    default = Config()
+    for path, reason in _unused(config, objective, advantage):
+        ours, theirs = config, default
+        for name in path.split("."):
+            ours, theirs = getattr(ours, name), getattr(theirs, name)
+        if ours == theirs:
+            continue
+        if isinstance(ours, str | int | float | None):
+            yield f"{path} = {shorten(ours)} is not used: {reason}"
+        else:
+            changed = [k for k, v in vars(ours).items() if v != getattr(theirs, k)]
+            yield f"{path}.{f', {path}.'.join(changed)} is not used: {reason}"
 
 
 def find_warnings(
@@ -222,6 +322,10 @@ def find_warnings(
     objective = objective or OBJECTIVES.get(config.algo.objective)
     advantage = advantage or ADVANTAGES.get(config.algo.advantage)
     algo, quant, optim = config.algo, config.quant, config.optim
+    yield from find_unused(config, objective, advantage)
+    for key in ("eval_path", "eval_sets"):
+        if getattr(config.task, key) and not config.eval.every:
+            yield f"task.{key} is set, but eval.every = 0: training does not evaluate"
     if objective and objective.is_widened:
         if config.updates_per_step == 1:
             remedy = "acr equals tis; raise batch.minibatches or batch.epochs"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 # Strict, or pydantic would take true for 1 and "no" for false.
 Flag = Annotated[bool, Field(strict=True)]
@@ -21,6 +22,7 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+FilePath = Annotated[str, AfterValidator(expanduser)]
 T = TypeVar("T")
 # TOML has no null, so "none" stands for it.
 OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
@@ -39,9 +41,9 @@ class Section:
 class ScratchConfig(Section):
     """A tiny Llama that is built from scratch and warm-started on worked answers."""
 
-    hidden_size: Count = 128
+    hidden_size: Annotated[int, Field(ge=1, le=8192, strict=True)] = 128
     """Width of the residual stream."""
-    layers: Count = 2
+    layers: Annotated[int, Field(ge=1, le=128, strict=True)] = 2
     """Decoder layers."""
     heads: Count = 4
     """Attention heads, and key-value heads."""
@@ -57,7 +59,7 @@ class ScratchConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = "scratch"
+    path: FilePath = "scratch"
     """Folder or hub name of a causal LM, or "scratch" to build a tiny one."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     lora_rank: CountOrZero = 0
@@ -80,15 +82,15 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """The problems and how answers are graded."""
 
-    name: str = "arithmetic"
+    name: FilePath = "arithmetic"
     """arithmetic, countdown, gsm8k, math, code, file, gym:<reasoning-gym task>, or module:name."""
-    path: str = ""
+    path: FilePath = ""
     """File of training problems: JSONL (also .gz) or parquet."""
-    eval_path: str = ""
+    eval_path: FilePath = ""
     """File of held-out problems. Generated tasks hold out some of their own."""
     mix: Table[Positive] = ()
     """Several files of training problems and the share of each, in place of path."""
-    eval_sets: Table[str] = ()
+    eval_sets: Table[FilePath] = ()
     """Several files of held-out problems by name, in place of eval_path."""
     reward: str = "auto"
     """auto (the task's own), math, exact, countdown, code, gym:<name>, or module:name."""
@@ -96,13 +98,17 @@ class TaskConfig(Section):
     """Rewards of single rows, by what their `reward` or `data_source` column says."""
     instruction: str = "auto"
     """Text after each question of a file. auto: ask for \\boxed, unless the column is `prompt`."""
+    system: str = ""
+    """System message before each question; a row with one of its own keeps that."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the model's chat template, such as enable_thinking = false."""
     max_prompt_tokens: Count = 1024
     """Longest prompt; a longer one is an error unless skip_long_prompts is set."""
     skip_long_prompts: Flag = False
     """Drop prompts longer than max_prompt_tokens, and report how many."""
     difficulty: Count = 4
     """Size of generated problems: terms of a sum (arithmetic), numbers to combine (countdown)."""
-    grade_workers: Count = 2
+    grade_workers: Annotated[int, Field(ge=1, le=256, strict=True)] = 2
     """Grader processes."""
     grade_timeout: Positive = 10.0
     """Seconds after which a grader is killed."""
@@ -114,7 +120,7 @@ class TaskConfig(Section):
     @property
     def training_files(self) -> dict[str, float]:
         """{file: its share}; the file is empty if the task needs none."""
-        return dict(self.mix) or {self.path: 1.0}
+        return {expanduser(path): share for path, share in self.mix} or {self.path: 1.0}
 
     @property
     def held_out_files(self) -> dict[str, str]:
@@ -147,9 +153,16 @@ class SamplingConfig(Section):
     temperature: Temperature = 1.0
     """Sampling temperature. The trainer divides its logits by it, too."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion."""
+    """Strings that end a completion; special tokens such as "<|im_end|>" count too."""
+    stop_ids: tuple[CountOrZero, ...] = ()
+    """Token ids that end a completion, besides the model's end-of-sequence tokens."""
     select: str = "shuffle"
     """Order of the problems: shuffle (a new random order each epoch), or module:name."""
+
+    @property
+    def stops(self) -> tuple[str | int, ...]:
+        """Strings and token ids, for `SamplingParams.stop`."""
+        return (*self.stop, *self.stop_ids)
 
 
 @dataclass(frozen=True)

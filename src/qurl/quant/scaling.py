@@ -116,7 +116,13 @@ def unscaled_grad_norm(model: nn.Module) -> float:
 
 
 def _record(model: nn.Module) -> dict[str, Any] | None:
-    return getattr(getattr(model, "config", None), "qurl_uaq", None)
+    record = getattr(getattr(model, "config", None), "qurl_uaq", None)
+    if record is None:
+        return None
+    scale = record.get("scale") if isinstance(record, Mapping) else None
+    if not isinstance(scale, float | int) or not 0 < scale < math.inf:
+        raise ModelError(f"config.json: qurl_uaq = {str(record)[:100]} is not what QuRL writes")
+    return {"o_proj": False, "down_proj": False, **record}
 
 
 def _apply_(model: nn.Module, record: Mapping[str, Any], *, is_inverse: bool) -> None:

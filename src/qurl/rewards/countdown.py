@@ -31,7 +31,8 @@ def score_countdown(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         used, value = _evaluate(tree)
     except (SyntaxError, ZeroDivisionError, ValueError):
         return 0.0
-    return float(used <= Counter(extra["numbers"]) and value == extra["target"])
+    given = Counter(int(number) for number in extra["numbers"])
+    return float(used <= given and value == int(extra["target"]))
 
 
 def _evaluate(node: ast.AST) -> tuple[Counter[int], Fraction]:

@@ -8,12 +8,16 @@ when the memory limit is reached. Any other failure is a RewardError that carrie
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import pickle
 import queue
+import secrets
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -25,6 +29,7 @@ from qurl.plugins import name_of
 from qurl.rewards.reward import INLINE, Calls, Grade, Outcome, Scorer, failure, load_reward
 
 _START_SECONDS = 120.0  # imports may take long; they do not count against a grader's deadline
+_LARGEST_MESSAGE = 2**30
 _ASYNC_GRACE = 1.0  # seconds until a process that did not cancel its late async calls is killed
 
 
@@ -165,6 +170,7 @@ class _Worker:
 
     def _launch(self) -> None:
         self._kind: Any = None
+        self._key = secrets.token_hex(16)
         self._socket, theirs = Pipe()
         fd = theirs.fileno()
         # The worker imports what we import, wherever it runs.
@@ -172,7 +178,7 @@ class _Worker:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-u", "-m", "qurl.rewards.worker"),
-                *(self._reward, str(fd), str(self._memory)),
+                *(self._reward, str(fd), self._key, str(self._memory)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=2,
@@ -210,12 +216,48 @@ class _Worker:
     def _receive(self, seconds: float, texts: Sequence[str] = (), answer: str = "") -> Any:
         """The next message; an error if the process died, None if it hung and was killed."""
         try:
-            if self._socket.poll(seconds):
-                return self._socket.recv()
-            self.kill()
+            message = self._read_message(time.monotonic() + seconds)
         except (EOFError, OSError):
             cause = f"the grading process died, exit status {self._process.wait()}"
             return failure(self._reward, cause, texts, answer)
+        if message is None:
+            self.kill()
+            return None
+        key, digest, payload = message[:16], message[16:48], message[48:]
+        if key.hex() == self._key and hashlib.sha256(payload).digest() == digest:
+            return pickle.loads(payload)
+        self.kill()
+        cause = "it wrote into a file descriptor that it did not open"
+        return failure(self._reward, cause, texts, answer)
+
+    def _read_message(self, deadline: float) -> bytes | None:
+        """The next message, or what else was written where its length should be; None if late."""
+        # As `multiprocessing.Connection` frames them, but its recv would wait for ever for the
+        # rest of a message that is none.
+        header = self._read_exactly(4, deadline)
+        if header is None:
+            return None
+        size = int.from_bytes(header, "big", signed=True)
+        if size == -1:
+            size = int.from_bytes(self._read_exactly(8, deadline) or b"", "big")
+        if not 48 <= size <= _LARGEST_MESSAGE:
+            return header
+        start = self._read_exactly(16, deadline)
+        if start is None or start.hex() != self._key:
+            return start
+        rest = self._read_exactly(size - 16, deadline)
+        return None if rest is None else start + rest
+
+    def _read_exactly(self, size: int, deadline: float) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            if not self._socket.poll(max(0.0, deadline - time.monotonic())):
+                return None
+            part = os.read(self._socket.fileno(), min(size - len(parts), 2**20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
 
     def close(self) -> None:
         """End the process for good."""

@@ -114,8 +114,14 @@ def context_length(config: Any) -> int | None:
 
 def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: Any) -> None:
     """Raise unless every prompt is in the vocabulary and leaves room for `max_tokens`."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    longest = context_length(model.config) or math.inf
+    check_prompts_for(model.config, model.get_input_embeddings().num_embeddings, problems, params)
+
+
+def check_prompts_for(
+    config: Any, vocabulary: int, problems: Sequence[Problem], params: SamplingParams
+) -> None:
+    """As `check_prompts`, for a model of which only the config is known."""
+    longest = context_length(config) or math.inf
     for problem in problems:
         num_prompt, name = len(problem.prompt_ids), f"problem {problem.id!r}"
         if num_prompt == 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from qurl.errors import EngineError
+from qurl.errors import EngineError, ModelError
 from qurl.types import Completion, SamplingParams
 
 _TOKENS_PER_CHARACTER = 4
@@ -37,8 +37,19 @@ class StopRule:
             )
         if "" in strings:
             raise EngineError("stop holds an empty string, which every completion contains")
-        ids = frozenset(s for s in params.stop if not isinstance(s, str))
-        return StopRule(ids | eos_ids(model, tokenizer), strings, params.max_tokens, tokenizer)
+        ids = {s for s in params.stop if not isinstance(s, str)}
+        special = special_tokens(tokenizer) if strings else {}
+        ids.update(special[s] for s in strings if s in special)
+        strings = tuple(s for s in strings if s not in special)
+        for string in strings:
+            if inner := next((token for token in special if token in string), None):
+                raise EngineError(
+                    f"stop = {string!r} holds the special token {inner!r}, which no text has; "
+                    f"write {inner!r} alone, or its id"
+                )
+        check_stop_ids(ids, model)
+        ends = frozenset(ids) | eos_ids(model, tokenizer)
+        return StopRule(ends, strings, params.max_tokens, tokenizer)
 
     @property
     def tail_length(self) -> int:
@@ -74,9 +85,34 @@ class StopRule:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Tokens that are left out of a completion's text, and their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {token.content: id for id, token in added.items() if token.special}
+    names = getattr(tokenizer, "all_special_tokens", [])
+    return found | dict(zip(names, getattr(tokenizer, "all_special_ids", []), strict=True))
+
+
+def check_stop_ids(ids: Iterable[int], model: Any) -> None:
+    """Refuse ids that the model cannot sample."""
+    vocabulary = model.config.get_text_config().vocab_size
+    if beyond := [id for id in sorted(ids) if not 0 <= id < vocabulary]:
+        raise EngineError(
+            f"stop id {beyond[0]} is not in the model's vocabulary of {vocabulary} tokens; see "
+            "sampling.stop_ids"
+        )
+
+
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence tokens of the generation config, else of the config; and the tokenizer's."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = getattr(model.config, "eos_token_id", None) if found is None else found
     ids = found if isinstance(found, (list, tuple)) else [found]
-    return frozenset(i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+    ids = [i for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None]
+    for id in ids:
+        if not isinstance(id, int) or isinstance(id, bool) or abs(id) >= 2**31:
+            raise ModelError(
+                f"eos_token_id = {str(found)[:100]} of the model's config.json or "
+                "generation_config.json is not a token id, nor a list of them"
+            )
+    return frozenset(ids)

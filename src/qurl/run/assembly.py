@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
@@ -32,15 +32,17 @@ from qurl.rollout.engine import context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
-    latest_checkpoint,
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
+    newest_sound,
     save_checkpoint,
+    set_aside,
     staged_folder,
 )
 from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
+from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.sampling import ProblemStream, Selector
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, GeneratedTask, JoinedTask, Task, load_task
@@ -138,6 +140,8 @@ class Parts:
     tracker: UpdateTracker | None
     first_step: int
     build_engine: Callable[[], Engine]
+    fingerprints: Mapping[str, str]
+    """Of the data files, by the key that names them."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 
@@ -157,7 +161,8 @@ class Parts:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
-        return {**self.stream.state_dict(), "problems": num_problems, "tracker": tracker}
+        sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
+        return {**self.stream.state_dict(), **sizes, "tracker": tracker}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -175,8 +180,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     device = prepare_torch(config)
     machine = describe_machine(device)
     run.event("start", f"on {machine['device']}", machine=machine)
+    if config.model.path == "scratch" and not (run.path / INITIAL).exists():
+        num_steps = config.model.scratch.warm_start_steps
+        run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
     initial = initial_model(config, run.path, device)
-    checkpoint = latest_checkpoint(run.path / "checkpoints")
+    checkpoint, damaged = newest_sound(run.path / "checkpoints")
     policy, reference = _load_policies(config, initial, checkpoint, device)
     learner = Learner(
         policy,
@@ -187,21 +195,28 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     )
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
-    held_out, tasks = [], [task]
+    held_out, data = [], {"train": task}
     if config.eval.every:
-        tasks.append(load_split(config, "eval", *prompts))
-        held_out = held_out_problems(config, tasks[-1])
+        data["eval"] = load_split(config, "eval", *prompts)
+        held_out = held_out_problems(config, data["eval"])
+        if note := compare_splits(task, data["eval"]):
+            run.warn(note)
+    prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
     for note in (*policy.notes, *task.notes):
         run.warn(note)
     stream = ProblemStream(task, config.seed, choices.select)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
-        first_step = _resume(load_checkpoint(checkpoint, learner), stream, tracker, run)
+        state = load_checkpoint(checkpoint, learner)
+        _warn_of_changed_data(state, prints, run)
+        first_step = _resume(state, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
-    graded = () if choices.reward else tasks
+    graded = () if choices.reward else data.values()
     with build_pool(config, choices.reward or task.reward, *graded) as pool:
+        if first_step == 0 and choices.reward is None:
+            _try_grader(config, task, pool, run)
         build = functools.partial(build_actor, config, policy, config.quant.format, choices)
         engine = full_engine = build()
         if config.has_full_engine:
@@ -217,9 +232,26 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             tracker=tracker,
             first_step=first_step,
             build_engine=build,
+            fingerprints=prints,
         )
+        _set_aside(damaged, first_step, run)
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
         yield parts
+
+
+def _try_grader(config: Config, task: Task, pool: Pool, run: Run) -> None:
+    """Your own reward may cost money, or want whole groups: `qurl validate` tries it."""
+    if is_users_own(task.reward):
+        return
+    if note := rehearse(task, pool).check(config.task.grade_timeout):
+        run.warn(note)
+
+
+def _set_aside(damaged: Mapping[Path, str], first_step: int, run: Run) -> None:
+    """Put damaged checkpoints out of the way, aloud."""
+    for path, damage in damaged.items():
+        kept = set_aside(path).name
+        run.warn(f"{path.name} is damaged ({damage}), kept as {kept}: resumed at {first_step}")
 
 
 def _load_policies(
@@ -260,6 +292,18 @@ def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, r
     if tracker is not None:
         tracker.load_state_dict(state["tracker"])
     return state["step"]
+
+
+def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
+    """Say which data files have other contents than when the checkpoint was saved."""
+    effects = {
+        "train": "the training data has changed since the run was saved: it goes on with others",
+        "eval": "the held-out data has changed since the run was saved: accuracies before and after "
+        "do not compare",
+    }
+    for split, saved in state.get("fingerprints", {}).items():
+        if saved and prints.get(split, saved) != saved:
+            run.warn(effects[split])
 
 
 def prepare_torch(config: Config) -> torch.device:
@@ -324,7 +368,8 @@ def load_split(
     if is_eval and isinstance(task, str) and needs_file(task) and not getattr(options, key):
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards")
+    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards", "system")
+    same += ("chat_template_kwargs",)
     load = functools.partial(
         load_task,
         task,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
@@ -18,6 +18,7 @@ from qurl.run.cards import Card
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.adamw8bit import find_coded
 from qurl.trainer.moments import BLOCK
+from qurl.trainer.policy import load_empty_model
 from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3
@@ -69,6 +70,8 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     try:
         size = measure_model(config)
     except (OSError, ValueError) as error:
+        if os.path.exists(config.model.path):
+            raise
         reason = str(error).splitlines()[0]
         lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
         return "\n".join(lines)
@@ -89,6 +92,13 @@ def room_of(device: torch.device) -> tuple[float | None, str]:
         return None, ""
     found = torch.cuda.get_device_properties(device)
     return found.total_memory, found.name
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the card, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
@@ -157,6 +167,7 @@ def memory_rows(
         # The moments come with the first update. Only a cache that is given back makes room.
         free = card - sum(held.values()) - moments * config.rollout.release_kv
         cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+    logits = min(config.model.logits_chunk, microbatch_tokens(config))
     rows = held | {
         "AdamW": moments,
         CACHE: cache,
@@ -165,7 +176,7 @@ def memory_rows(
         "merged weights": float(wide * num_quantized * (not is_full)),
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
-        "logits and head": (4.0 + wide) * config.model.logits_chunk * size.vocabulary + 4.0 * head,
+        "logits and head": (4.0 + wide) * logits * size.vocabulary + 4.0 * head,
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -192,14 +203,19 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     pass computes meanwhile; in FP32: the residual stream before each norm (2 H) and a number per
     head. With checkpointing: the residual stream once per layer, and one layer with its gradients.
     """
-    longest = longest_sequence(config)
-    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
-    tokens = min(max(config.batch.microbatch_tokens, longest), rows * longest)
+    tokens = microbatch_tokens(config)
     computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
     layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
     if config.model.gradient_checkpointing:
         return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))
     return float(tokens * layer * size.num_layers)
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Most tokens of one forward and backward pass."""
+    longest = longest_sequence(config)
+    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
+    return min(max(config.batch.microbatch_tokens, longest), rows * longest)
 
 
 def longest_sequence(config: Config) -> int:
@@ -208,12 +224,10 @@ def longest_sequence(config: Config) -> int:
 
 def measure_model(config: Config) -> ModelSize:
     """Count parameters on the meta device: no weights are read or made."""
+    if config.model.path != "scratch":
+        return measure(load_empty_model(config.model.path))
     with torch.device("meta"):
-        if config.model.path == "scratch":
-            model: Any = build_tiny_llama(config.model.scratch, build_tokenizer())
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
-    return measure(model)
+        return measure(build_tiny_llama(config.model.scratch, build_tokenizer()))
 
 
 def measure(model: Any) -> ModelSize:

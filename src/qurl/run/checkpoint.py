@@ -6,16 +6,18 @@ checkpoints/step-000123/
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic
     state.pt           step, data position, update tracker, random state
+    checksums.json     SHA-256 of each file above
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,10 +27,13 @@ from torch.optim import Optimizer
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
+from qurl.trainer.folder import UNREADABLE
 from qurl.trainer.learner import Learner
 from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.lora import load_adapters_
 from qurl.trainer.policy import PLAIN, Policy, load_policy
+
+CHECKSUMS = "checksums.json"
 
 
 def save_checkpoint(
@@ -74,10 +79,69 @@ def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> Non
         optimizers["critic"] = learner.critic_optimizer.state_dict()
     torch.save(optimizers, folder / "optimizer.pt")
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    sums = {str(path.relative_to(folder)): _checksum(path) for path in _files(folder)}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_damage(folder: Path, under: str = "") -> str | None:
+    """What is wrong with a checkpoint, or with its files `under` a folder; None if nothing is.
+
+    Checkpoints of versions without checksums count as sound.
+    """
+    if not (folder / CHECKSUMS).exists():
+        return None
+    try:
+        sums = dict(json.loads((folder / CHECKSUMS).read_text()))
+        for name, checksum in sums.items():
+            path = folder / name
+            if not name.startswith(under):
+                continue
+            if not path.is_file():
+                return f"{name} is missing"
+            if _checksum(path) != checksum:
+                return f"{name} does not match its checksum"
+    except (OSError, ValueError, TypeError) as error:
+        return f"its files cannot be read: {error}"
+    return None
+
+
+def newest_sound(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest undamaged checkpoint, and what is wrong with each newer one.
+
+    Raises if there are checkpoints and all of them are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(list_checkpoints(folder)):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            return checkpoint, damaged
+        damaged[checkpoint] = damage
+    if damaged:
+        listed = "; ".join(f"{path}: {damage}" for path, damage in damaged.items())
+        raise CheckpointError(
+            f"no checkpoint is undamaged: {listed}. Restore one from a copy, or choose another "
+            "run_dir to start again"
+        )
+    return None, {}
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither resumed from nor counted."""
+    target = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    return checkpoint.rename(target)
 
 
 def load_saved_policy(
@@ -105,7 +169,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
             weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
             learner.critic.load_state_dict(weights)
             _load_optimizer(learner.critic_optimizer, optimizers["critic"])
-    torch.set_rng_state(state.pop("torch_rng"))
+        torch.set_rng_state(state.pop("torch_rng"))
     return state
 
 
@@ -121,7 +185,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def _naming_unreadable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         cause = error.__cause__ or error
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {str(cause) or type(cause).__name__}. Remove "
@@ -149,6 +213,10 @@ def find_policy(source: Path) -> Path:
     for folder in (checkpoint / "policy" if checkpoint else source, source / "policy", source):
         has_config = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
         if has_config and list(folder.glob("*.safetensors*")):
+            if damage := find_damage(folder.parent, under="policy"):
+                raise CheckpointError(
+                    f"checkpoint {folder.parent} is damaged: {damage}; name another checkpoint"
+                )
             return folder
     raise CheckpointError(
         f"{source} is neither a run with a checkpoint nor a checkpoint; expected "

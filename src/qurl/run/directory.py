@@ -294,8 +294,8 @@ def _flat(config: Config) -> dict[str, Any]:
     return flatten(json.loads(to_json(config)))  # in JSON, tuples are lists
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    after = dict.fromkeys(before, "absent") | dict(after)
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    before, after = dict.fromkeys(after, "absent") | before, dict.fromkeys(before, "absent") | after
     return {key: [before[key], after[key]] for key in before if before[key] != after[key]}
 
 
@@ -322,7 +322,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

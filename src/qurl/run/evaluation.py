@@ -112,7 +112,7 @@ def evaluate(
     greedy = SamplingParams(
         max_tokens=config.eval_max_tokens,
         temperature=0.0,
-        stop=config.sampling.stop,
+        stop=config.sampling.stops,
         seed=derive_seed(config.seed, "eval"),
     )
     rollouts = engine.generate(problems, greedy)

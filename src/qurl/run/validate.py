@@ -1,26 +1,44 @@
-"""`qurl validate`: checks a recipe before anything is loaded or written."""
+"""`qurl validate`: finds what `qurl train` would refuse. Loads no model and writes nothing."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from qurl.config import load_config
 from qurl.config.rules import find_warnings
-from qurl.errors import ConfigError, ModelError, QurlError
+from qurl.errors import ConfigError, MissingExtra, ModelError, QurlError
 from qurl.ops.device import pick_device
-from qurl.rollout.local.architecture import check_family
+from qurl.ops.families import FAMILIES
+from qurl.quant.linear import check_quantizable, is_full, quantized_projections
+from qurl.quant.scaling import uaq_scale
+from qurl.rollout.engine import check_prompts_for
+from qurl.rollout.local.architecture import read_architecture
+from qurl.rollout.stop import StopRule
 from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
+from qurl.run.budget import GIB, find_savings, measure_model, memory_rows, peak_memory, total_memory
+from qurl.run.checkpoint import newest_sound
 from qurl.run.directory import find_changes
-from qurl.tasks.columns import needs_answer
+from qurl.run.inputs import check_model_path
+from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
-from qurl.trainer.policy import load_model_config, load_tokenizer
+from qurl.trainer.folder import check_finite, check_folder, check_shapes
+from qurl.trainer.policy import load_empty_model, load_model_config, load_tokenizer
+from qurl.types import SamplingParams
+
+NUM_PROMPTS = 32
+"""Prompts that are made of real rows, spread over the task."""
 
 
 def validate(source: str | None, flags: Sequence[str]) -> bool:
-    """Check a recipe as far as possible without reading weights; print a line per check."""
+    """Check a recipe as far as possible without training; print a line per check."""
     recipe = Recipe(source, flags)
     print("ok    keys and values")
     for warning in find_warnings(recipe.config):
@@ -29,19 +47,30 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
         "device": lambda: str(pick_device(recipe.config.device)),
         "parts": recipe.check_parts,
         "run directory": recipe.check_run_dir,
+        "trackers": recipe.check_trackers,
         "model": recipe.check_model,
+        "precision": recipe.check_precision,
+        "weights": recipe.check_weights,
+        "memory": recipe.check_memory,
         "training problems": recipe.check_training_task,
         "held-out problems": recipe.check_held_out,
+        "stops": recipe.check_stops,
         "grader": recipe.check_grader,
     }
-    is_sound = True
+    mistakes: list[str] = []
     for name, check in checks.items():
         try:
-            print(f"ok    {name}: {check()}")
-        except (QurlError, OSError, ValueError) as error:
-            is_sound = False
-            print(f"FAIL  {name}: {error}")
-    return is_sound
+            if result := check():
+                print(f"ok    {name}: {result}")
+        except QurlError as error:
+            if str(error) not in mistakes:  # several checks read the same file
+                print(f"FAIL  {name}: {error}")
+            mistakes.append(str(error))
+    for note in recipe.notes:
+        print(f"note  {note}")
+    if recipe.prompt:
+        print(f"\nThe first prompt:\n{recipe.prompt}")
+    return not mistakes
 
 
 class Recipe:
@@ -52,6 +81,8 @@ class Recipe:
         self.tokenizer: Any = None
         self.model_config: Any = None
         self.task: Task | None = None
+        self.prompt = ""
+        self.notes: list[str] = []
 
     def check_parts(self) -> str:
         choices = Choices.of(self.config)
@@ -59,10 +90,31 @@ class Recipe:
         return ", ".join(part.__name__ for part in parts if part is not None)
 
     def check_run_dir(self) -> str:
-        changes = find_changes(Path(self.config.run_dir).expanduser(), self.config)
+        path = Path(self.config.run_dir).expanduser()
+        place = path
+        while not os.path.lexists(place) and place != place.parent:
+            place = place.parent
+        if not os.path.isdir(place):
+            raise ConfigError(f"run_dir = {str(path)!r}: {place} is no folder; choose another")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"run_dir = {str(path)!r} cannot be written: no permission in {place}"
+            )
+        changes = find_changes(path, self.config)
+        _, damaged = newest_sound(path / "checkpoints")
+        self.notes += [f"{found} is damaged: {damage}" for found, damage in damaged.items()]
         return f"{self.config.run_dir}, {'a new run' if changes is None else 'a run to resume'}"
 
+    def check_trackers(self) -> str:
+        track = self.config.track
+        wanted = {"tensorboard": track.tensorboard, "wandb": bool(track.wandb)}
+        for name in (name for name, is_on in wanted.items() if is_on):
+            if find_spec(name) is None:
+                raise MissingExtra(name, name, f"track.{name}")
+        return ", ".join(name for name, is_on in wanted.items() if is_on) or "none"
+
     def check_model(self) -> str:
+        check_model_path(self.config)
         path = self.config.model.path
         self.tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
         num_tokens = len(self.tokenizer)
@@ -71,42 +123,108 @@ class Recipe:
             return f"made from scratch, {tokens}"
         self.model_config = load_model_config(path)
         kind = self.model_config.model_type
-        if self.config.rollout.engine == "local":
-            check_family(kind)
         vocabulary = self.model_config.get_text_config().vocab_size
         if num_tokens > vocabulary:
             sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
             raise ModelError(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
 
+    def check_precision(self) -> str:
+        """What engine, quantizer and UAQ need of a model's layers, seen on one without weights."""
+        config, path = self.config, self.config.model.path
+        quant, device = config.quant, pick_device(config.device)
+        dtype = config.model.compute_dtype
+        is_bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+        if config.experimental.dither and not is_bf16:
+            raise ConfigError("experimental.dither = true needs model.compute_dtype = 'bfloat16'")
+        num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
+        if config.rollout.deterministic and num_threads > 1:
+            raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
+        if path == "scratch":
+            layers = config.model.scratch.layers
+            if quant.full_layers:
+                is_full(0, layers, quant.full_layers)
+            return f"{quant.format} of {layers} layers"
+        model = load_empty_model(path)
+        uaq_scale(model)
+        if config.rollout.engine == "local":
+            read_architecture(model)
+        if quant.format != "none":
+            check_quantizable(model)
+            quantized_projections(model, quant.full_layers)
+        uaq = quant.update_scale > 1 or config.experimental.norm_fed_lr_scale != 1
+        if uaq and (kind := model.config.model_type) not in FAMILIES:
+            raise ModelError(f"UAQ does not know model type {kind!r}; set quant.update_scale = 1")
+        return f"{quant.format} of {type(model).__name__}"
+
+    def check_weights(self) -> str:
+        path = self.config.model.path
+        if path == "scratch" or not os.path.isdir(path):
+            return "made at the start" if path == "scratch" else "not read, they are on the hub"
+        check_folder(path)
+        check_shapes(path, load_empty_model(path))
+        return check_finite(path)
+
+    def check_memory(self) -> str:
+        config, device = self.config, pick_device(self.config.device)
+        total = total_memory(device)
+        rows = memory_rows(config, measure_model(config), total if device.type == "cuda" else None)
+        peak = peak_memory(config, rows)
+        sizes = f"about {peak / GIB:.2f} of {total / GIB:.1f} GiB at the peak"
+        if peak > total:
+            savings = " or ".join(find_savings(config))
+            raise ConfigError(f"{sizes}, too much for {device}; {savings} saves memory")
+        return sizes
+
     def check_training_task(self) -> str:
         self.task = task = load_split(self.config, "train", self.tokenizer, self.model_config)
-        first = f"the first has {len(task[0].prompt_ids)} tokens" if self.tokenizer else ""
+        spread = range(0, len(task), max(1, len(task) // NUM_PROMPTS))
+        problems = [task[i] for i in spread[:NUM_PROMPTS]]
+        first = ""
+        if self.tokenizer:
+            self.prompt = problems[0].extra.get("prompt", "")
+            first = f"the first has {len(problems[0].prompt_ids)} tokens"
+        if self.model_config is not None:
+            params = SamplingParams(max_tokens=self.config.sampling.max_tokens)
+            vocabulary = self.model_config.get_text_config().vocab_size
+            check_prompts_for(self.model_config, vocabulary, problems, params)
         return "; ".join(filter(None, [f"{len(task)} of {task.name}", first, *task.notes]))
 
     def check_held_out(self) -> str:
         if not self.config.eval.every:
             return "not used (eval.every = 0)"
         task = load_split(self.config, "eval", self.tokenizer, self.model_config)
+        if self.task is not None and (note := compare_splits(self.task, task)):
+            self.notes.append(note)
         return f"{len(held_out_problems(self.config, task))}"
+
+    def check_stops(self) -> str:
+        """The tokens and strings that end a completion; empty if the tokenizer is not there."""
+        if self.tokenizer is None:
+            return ""
+        config: Any = self.model_config or SimpleNamespace(
+            get_text_config=lambda: SimpleNamespace(vocab_size=len(self.tokenizer))
+        )
+        model: Any = SimpleNamespace(config=config, generation_config=self._generation_config())
+        rule = StopRule.of(model, self.tokenizer, SamplingParams(stop=self.config.sampling.stops))
+        if not rule.token_ids and not rule.strings:
+            self.notes.append("nothing ends a completion before sampling.max_tokens: set stop_ids")
+        ids = [f"{id} {self.tokenizer.decode([id])!r}" for id in sorted(rule.token_ids)]
+        return ", ".join([*ids, *map(repr, rule.strings)]) or "none"
+
+    def _generation_config(self) -> Any:
+        from transformers import GenerationConfig
+
+        if not os.path.isfile(Path(self.config.model.path, "generation_config.json")):
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.config.model.path)
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"generation_config.json cannot be read: {error}") from error
 
     def check_grader(self) -> str:
         """Grade right answers and a wrong one; your own reward may want others, and must run."""
         task = self.task or load_split(self.config, "train")
-        problem = task[0]
-        worked = getattr(task, "worked_answer", None)
-        boxed = f"The answer is \\boxed{{{problem.answer}}}."
-        texts = [worked(problem)] if worked else [problem.answer, boxed]
         with build_pool(self.config, task.reward, task) as pool:
-            items = [(text, problem.answer, problem.extra) for text in (*texts, "no idea")]
-            *good, bad = pool.grade(items)
-        if any(grade.timed_out for grade in (*good, bad)):
-            limit = self.config.task.grade_timeout
-            raise ConfigError(f"{task.reward!r} was killed at task.grade_timeout = {limit:g} s")
-        best = max(grade.score for grade in good)
-        scores = f"{task.reward!r} gives the truth {best:g} and a non-answer {bad.score:g}"
-        if best > bad.score:
-            return scores
-        if not needs_answer(task.reward):
-            return f"{scores}, alike or worse: is that meant?"
-        raise ConfigError(f"{scores}: a right answer must earn more than a wrong one")
+            rehearsal = rehearse(task, pool)
+        return rehearsal.check(self.config.task.grade_timeout) or str(rehearsal)

@@ -45,6 +45,8 @@ def load_task(
     skip_long_prompts: bool = False,
     reward: str = "auto",
     rewards: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    system: str = "",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Task:
     """A task by its name, by a file's path, or by your own generator or its `module:name`.
 
@@ -56,7 +58,8 @@ def load_task(
     if split not in SIZES:
         raise ConfigError(f"split = {split!r} is not one of {', '.join(SIZES)}")
     limit = f"{limited_by} = {max_prompt_tokens}"
-    prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limit, skip_long_prompts)
+    chat = (system, chat_template_kwargs or {})
+    prompts = Prompts(tokenizer, instruction, max_prompt_tokens, limit, skip_long_prompts, *chat)
     name = name_or_path.__name__ if callable(name_or_path) else str(name_or_path)
     is_known = name in _EXPECTED_COLUMNS
     if not callable(name_or_path) and (is_known or name.endswith(files.FORMATS)):

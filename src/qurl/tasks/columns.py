@@ -21,10 +21,16 @@ from qurl.plugins import is_users_own
 from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
-CODE_INSTRUCTION = "Write it in Python. Put the whole program between ```python and ```."
+INSTRUCTIONS = {
+    "exact": "Answer with the final answer only.",
+    "countdown": "Answer with one expression of the given numbers only, each used at most once.",
+    "code": "Write it in Python. Put the whole program between ```python and ```.",
+}
+"""What is asked instead where the reward reads something else."""
 
 TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
+_DEEPEST = 50
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
@@ -77,13 +83,14 @@ def with_tests(row: Row) -> Row:
             f"{row.where}: no tests for the reward 'code'; one of {', '.join(TEST_COLUMNS)} must "
             f"be there (found: {', '.join(map(str, row.columns))})"
         )
-    return replace(row, instruction=CODE_INSTRUCTION if row.instruction else "")
+    return row
 
 
 def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     """Check a row and find its question, truth and id."""
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
+    _check_text(columns, where)
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
     truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
     nested = columns.get("reward_model")
@@ -147,6 +154,50 @@ def _read_truth(value: Any, column: str, where: str) -> str:
         return text.rpartition("####")[2].strip().replace(",", "")
     boxed = last_boxed(text) if column == "solution" else None
     return text if boxed is None else boxed.strip()
+
+
+def _check_text(columns: Mapping[str, Any], where: str) -> None:
+    """Refuse text that cannot be written as UTF-8, and columns of columns without an end."""
+    parts: list[Any] = [columns]
+    for _ in range(_DEEPEST):
+        if broken := next((p for p in parts if isinstance(p, str) and not _is_text(p)), None):
+            raise DataError(
+                f"{where}: {broken[:80]!r} is not valid text (a lone surrogate); remove that "
+                "character"
+            )
+        keys = [key for part in parts if isinstance(part, Mapping) for key in part]
+        values = [v for part in parts if isinstance(part, Mapping) for v in part.values()]
+        parts = [*keys, *values, *(v for part in parts if isinstance(part, list) for v in part)]
+    if parts:
+        raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
+
+
+def _is_text(value: str) -> bool:
+    """Can it be written as UTF-8? Lone surrogates cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_numbers(columns: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The columns with whole `numbers` and a whole `target`, for the countdown reward."""
+    numbers, target = columns.get("numbers", columns.get("nums")), columns.get("target")
+    values: list[Any] = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
+    if not all(_is_whole(value) for value in values):
+        raise DataError(
+            f"{where}: the countdown reward needs a list of whole 'numbers' and a whole 'target', "
+            f"not {str(numbers)[:100]} and {str(target)[:100]}"
+        )
+    *given, goal = (int(value) for value in values)
+    return {**columns, "numbers": given, "target": goal}
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) < 100 and value.strip().removeprefix("-").isdecimal()
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
 def _read_id(row: Mapping[str, Any]) -> str:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qurl.errors import DataError
+from qurl.errors import DataError, ModelError
 from qurl.plugins import import_extra
 from qurl.tasks import sources
-from qurl.tasks.columns import Row, find_reward, needs_answer, read_row, with_tests
+from qurl.tasks.columns import (
+    INSTRUCTIONS,
+    Row,
+    find_reward,
+    needs_answer,
+    read_numbers,
+    read_row,
+    with_tests,
+)
 from qurl.tasks.task import Prompts
-from qurl.types import Problem
+
+if TYPE_CHECKING:
+    from qurl.types import Problem
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -46,13 +59,27 @@ class FileTask:
         self.notes = tuple(self._notes(path, rows, answerable))
         if not self._rows:
             raise DataError(f"no row of {path} is left: {'; '.join(self.notes) or 'it is empty'}")
+        self.path = Path(path)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the file's contents."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @property
+    def questions(self) -> set[str]:
+        """What is asked, to see whether two files ask the same."""
+        return {"\n".join(m["content"].strip() for m in row.messages) for row in self._rows}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Problem:
+        from qurl.types import Problem  # here, because it imports torch
+
         row = self._rows[index]
-        text, ids = self._prompts.encode(row.messages, row.instruction)
+        text, ids = self._encode(row)
         answer, *others = row.answers or ("",)
         accepted = {"accepted_answers": others} if others else {}
         own = {"qurl_reward": row.reward} if row.reward != self.reward else {}
@@ -63,7 +90,13 @@ class FileTask:
         prompts, question = self._prompts, (row.messages, row.instruction)
         num_bytes = sum(len(m["content"].encode()) for m in prompts.instruct(*question))
         is_short = num_bytes + _TEMPLATE_ROOM <= prompts.max_tokens
-        return is_short or prompts.admit(prompts.encode(*question)[1], row.where)
+        return is_short or prompts.admit(self._encode(row)[1], row.where)
+
+    def _encode(self, row: Row) -> tuple[str, tuple[int, ...]]:
+        try:
+            return self._prompts.encode(row.messages, row.instruction)
+        except ModelError as error:
+            raise ModelError(f"{row.where}: {error}") from error
 
     def _notes(self, path: str | Path, rows: list[Row], answerable: list[Row]) -> Iterator[str]:
         """Which rows were left out and why, and whether the file has answers at all."""
@@ -80,18 +113,26 @@ class FileTask:
             )
 
 
-def read_rows(path: Path, reward: str, rewards: Mapping[str, str], *, path_key: str) -> list[Row]:
-    """Every row of a file, checked. An id that repeats gets its row number too."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else f"does not exist (seen from {Path.cwd()})"
-        what += sources.hint(path.name)
-        raise DataError(f"data file {path} {what}; set {path_key} to a file that is there")
+def read_rows(
+    path: Path,
+    reward: str,
+    rewards: Mapping[str, str],
+    *,
+    path_key: str,
+    first: int | None = None,
+) -> list[Row]:
+    """The first rows of a file, or all, checked. An id that repeats gets its row number too."""
+    check_file(path, path_key)
     stem, unit = path.name.split(".")[0], "line" if ".jsonl" in path.suffixes else "row"
     rows: dict[str, Row] = {}
-    for number, columns in read_columns(path):
+    for number, columns in islice(read_columns(path), first):
         where = f"{path} {unit} {number}"
         own_reward = find_reward(columns, where, reward, rewards)
         row = read_row(columns, where, needs_answer=needs_answer(own_reward))
+        if own_reward == "countdown":
+            row = replace(row, columns=read_numbers(row.columns, where))
+        if row.instruction:  # it asks for what the reward reads
+            row = replace(row, instruction=INSTRUCTIONS.get(own_reward, row.instruction))
         id = row.id or f"{stem}-{number}"
         id = f"{id}#{number}" if id in rows else id
         row = with_tests(row) if own_reward == "code" else row
@@ -99,10 +140,20 @@ def read_rows(path: Path, reward: str, rewards: Mapping[str, str], *, path_key: 
     return list(rows.values())
 
 
-def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, columns) of each row."""
+def check_file(path: Path, path_key: str) -> None:
+    """Raise DataError unless there is a file that can be read."""
+    remedy = f"set {path_key} to a file that is there"
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else f"does not exist (seen from {Path.cwd()})"
+        raise DataError(f"data file {path} {what}{sources.hint(path.name)}; {remedy}")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"data file {path} cannot be read: no permission; {remedy}")
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")
+
+
+def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, columns) of each row."""
     number, opener = 0, gzip.open if path.suffix == ".gz" else open
     try:
         if path.suffix == ".parquet":
@@ -116,10 +167,12 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"it must hold a list of objects, not a {type(rows).__name__}")
             yield from enumerate(rows, start=1)
         else:
-            with opener(path, "rt", encoding="utf-8") as lines:
+            with opener(path, "rt", encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield number, json.loads(line)
+    except RecursionError as error:
+        raise DataError(f"{path} line {number}: is nested too deeply") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
         is_json = isinstance(error, json.JSONDecodeError)

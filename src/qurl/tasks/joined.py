@@ -6,9 +6,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from qurl.tasks.task import Task
-from qurl.types import Problem
+
+if TYPE_CHECKING:
+    from qurl.types import Problem
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,17 @@ class JoinedTask:
     @property
     def notes(self) -> list[str]:
         return [note for task in self.parts.values() for note in task.notes]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the contents of any part."""
+        return "+".join(getattr(task, "fingerprint", "") for task in self.parts.values())
+
+    @property
+    def questions(self) -> set[str]:
+        """What is asked."""
+        sets = (getattr(task, "questions", set()) for task in self.parts.values())
+        return set().union(*sets)
 
     @property
     def sizes(self) -> list[int]:

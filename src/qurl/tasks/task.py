@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from qurl.errors import DataError
-from qurl.types import Problem
+from qurl.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:  # it imports torch, and a data file is checked before that
+    from qurl.types import Problem
 
 Messages = Sequence[Mapping[str, str]]
 """A chat: `role` and `content` of each message."""
@@ -39,6 +41,18 @@ class Prompts:
     max_tokens: int
     limit: str  # the setting that limits them and its value, for errors
     skip_long: bool  # leave out prompts that are too long instead of raising an error
+    system: str = ""  # a system message for chats that have none
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        texts = list(template.values()) if isinstance(template, dict) else [template]
+        for name in self.template_arguments if self.tokenizer is not None else ():
+            if not any(name in text for text in texts):
+                has = "does not read it" if self.is_chat else "is missing"
+                raise ConfigError(
+                    f"task.chat_template_kwargs.{name}: the model's chat template {has}; remove it"
+                )
 
     @property
     def is_chat(self) -> bool:
@@ -50,15 +64,34 @@ class Prompts:
         if not self.is_chat:
             text = "\n\n".join(message["content"] for message in messages)
             return text, tuple(self.tokenizer(text).input_ids) if self.tokenizer else ()
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text = self._render(messages)
         # The template writes the special tokens itself.
         return text, tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
+    def _render(self, messages: Messages) -> str:
+        from jinja2 import TemplateError
+
+        causes = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+        options = {"tokenize": False, "add_generation_prompt": True, **self.template_arguments}
+        try:
+            text = self.tokenizer.apply_chat_template(messages, **options)
+        # A template is a program: it raises errors of its own, or fails on what it gets.
+        except (TemplateError, RecursionError, *causes) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ModelError(
+                f"the model's chat template fails on messages of the roles {roles}: "
+                f"{type(error).__name__}: {error}; mend chat_template in its tokenizer, or the "
+                "messages"
+            ) from error
+        if not text.strip():
+            raise ModelError("the model's chat template makes an empty prompt; mend it")
+        return text
+
     def instruct(self, messages: Messages, default: str) -> Messages:
-        """Put the instruction on a line after the last message."""
+        """Put the system message first, and the instruction on a line after the last message."""
         instruction = default if self.instruction == "auto" else self.instruction
+        if self.system and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
         if not instruction:
             return messages
         *first, last = messages

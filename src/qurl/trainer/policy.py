@@ -21,6 +21,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.linear import EngineCodes
+from qurl.trainer.folder import LARGEST_WEIGHT, UNREADABLE, check_folder, describe_broken
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
@@ -170,17 +171,33 @@ def load_policy(
 
 
 def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a model, which must turn a text into tokens."""
     from transformers import AutoTokenizer
 
-    with _loading(path, "model.path"):
-        return AutoTokenizer.from_pretrained(path)
+    with _loading(path, "model.path", "tokenizer"):
+        # Without the False, transformers would ask on the terminal whether it may run its code.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if not tokenizer("6*7=").input_ids:
+            raise ValueError("its tokenizer makes no tokens of '6*7='")
+    return tokenizer
 
 
 def load_model_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     with _loading(path, "model.path"):
-        return AutoConfig.from_pretrained(base_of(path))
+        return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
+
+
+def load_empty_model(path: str | Path) -> Any:
+    """A model on the meta device: its shapes, and no weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(path)
+    with _loading(path, "model.path"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def load_model(path: str | Path, key: str = "model.path") -> Any:
@@ -192,29 +209,49 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would garble the run's own progress line
-    with _loading(path, key):
+    with _loading(path, key, "weights"):
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, info = load(base_of(path), dtype=torch.float32, output_loading_info=True)
+        options = {"output_loading_info": True, "trust_remote_code": False}
+        model, info = load(base_of(path), dtype=torch.float32, **options)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
+    for name, weight in model.named_parameters():
+        if not bool((weight.abs() < LARGEST_WEIGHT).all()):
+            raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))
     return model
 
 
 @contextmanager
-def _loading(path: str | Path, key: str) -> Iterator[None]:
-    # A hub name is `owner/name`.
-    may_be_hub_name = str(path).count("/") <= 1 and not str(path).startswith((".", "/", "~"))
-    if not Path(path).exists() and not may_be_hub_name:
-        raise ModelError(f"{key} = {str(path)!r} does not exist (seen from {Path.cwd()})")
+def _loading(path: str | Path, key: str, *needs: str) -> Iterator[None]:
+    check_folder(path, key, needs=needs)
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:
+        # The tokenizers library raises the plain class, huggingface_hub its own.
+        is_plain = type(error) is Exception or type(error).__module__.startswith("huggingface_hub")
+        if not isinstance(error, (*UNREADABLE, SafetensorError)) and not is_plain:
+            raise
         raise ModelError(
             f"{key} = {str(path)!r} cannot be loaded as a causal LM; give a folder with "
             "config.json, weights and tokenizer, or a hub name that is reachable from here: "
-            f"{error}"
+            f"{_explain(error)}"
         ) from error
+
+
+def _explain(error: Exception) -> str:
+    """The reason, without advice that does not apply here."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings Python code of its own, which is never run here; use a model whose "
+            "architecture is part of transformers"
+        )
+    if "ignore_mismatched_sizes" in str(error):
+        return "the shapes of its weights are not those that its config.json gives"
+    kept = [line for line in str(error).splitlines() if line.strip() and "frame #" not in line]
+    return "\n".join(kept[:12]) or type(error).__name__
 
 
 def _make_savable_(model: Any) -> None:
@@ -240,6 +277,11 @@ def _check_head(model: nn.Module) -> None:
     ids = torch.arange(4, device=next(model.parameters()).device)[None]
     ours = apply_head(model, hidden_states(model, ids, torch.float32)).float()
     theirs = model(input_ids=ids, use_cache=False).logits.float()
+    if not bool(theirs.isfinite().all()):
+        raise ModelError(
+            f"the logits of {type(model).__name__} are not finite on a test prompt: its weights "
+            "are damaged; use another copy"
+        )
     gap = float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
     if not gap < 1e-3:
         raise ModelError(

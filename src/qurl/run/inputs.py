@@ -1,0 +1,43 @@
+"""Looks at the files that a recipe names before torch is imported: most mistakes show at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qurl.config import Config
+from qurl.config.rules import needs_file
+from qurl.errors import ConfigError
+from qurl.tasks.files import FORMATS, read_rows
+from qurl.trainer.folder import check_folder
+
+_FIRST_ROWS = 1000
+
+
+def check_inputs(config: Config) -> None:
+    """Raise if the model folder or a data file cannot be used; reads the first rows only."""
+    check_model_path(config)
+    task = config.task
+    if not needs_file(task.name):
+        return
+    keys = dict.fromkeys(task.training_files, "task.mix" if task.mix else "task.path")
+    if task.name.endswith(FORMATS):
+        keys = {task.name: "task.name"}
+    if config.eval.every:
+        key = "task.eval_sets" if task.eval_sets else "task.eval_path"
+        keys |= dict.fromkeys(task.held_out_files.values(), key)
+    for path, key in keys.items():
+        first = None if path.endswith(".parquet") else _FIRST_ROWS
+        if path:
+            read_rows(Path(path), task.reward, dict(task.rewards), path_key=key, first=first)
+
+
+def check_model_path(config: Config) -> None:
+    """Raise unless model.path may hold a model, and one that can learn this task."""
+    task = config.task
+    if config.model.path != "scratch":
+        return check_folder(config.model.path)
+    if needs_file(task.name):
+        raise ConfigError(
+            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
+            "model.path to a pretrained model, or task.name to arithmetic or countdown"
+        )

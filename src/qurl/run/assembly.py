@@ -298,8 +298,8 @@ def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], r
     """Say which data files have other contents than when the checkpoint was saved."""
     effects = {
         "train": "the training data has changed since the run was saved: it goes on with others",
-        "eval": "the held-out data has changed since the run was saved: accuracies before and after "
-        "do not compare",
+        "eval": "the held-out data has changed since the run was saved: accuracies do not compare "
+        "with those before",
     }
     for split, saved in state.get("fingerprints", {}).items():
         if saved and prints.get(split, saved) != saved:

@@ -8,6 +8,9 @@ policy that trains in codes (`quant.unified`) has to sample with equal bits. Thi
 the tiles of keys that `qurl.ops.flash` attends to, in the same order and with the same matrix
 instructions: a query is a row of a tile of queries, and only the rows of its own heads are kept.
 
+An FP8 cache has scales that are powers of two, so they can be applied to sums of codes: the bits are
+those of sums of scaled numbers.
+
 No other program shares the keys of a sequence, so long sequences take longer than in `attention`.
 
 Shapes: B sequences, H heads, D head_dim, P pages of a sequence.
@@ -93,10 +96,6 @@ def alike_kernel(
     place = (sequence * H_KV + kv_head) * (GROUP * D) + head[:, None] * D + dims[None, :]
     is_head = (head < GROUP)[:, None]
     q_tile = tl.load(q + place, mask=is_head, other=0.0)
-    k_scale, v_scale = None, None
-    if kv_scale is not None:
-        k_scale = tl.load(kv_scale + kv_head)
-        v_scale = tl.load(kv_scale + H_KV + kv_head)
     factor = scale * LOG2_E
 
     acc = tl.zeros([QUERIES, D], tl.float32)
@@ -115,22 +114,17 @@ def alike_kernel(
         at = base + kv_head * D + offsets[:, None] + dims[None, :]
         # Unseen values may be NaN; they are loaded as zero.
         is_key = is_seen(position, key + block[:, None], window) & (key + block < end)[:, None]
-        k_tile = _load_numbers(k + at, is_key, k_scale, q.dtype.element_ty)
+        k_tile = tl.load(k + at, mask=is_key, other=0.0).to(q.dtype.element_ty)
         s = dot(q_tile, k_tile.T, None)
+        if kv_scale is not None:
+            s *= tl.load(kv_scale + kv_head)
         s = tl.where(is_seen(position, key + block[None, :], window), s, HIDDEN)
         p, shrink, largest, total = softmax_step(s, largest, total, factor)
-        v_tile = _load_numbers(v + at, is_key, v_scale, q.dtype.element_ty)
+        v_tile = tl.load(v + at, mask=is_key, other=0.0).to(q.dtype.element_ty)
         acc = dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
 
+    if kv_scale is not None:
+        acc *= tl.load(kv_scale + H_KV + kv_head)
     # Without a page for the last keys, no number is better than a wrong one.
     total = tl.where(position < end, total, float("nan"))
     store_rounded(out + place, acc / total[:, None], is_head)
-
-
-@triton.jit
-def _load_numbers(pointers, mask, scale, dtype: tl.constexpr):
-    """Keys or values, zero outside the mask; codes become the numbers that they stand for."""
-    numbers = tl.load(pointers, mask=mask, other=0.0)
-    if scale is not None:
-        numbers = (numbers.to(tl.float32) * scale).to(dtype)
-    return numbers

@@ -52,6 +52,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         of whole steps on this machine
   qurl tune [--flags]
         measure the engine's matrix products on this GPU and keep the fastest plans
+  qurl audit RUN --at STEP [--flags]
+        bias and variance of each objective's gradient at a checkpoint, without training
 
   RECIPE is a TOML file or a name that `qurl recipes` lists.
   qurl train --help     every key of a recipe
@@ -273,6 +275,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "export": export_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
+    "audit": _bench("run_audit"),
 }
 
 

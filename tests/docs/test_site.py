@@ -1,5 +1,6 @@
 """The documentation site holds together, as far as can be seen without mkdocs (`make site`)."""
 
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_sections_of_the_readme_are_found():
 def test_lists_and_tables_start_after_an_empty_line(page):
     """GitHub needs none; Python-Markdown would make them part of the paragraph above."""
     lines = text_of(page).splitlines()
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in itertools.pairwise(lines):
         if re.match(r"(- |\d+\. |\|)", line) and not re.match(r"\s*$|(- |\d+\. |\||  )", above):
             raise AssertionError(f"{page.name}: no empty line before {line!r}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.test_docs import PUBLIC, RECORDS, prose, resolve
+from tests.docs.test_docs import PUBLIC, RECORDS, SOURCE, prose, resolve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -76,3 +76,13 @@ def test_api_page_has_the_public_names():
         resolve(name)
     methods = {name for name in PUBLIC if name.rpartition(".")[0] in named}
     assert PUBLIC.keys() | RECORDS.keys() <= named | methods
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    """What stands between the dots of a message is somewhere in the source, on one line or two."""
+    source = re.sub(r'"\s*f?"', "", SOURCE)  # adjacent strings are one
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for message in rows:
+        for part in re.split(r"\.\.\.", message):
+            assert part.strip(" :()") in source, f"{part!r} of {message!r}"

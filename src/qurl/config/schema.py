@@ -321,7 +321,7 @@ class EvalConfig(Section):
 
     every: CountOrZero = 0
     """Steps between evaluations; the first is before step 0, the last after the last step.
-    0 = never. If a recipe sets task.eval_path and not this key, it is 20."""
+    0 = never. A recipe with held-out files and without this key gets 20."""
     problems: Count = 128
     """Held-out problems."""
     samples: CountOrZero = 0
@@ -341,8 +341,8 @@ class SaveConfig(Section):
     """Checkpoints."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; the last step is always saved. 0 = save only that. If a recipe
-    sets task.path and not this key, it is 20."""
+    """Steps between checkpoints; the last step is always saved. 0 = save only that. A recipe
+    with training files and without this key gets 20."""
     keep: CountOrZero = 2
     """How many of the newest checkpoints to keep; 0 = write none, so the run cannot be resumed."""
 

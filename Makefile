@@ -16,7 +16,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
+.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs site bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ lint: install  ## ruff, pyright and the layers
 
 docs: install  ## write docs/recipe.md from the recipe's own docstrings
 	$(BIN)/python docs/write_recipe_reference.py
+
+site: install  ## build the documentation site into site/, with every warning an error
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python -m benchmarks.toy_objectives

@@ -236,6 +236,13 @@ def test_choices(gains, answer, arm):
         assert recommended.get("quant.kv", "none") == expected["kv"]
 
 
+def test_training_in_8_bits_is_named_where_it_would_gain():
+    rows = [row(BASE, 1.0), row("int8", 1.0), row("int8-unified-dgrad", 1.25, step=8.0)]
+    assert "int8-unified-dgrad would add 1.25x, and is unproven" in choose(rows)[2][1]
+    rows[2] = row("int8-unified-dgrad", 0.9, step=11.0)
+    assert choose(rows)[2][1].endswith("Train in BF16.")
+
+
 def test_memory_can_decide():
     rows = [row(BASE, 1.0, fits=False), row("int8", 1.0)]
     assert choose(rows)[0] == "yes"

@@ -31,16 +31,11 @@ const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const superscript = (n) =>
   (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
 
-const PARTS = ["update", "rollout", "prox", "eval", "sync", "grade", "track", "save", "other"];
-const partColor = (name) =>
-  PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length;
-const PART_NAMES = {
-  prox: "prox forward",
-  eval: "evaluation",
-  save: "checkpoint",
-  track: "update tracking",
-  grade: "grading",
-};
+const data = JSON.parse(byId("data").textContent);
+const PARTS = Object.keys(data.parts);
+const partColor = (part) =>
+  PARTS.includes(part) ? PARTS.indexOf(part) : PARTS.length + part.length;
+const [partName, partMeaning] = [0, 1].map((i) => (part) => data.parts[part]?.[i] ?? (i ? "" : part));
 
 /** 0.0123 → "0.0123", 2e-5 → "2×10⁻⁵", 12345 → "12.3k". */
 function shown(value, digits = 3) {
@@ -59,6 +54,12 @@ function shown(value, digits = 3) {
 
 const percent = (value, digits = 1) =>
   value == null ? "–" : `${Number((100 * value).toFixed(digits))}%`;
+
+/** 0.5 → "50%"; more digits near 0% and near 100%, where they matter. */
+function share(value) {
+  const rest = Math.min(Math.abs(value), Math.abs(1 - value));
+  return percent(value, rest < 0.001 ? 3 : rest < 0.01 ? 2 : 1);
+}
 
 function duration(seconds) {
   if (seconds < 60) return `${Number(seconds.toPrecision(2))} s`;

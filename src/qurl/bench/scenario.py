@@ -84,7 +84,10 @@ def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
 
 
 def _not_here(gpu: str | None) -> str:
-    return "" if gpu else "; there is no GPU here, so one is assumed (--gpu names another)"
+    if gpu:
+        return ""
+    reason = "--gpus plans elsewhere" if torch.cuda.is_available() else "there is no GPU here"
+    return f"; {reason}, so one is assumed (--gpu names another)"
 
 
 def find_size(config: Config, shape: str | None) -> ModelSize:

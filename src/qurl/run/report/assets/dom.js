@@ -19,19 +19,40 @@ const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const NUM_COLORS = 9;
 const color = (index) => css(`--c${index % NUM_COLORS}`);
-const LEVELS = { alarm: "bad", warning: "watch", fallback: "watch" };
-const levelOf = (kind) => LEVELS[kind] || "info";
+const data = JSON.parse(byId("data").textContent);
+const levelOf = (kind) => data.levels[kind] ?? "info";
 const ICONS = { good: "✓", info: "i", watch: "!", bad: "✕" };
 const SPOKEN = { good: "good", info: "for information", watch: "look closer", bad: "bad" };
 
 const icon = (level) =>
   el("span", { class: `icon ${level}`, role: "img", "aria-label": SPOKEN[level] }, ICONS[level]);
 
+/** A table with a row of headings; columns of numbers, by index, are right-aligned. */
+function table(head, rows, { numeric = [], caption = null, ...attributes } = {}) {
+  const cells = head.map((text, i) =>
+    el("th", { scope: "col", class: numeric.includes(i) ? "num" : null }, text),
+  );
+  return el(
+    "table",
+    { class: "data", ...attributes },
+    caption && el("caption", { class: "hidden" }, caption),
+    el("thead", {}, el("tr", {}, cells)),
+    el("tbody", {}, rows),
+  );
+}
+
+/** A table of names and values. */
+function pairs(entries) {
+  const rows = entries.map(([name, value]) =>
+    el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, String(value))),
+  );
+  return el("table", { class: "data" }, el("tbody", {}, rows));
+}
+
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const superscript = (n) =>
   (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
 
-const data = JSON.parse(byId("data").textContent);
 const PARTS = Object.keys(data.parts);
 const partColor = (part) =>
   PARTS.includes(part) ? PARTS.indexOf(part) : PARTS.length + part.length;

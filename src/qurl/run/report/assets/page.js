@@ -144,18 +144,6 @@ function showTime(runs) {
     );
 }
 
-function table(head, rows, { numeric = false, ...attributes } = {}) {
-  const cells = head.map((text, i) =>
-    el("th", { scope: "col", class: numeric && i ? "num" : null }, text),
-  );
-  return el(
-    "table",
-    { class: "data", ...attributes },
-    el("thead", {}, el("tr", {}, cells)),
-    el("tbody", {}, rows),
-  );
-}
-
 function showComparison(comparison, runs) {
   const section = byId("comparison");
   section.hidden = !comparison;
@@ -211,7 +199,7 @@ function showComparison(comparison, runs) {
         : el("p", {}, "Nothing: these recipes are the same."),
     ),
     heading("Numbers"),
-    el("div", { class: "card scroll" }, table(["", ...names], rows, { numeric: true })),
+    el("div", { class: "card scroll" }, table(["", ...names], rows, { numeric: names.map((_, i) => i + 1) })),
   );
 }
 
@@ -296,6 +284,7 @@ function showRecipe(runs) {
           ]
         : [["machine", "not recorded"]];
       const title = runs.length > 1 ? el("h3", {}, run.name) : null;
+      const recipe = Object.entries(run.config).map(([key, value]) => [el("code", {}, key), value]);
       const stride =
         run.stride > 1
           ? el(
@@ -306,41 +295,13 @@ function showRecipe(runs) {
           : null;
       return [
         title,
-        el(
-          "div",
-          { class: "card" },
-          el(
-            "table",
-            { class: "data" },
-            el(
-              "tbody",
-              {},
-              facts.map(([name, value]) =>
-                el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, String(value))),
-              ),
-            ),
-          ),
-        ),
+        el("div", { class: "card" }, pairs(facts)),
         stride,
         el(
           "details",
           { class: "card", style: { "margin-top": "1rem" } },
           el("summary", {}, "All keys of the recipe"),
-          el(
-            "div",
-            { class: "columns" },
-            el(
-              "table",
-              { class: "data" },
-              el(
-                "tbody",
-                {},
-                Object.entries(run.config).map(([key, value]) =>
-                  el("tr", {}, el("td", {}, el("code", {}, key)), el("td", {}, String(value))),
-                ),
-              ),
-            ),
-          ),
+          el("div", { class: "columns" }, pairs(recipe)),
         ),
       ].filter(Boolean);
     }),

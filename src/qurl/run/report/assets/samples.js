@@ -252,23 +252,11 @@ function drawWorst(found) {
   const head = ["sample", "token in its context", "sampler", "policy", "ratio", "in the update"];
   viewer.worst.replaceChildren(
     el("p", { class: "summary" }, summary(found)),
-    el(
-      "table",
-      { class: "data worst" },
-      el("caption", { class: "hidden" }, "Tokens with the largest mismatch"),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          head.map((text, i) =>
-            el("th", { scope: "col", class: i > 1 && i < 5 ? "num" : null }, text),
-          ),
-        ),
-      ),
-      el("tbody", {}, rows),
-    ),
+    table(head, rows, {
+      class: "data worst",
+      numeric: [2, 3, 4],
+      caption: "Tokens with the largest mismatch",
+    }),
   );
 }
 

@@ -44,6 +44,8 @@ class Facts:
     """Metrics that were not finite, and how often."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
+    alarms: dict[str, None] = field(default_factory=dict)
+    """Names of the alarms that went off, in their order."""
     evals: dict[str, list[tuple[int, list[bool]]]] = field(default_factory=dict)
     """(updates, outcomes) of each evaluation, by precision."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -60,6 +62,8 @@ class Facts:
             self._add_row(row)
         for event in events:
             self.kinds[str(event.get("kind"))] += 1
+            if event.get("kind") == "alarm" and "name" in event:
+                self.alarms[str(event["name"])] = None
             if machine := event.pop("machine", None):
                 self.machines.append(machine)
         for record in evals:
@@ -108,7 +112,8 @@ def _events(facts: Facts) -> Iterator[Check]:
     if counts:
         level: Level = "bad" if any(LEVELS[kind] == "bad" for kind in counts) else "watch"
         listed = ", ".join(f"{n} {kind}{'s'[: n > 1]}" for kind, n in counts.items())
-        yield Check(level, "Did anything go wrong?", f"{listed}. See the events below.")
+        named = f": {', '.join(facts.alarms)}" if facts.alarms else ""
+        yield Check(level, "Did anything go wrong?", f"{listed}. See the events below{named}.")
     elif facts.last_step >= 0:
         yield Check("good", "Did anything go wrong?", "No alarms, no warnings.")
     if facts.broken:
@@ -133,9 +138,10 @@ def _reward(facts: Facts) -> Iterator[Check]:
     jumps = [b - a for a, b in pairwise(values)]
     width = max(1, min(10, len(values) // 5))
     noise = 2 * statistics.pstdev(jumps) / math.sqrt(width)  # of a difference of two means
-    moved = "rose" if last - first > noise else "fell" if first - last > noise else "stayed level"
-    level: Level = {"rose": "good", "fell": "watch", "stayed level": "info"}[moved]  # type: ignore[assignment]
-    yield Check(level, question, f"It {moved}: {first:.3f} → {last:.3f} (means of {width} steps).")
+    level, moved = "info", "No clear change"
+    if abs(last - first) > noise:
+        level, moved = ("good", "It rose") if last > first else ("watch", "It fell")
+    yield Check(level, question, f"{moved}: {first:.3f} → {last:.3f} (means of {width} steps).")
 
 
 def _accuracy(facts: Facts) -> Iterator[Check]:

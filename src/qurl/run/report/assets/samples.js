@@ -12,7 +12,7 @@ const SCALES = [1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100];
 const viewer = { samples: [], shownCount: PAGE_SIZE, current: null, active: 0, scale: 2 };
 
 const worst = (sample) => sample.gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0);
-const ratio = (gap) => `×${shown(Math.exp(gap))}`;
+const ratio = (gap) => `×${shown(Math.exp(gap), Math.abs(gap) < 0.01 ? 5 : 3)}`;
 const isTruncated = (sample) => sample.finish === "length";
 const rewardLevel = (reward) =>
   reward == null ? "" : reward >= 1 ? "good" : reward <= 0 ? "bad" : "";

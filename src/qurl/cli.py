@@ -47,6 +47,9 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         a Hugging Face folder with a model card: plain, UAQ folded back, or quantized, for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         the same from a checkpoint of llama.cpp, to start from
+  qurl rescale MODEL OUT [--scale 1.5]
+        MODEL, a folder or a hub name, under UAQ, to train in another framework;
+        qurl export OUT PLAIN folds it back after training
   qurl bench KIND [--flags]
         KIND is rollout, sync, train or step: speeds of the engine, of the trainer, and
         of whole steps on this machine
@@ -244,6 +247,20 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
+def rescale_command(args: list[str]) -> int:
+    from qurl.run.export import rescale
+
+    word, args = _option("--scale", args, default="1.5")
+    source, target = _exactly(args, "MODEL", "OUT")
+    try:
+        scale = float(word or "")
+    except ValueError:
+        raise ConfigError(f"--scale {word} is not a number; the paper uses 1.5") from None
+    with _file_errors():
+        print(rescale(source, Path(target), scale))
+    return 0
+
+
 @contextmanager
 def _file_errors() -> Iterator[None]:
     """Errors about a named file as ours: it is not there, or may not be read or written."""
@@ -271,6 +288,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "watch": watch_command,
     "export": export_command,
+    "rescale": rescale_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
 }

@@ -72,7 +72,7 @@ def check_rollout_correction(section: Mapping[str, Any] | None) -> None:
     if section.get("rollout_is") != "token":
         wrong.append(f"rollout_is = {section.get('rollout_is')!r} must be token")
     threshold, smallest = section.get("rollout_is_threshold"), math.exp(LOG_CLAMP)
-    if not _is_number(threshold) or float(threshold) < smallest:
+    if not _upper_bound(threshold) >= smallest:
         wrong.append(
             f"rollout_is_threshold = {threshold!r} cuts the weights; set 1e9 (at least "
             f"{smallest:.2g}), and choose C with {SECTION}.cap"
@@ -153,12 +153,12 @@ def _denominator(loss_agg_mode: str, info: Mapping[str, Any]) -> tuple[str, floa
     return loss_agg_mode, float(info[name])
 
 
-def _is_number(value: Any) -> bool:
+def _upper_bound(threshold: Any) -> float:
+    """The bound as verl reads it; 0 for none at all and for "low_high", which drops tokens."""
     try:
-        float(value)
-    except (TypeError, ValueError):  # None, or IcePop's "0.5_5.0"
-        return False
-    return True
+        return 0.0 if "_" in str(threshold) else float(threshold)
+    except (TypeError, ValueError):
+        return 0.0
 
 
 @functools.cache

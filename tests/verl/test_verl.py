@@ -24,7 +24,6 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import left_right_2_no_padding
 
 from qurl.correction import weight_metrics
 from qurl.errors import ConfigError
@@ -37,6 +36,7 @@ RECIPES = sorted((ROOT / "recipes" / "verl").glob("*.sh"))
 USE = ("hydra.searchpath=[pkg://qurl.integrations.verl]", "+qurl=acr")
 LOSS = "actor_rollout_ref.actor.policy_loss"
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+FIELDS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
 B, P, T = 6, 4, 10  # sequences, prompt and response positions
 
 
@@ -61,7 +61,7 @@ def config():
 @pytest.fixture(scope="module")
 def samples():
     """Log-probs of three policies, with some weights far above C and some ratios out of bounds."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(10)
 
     def noise(*shape):
         return torch.randn(shape, generator=generator)
@@ -72,7 +72,7 @@ def samples():
         "mask": (torch.arange(T) < lengths[:, None]).float(),
         "logp_prox": prox,
         "logp_behav": prox - 0.8 * noise(B, T),
-        "logp": prox + 0.4 * noise(B, T),
+        "logp": prox + 0.3 * noise(B, T),
         "advantages": noise(B, 1).expand(B, T).contiguous(),
     }
 
@@ -96,22 +96,30 @@ def trainers_batch(samples, config):
     return compute_rollout_correction_and_add_to_batch(batch, config.algorithm.rollout_correction)
 
 
-def micro_batch(batch, rows, samples, **info):
+def micro_batch(batch, rows, samples, is_nested, **info):
     """What verl's worker hands its loss: model output, data; and the leaf of the log-probs."""
-    data = left_right_2_no_padding(batch.select_idxs(rows).to_tensordict())
+    data = batch.select_idxs(rows).to_tensordict()
+    mask = samples["mask"][rows].bool()
+    if is_nested:  # as the trainers with a transfer queue send it
+        lengths = {"prompts": [P] * len(rows)}
+        for name in ("prompts", *FIELDS):
+            ends = lengths.get(name, mask.sum(-1).tolist())
+            parts = [row[:end] for row, end in zip(data[name], ends, strict=True)]
+            data[name] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        tensordict_utils.assign_non_tensor(data, max_response_len=T)
     info = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None, **info}
     tensordict_utils.assign_non_tensor(data, **info)
     logp = samples["logp"][rows].clone().requires_grad_()
     # Position t of the model's output scores token t + 1.
     shifted = torch.cat([torch.zeros(len(rows), P - 1), logp, torch.zeros(len(rows), 1)], -1)
-    attention = torch.cat([torch.ones(len(rows), P), samples["mask"][rows]], -1).bool()
+    attention = torch.cat([torch.ones(len(rows), P), mask], -1).bool()
     return {"log_probs": shifted[attention]}, data, logp
 
 
-def in_verl(actor_config, samples, config, rows=None, **info):
+def in_verl(actor_config, samples, config, rows=None, is_nested=False, **info):
     batch, _ = trainers_batch(samples, config)
     rows = torch.arange(B) if rows is None else rows
-    output, data, logp = micro_batch(batch, rows, samples, **info)
+    output, data, logp = micro_batch(batch, rows, samples, is_nested, **info)
     loss, metrics = ppo_loss(actor_config, output, data)
     loss.backward()
     return loss.detach(), {k: v.aggregate() for k, v in metrics.items()}, logp.grad
@@ -146,8 +154,11 @@ def test_the_loss_is_ours_in_verls_own_ppo_loss(config, samples, objective, mode
     assert their_gradient.abs().sum() > 0.1
 
 
-def test_acr_to_the_last_digit(config, samples):
-    assert in_verl(actor(config), samples, config)[0] == in_qurl(samples)[0]
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_acr_to_the_last_digit(config, samples, is_nested):
+    found = in_verl(actor(config), samples, config, is_nested=is_nested)[0]
+    assert found == in_qurl(samples)[0]
+    assert found != in_qurl(samples, objective="tis")[0], "some bound is widened"
 
 
 @pytest.mark.parametrize("mode", [*MODES, "token-sum"])

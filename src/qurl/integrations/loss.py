@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from qurl.correction import importance_weights, weight_metrics
+from qurl.correction import importance_weights, mismatch_metrics, weight_metrics
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of, policy_loss
 from qurl.plugins import is_users_own, load_plugin
@@ -56,4 +57,19 @@ def corrected_loss(
     weights = {"weight": weight, "shrink": shrink}
     loss, stats = policy_loss(*inputs, objective=surrogate, cap=cap, **weights, **options)
     metrics = {name: float(value) for name, value in stats.items()}
+    if not mask.any():
+        weight = shrink = mask = torch.ones_like(weight)
     return loss, metrics | weight_metrics(weight, shrink, mask)
+
+
+def mismatch_numbers(
+    logp_prox: Tensor, logp_behav: Tensor, mask: Tensor, *, cap: float | None
+) -> dict[str, float]:
+    """`mismatch_metrics` under the same names for every micro-batch, as `corrected_loss` has them.
+
+    Hosts reduce metrics over ranks name by name. A micro-batch without a trained token reports what
+    one without any mismatch would.
+    """
+    if not mask.any():
+        logp_behav, mask = logp_prox, torch.ones_like(logp_prox)
+    return mismatch_metrics(logp_prox.detach(), logp_behav, mask, cap=cap)

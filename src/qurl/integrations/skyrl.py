@@ -9,7 +9,6 @@ the mini-batch's tokens or sequences, so a loss adds up what it is given.
 
 # SkyRL builds its configuration from the types of fields, so annotations must not be strings.
 
-import logging
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,6 @@ ppo_utils = import_extra("skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl", 
 skyrl_config = import_extra("skyrl.train.config", "skyrl", "skyrl", _PURPOSE)
 
 SECTION = "trainer.algorithm"
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -47,6 +47,9 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         quantized weights for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         convert a llama.cpp checkpoint, so that you can train it
+  qurl rescale MODEL OUT [--scale 1.5]
+        write MODEL, a folder or a hub name, under UAQ, to train it in another framework;
+        qurl export OUT PLAIN folds UAQ back afterwards
   qurl bench KIND [--flags]
         measure speed on this machine; KIND is rollout, sync, train or step
   qurl tune [--flags]
@@ -245,6 +248,20 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
+def rescale_command(args: list[str]) -> int:
+    from qurl.run.export import rescale
+
+    word, args = _option("--scale", args, default="1.5")
+    source, target = _exactly(args, "MODEL", "OUT")
+    try:
+        scale = float(word or "")
+    except ValueError:
+        raise ConfigError(f"--scale {word} is not a number; the paper uses 1.5") from None
+    with _file_errors():
+        print(rescale(source, Path(target), scale))
+    return 0
+
+
 @contextmanager
 def _file_errors() -> Iterator[None]:
     """Errors about a named file as ours: it is not there, or may not be read or written."""
@@ -272,6 +289,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "watch": watch_command,
     "export": export_command,
+    "rescale": rescale_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
     "audit": _bench("run_audit"),

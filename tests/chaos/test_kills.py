@@ -57,9 +57,12 @@ class Leg:
     def _run(self):
         for stream in (1, 2):
             os.dup2(self._input, stream)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest
+        # Not those of pytest, nor those that Python opened, which remember whether they can seek.
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
         self._prepare()
-        sys.exit(main(self._words))
+        code = main(self._words)
+        sys.stderr.flush()
+        sys.exit(code)
 
     def end(self):
         """Its exit code, once it is over, and what it printed."""

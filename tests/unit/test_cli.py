@@ -354,6 +354,10 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
     (model / "model.safetensors").touch()
     assert "has no tokenizer" in without_torch(tmp_path, *train)[1]
     (model / "tokenizer.json").touch()
+    assert (
+        "model.safetensors cannot be read: it has no header" in without_torch(tmp_path, *train)[1]
+    )
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "d.jsonl does not exist" in without_torch(tmp_path, *train)[1]
     data.write_text('{"question": 3, "answer": 1}\n')
     seconds = []

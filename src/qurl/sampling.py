@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,13 +103,17 @@ class ProblemStream:
 
     def take(self, count: int) -> list[Problem]:
         size = len(self.task)
-        indices = self._select(count, size, self.position, self._accuracies, self.seed)
+        chosen = self._select(count, size, self.position, self._accuracies, self.seed)
+        try:
+            indices = [operator.index(index) for index in chosen]
+        except TypeError:  # no list, or not of whole numbers
+            indices = []
         if len(indices) != count or not all(0 <= index < size for index in indices):
             raise ConfigError(
-                f"sampling.select returned {list(indices)}; it must return {count} indices from 0 "
-                f"to {size - 1}"
+                f"sampling.select returned {str(chosen)[:200]}; it must return {count} indices "
+                f"from 0 to {size - 1}"
             )
-        return [self._hand_out(int(index)) for index in indices]
+        return [self._hand_out(index) for index in indices]
 
     def _hand_out(self, index: int) -> Problem:
         problem = self.task[index]

@@ -277,6 +277,12 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "task.eval_path = 'x.jsonl' and task.eval_sets exclude each other; keep one",
         ),
         (
+            {"task": {"name": "x.jsonl", "path": "y.jsonl"}},
+            "task.name = 'x.jsonl' and task.path = 'y.jsonl' both name a file; keep one",
+        ),
+        ({"task": {"name": "file", "mix": {"": 1}}}, "task.mix has an empty name; give each file"),
+        ({"task": {"name": "file", "eval_sets": {"a": ""}}}, "task.eval_sets has an empty name"),
+        (
             {"task": {"name": "file", "eval_sets": {"a/b": "y.jsonl"}}},
             "task.eval_sets.'a/b': a name has letters",
         ),

@@ -18,6 +18,8 @@ from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
 _GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LARGEST = 1e9
+"""Largest reward: sums and squares of a batch must stay numbers in FP32."""
 RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
@@ -185,9 +187,10 @@ def read_grade(value: Any) -> Grade:
                 f"the reward returned {value!r}; {name} would be logged under a name that the "
                 "framework's own metrics have, choose another"
             )
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(
-                f"the reward returned {name} = {number!r}; it must be a finite number"
-            )
+        if not isinstance(number, Real) or not -LARGEST <= number <= LARGEST:
+            is_large = isinstance(number, Real) and LARGEST < abs(number) < math.inf
+            allowed = f"between -{LARGEST:g} and {LARGEST:g}" if is_large else "a finite number"
+            shown = f"{number:.3g}" if isinstance(number, float) else f"{number!r:.100}"
+            raise RewardError(f"the reward returned {name} = {shown}; it must be {allowed}")
     details = {str(name): float(number) for name, number in named.items()}
     return Grade(details.pop("score"), details)

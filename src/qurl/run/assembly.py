@@ -89,12 +89,8 @@ class Choices:
             name, key = named_part(config, KEYS[part]), KEYS[part]
             if given[part] is None:
                 given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
-        engine, methods = given["engine"], ("sync", "stream", "generate", "score")
-        lacks = ", ".join(method for method in methods if not hasattr(engine, method))
-        if isinstance(engine, type) and lacks:
-            raise ConfigError(
-                f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
-            )
+        if isinstance(given["engine"], type):
+            _check_engine(given["engine"])
         given["task"] = given["task"] or config.task.name
         given["select"] = given["select"] or config.sampling.select
         choices = cls(**given)
@@ -297,7 +293,8 @@ def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, r
 def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
     """Say which data files have other contents than when the checkpoint was saved."""
     effects = {
-        "train": "the training data has changed since the run was saved: it goes on with others",
+        "train": "the training data has changed since the run was saved: the run goes on with "
+        "other problems",
         "eval": "the held-out data has changed since the run was saved: accuracies do not compare "
         "with those before",
     }
@@ -423,6 +420,14 @@ def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     return GradingPools(reward, sorted(others), **options)
 
 
+def _check_engine(engine: Any) -> None:
+    """Refuse an engine, or the class of one, that lacks a method."""
+    methods = ("sync", "stream", "generate", "score")
+    if lacks := ", ".join(method for method in methods if not hasattr(engine, method)):
+        name = getattr(engine, "__name__", repr(engine))
+        raise ConfigError(f"rollout.engine: {name} lacks {lacks} (qurl.rollout.Engine)")
+
+
 def build_actor(
     config: Config, policy: Policy, quant: str, choices: Choices | None = None
 ) -> Engine:
@@ -444,6 +449,7 @@ def build_actor(
         options["unified"] = config.quant.unified and is_main
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    _check_engine(actor)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
         policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode

@@ -25,7 +25,7 @@ from qurl.losses import tis
 from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
 from qurl.rewards import GradingPool
-from qurl.run.assembly import Choices
+from qurl.run.choices import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train

@@ -186,7 +186,7 @@ def test_a_data_file_that_changes_under_a_run_is_told(train, llama, folder):
 def test_a_data_file_replaced_by_another_of_the_same_length_is_told(train, llama, folder):
     assert train(*llama, "--steps", "1")[0] == 0
     assert train(*llama, "--steps", "2")[0] == 0
-    changed = "the file of task.path has changed since the run was saved"
+    changed = "the training data has changed since the run was saved"
     assert not any(changed in message for message in warnings(folder))
     (folder / "data.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n' * 4)
     assert train(*llama, "--steps", "3")[0] == 0

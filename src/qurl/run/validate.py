@@ -22,12 +22,14 @@ from qurl.quant.scaling import uaq_scale
 from qurl.rollout.engine import check_prompts_for
 from qurl.rollout.local.architecture import read_architecture
 from qurl.rollout.stop import StopRule
-from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
+from qurl.run.assembly import build_pool
 from qurl.run.budget import GIB, find_savings, measure_model, memory_rows, peak_memory, total_memory
 from qurl.run.checkpoint import newest_sound
+from qurl.run.choices import Choices
 from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
+from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import ProblemStream
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer

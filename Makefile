@@ -16,7 +16,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
+.PHONY: help install lock demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ $(VENV)/installed: pyproject.toml
 	fi
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
 	@touch $@
+
+LOCK := requirements/cpu-py311.txt
+lock: install  ## write the tested versions into requirements/, after the tests have passed
+	@{ grep '^#' $(LOCK); $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
 
 demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 	$(BIN)/python -m qurl train recipes/arithmetic-cpu.toml --run-dir $(RUN)

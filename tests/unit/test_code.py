@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from models import tiny_policy
 
+from qurl.config import build_config
 from qurl.errors import DataError, RewardError
 from qurl.rewards import GradingPool
 from qurl.rewards.code import find_program, load, make_reward
 from qurl.rewards.sandbox import Limits, Ran, Subprocess
+from qurl.run.inputs import check_inputs
 from qurl.tasks import load_task
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -324,3 +327,15 @@ def test_a_row_has_its_own_time(sandbox):
     patient = Patient()
     make_reward(patient)("x", "", {"inputs": [""], "outputs": ["7"], "time_limit": 9})
     assert patient.seconds == 9
+
+
+def test_a_file_of_programs_is_an_input(tmp_path):
+    """What is looked at before torch is imported agrees with the task."""
+    path = tmp_path / "code.jsonl"
+    path.write_text(json.dumps({"question": "Add.", **TESTS}))
+    tiny_policy().save(tmp_path / "model")
+    tree = {"model": {"path": str(tmp_path / "model")}, "task": {"name": "code", "path": str(path)}}
+    check_inputs(build_config(tree))
+    path.write_text(json.dumps({"question": "Add.", "tests": ["assert ("]}))
+    with pytest.raises(DataError, match="is not Python"):
+        check_inputs(build_config(tree))

@@ -181,16 +181,18 @@ def read_grade(value: Any) -> Grade:
     named = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in named:
         raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")
+    number: Any
     for name, number in named.items():
         if name in RESERVED:
             raise RewardError(
                 f"the reward returned {value!r}; {name} would be logged under a name that the "
                 "framework's own metrics have, choose another"
             )
-        if not isinstance(number, Real) or not -LARGEST <= number <= LARGEST:
-            is_large = isinstance(number, Real) and LARGEST < abs(number) < math.inf
-            allowed = f"between -{LARGEST:g} and {LARGEST:g}" if is_large else "a finite number"
-            shown = f"{number:.3g}" if isinstance(number, float) else f"{number!r:.100}"
-            raise RewardError(f"the reward returned {name} = {shown}; it must be {allowed}")
+        is_number = isinstance(number, Real)
+        size: Any = abs(number) if is_number else math.nan
+        if not size <= LARGEST:
+            is_finite = is_number and size < math.inf
+            allowed = f"between -{LARGEST:g} and {LARGEST:g}" if is_finite else "a finite number"
+            raise RewardError(f"the reward returned {name} = {number!r}; it must be {allowed}")
     details = {str(name): float(number) for name, number in named.items()}
     return Grade(details.pop("score"), details)

@@ -65,7 +65,10 @@ def check_folder(
             f"{name} has no tokenizer: none of {', '.join(_TOKENIZERS[:4])}; copy the tokenizer "
             "files of the model into it"
         )
-    check_headers(weights)
+    try:
+        check_headers(weights)
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be loaded: {error}") from error
 
 
 def _check_sizes(config: Mapping[str, Any], where: str) -> None:

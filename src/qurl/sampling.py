@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -103,7 +104,14 @@ class ProblemStream:
 
     def take(self, count: int) -> list[Problem]:
         size = len(self.task)
-        chosen = self._select(count, size, self.position, self._accuracies, self.seed)
+        try:
+            chosen = self._select(count, size, self.position, self._accuracies, self.seed)
+        except Exception as error:  # code of yours may raise anything
+            *_, place = extract_tb(error.__traceback__)
+            raise ConfigError(
+                f"sampling.select failed: {type(error).__name__}: {error} ({place.filename}, line "
+                f"{place.lineno})"
+            ) from error
         try:
             indices = [operator.index(index) for index in chosen]
         except TypeError:  # no list, or not of whole numbers

@@ -315,6 +315,12 @@ def test_a_selector_that_returns_nonsense_is_an_error(indices):
         stream.take(2)
 
 
+def test_a_selector_that_raises_is_an_error_with_its_place():
+    stream = ProblemStream(Numbers(4), seed=0, select=lambda *_: 1 // 0)
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: .*test_sampling\.py, line \d+"):
+        stream.take(2)
+
+
 def test_a_selector_is_loaded_by_name(tmp_path, monkeypatch):
     (tmp_path / "my_select.py").write_text(
         "def last(count, size, *_):\n    return [size - 1] * count"

@@ -18,7 +18,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-hosts test-vllm test-verl test-skyrl \
+.PHONY: help install lock demo test test-bench test-browser test-chaos test-hosts test-vllm test-verl test-skyrl \
         picture lint docs site bench tables
 
 help:  ## list the commands
@@ -38,6 +38,11 @@ $(VENV)/installed: pyproject.toml
 	fi
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
 	@touch $@
+
+LOCK := requirements/cpu-py311.txt
+lock: install  ## write the tested versions into requirements/, after the tests have passed
+	@{ grep '^#' $(LOCK); $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
 
 demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 	$(BIN)/python -m qurl train recipes/arithmetic-cpu.toml --run-dir $(RUN)

@@ -22,7 +22,8 @@ from qurl.ops.device import peak_memory
 from qurl.rewards import Reward
 from qurl.rollout.canary import check_copy
 from qurl.rollout.episode import Episode
-from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
+from qurl.run.assembly import Parts, assemble
+from qurl.run.choices import Choices, EngineFactory
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run
 from qurl.run.evaluation import evaluate

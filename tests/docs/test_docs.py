@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
@@ -25,7 +26,7 @@ from qurl.losses import tis
 from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
 from qurl.rewards import GradingPool
-from qurl.run.assembly import Choices
+from qurl.run.choices import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train
@@ -565,3 +566,27 @@ def test_an_object_is_recorded_in_place_of_the_name_that_it_replaces(monkeypatch
     assert given.record_in(config).algo.objective == "tis"
     recorded = Choices.of(config, own).record_in(config).algo.objective
     assert recorded.startswith("__main__:")
+
+
+def pins(file):
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_tested_versions_are_those_that_the_package_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["dev"], *extras["data"], *extras["gguf"]]
+    wanted = [Requirement(line) for line in asked if not line.startswith("qurl-rl")]
+    for file in ("cpu-py311.txt", "gpu-py312.txt"):
+        found = pins(file)
+        known = [r for r in wanted if r.name in found]
+        assert len(known) >= 3
+        assert all(found[r.name] in r.specifier for r in known), file
+    assert {r.name for r in wanted} <= pins("cpu-py311.txt").keys()
+
+
+def test_versions_of_the_gpu_are_those_of_the_measurements():
+    results = "".join(p.read_text() for p in (ROOT / "benchmarks" / "results").rglob("*.json"))
+    for name, version in pins("gpu-py312.txt").items():
+        assert f'"{name}": "{version}"' in results

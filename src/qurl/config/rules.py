@@ -219,6 +219,11 @@ def _data_mistakes(config: Config) -> Iterator[str]:
             drawn = f"task.name = {task.name!r} draws its problems"
             shown = dict(value) if isinstance(value, tuple) else value
             yield f"task.{key} = {shown!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
+    if "." in task.name and task.path:
+        yield f"task.name = {task.name!r} and task.path = {task.path!r} both name a file; keep one"
+    for key in ("mix", "eval_sets"):
+        if "" in (*dict(files[key]), *dict(files[key]).values()):
+            yield f"task.{key} has an empty name; give each file one"
     for one, several in (("path", "mix"), ("eval_path", "eval_sets")):
         if files[one] and files[several]:
             yield f"task.{one} = {files[one]!r} and task.{several} exclude each other; keep one"

@@ -22,6 +22,7 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Share = Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
 FilePath = Annotated[str, AfterValidator(expanduser)]
 T = TypeVar("T")
 # TOML has no null, so "none" stands for it.
@@ -88,7 +89,7 @@ class TaskConfig(Section):
     """File of training problems: JSONL (also .gz) or parquet."""
     eval_path: FilePath = ""
     """File of held-out problems. Generated tasks hold out some of their own."""
-    mix: Table[Positive] = ()
+    mix: Table[Share] = ()
     """Several training files and the share of each; replaces path."""
     eval_sets: Table[FilePath] = ()
     """Several held-out files, each with a name; replaces eval_path."""

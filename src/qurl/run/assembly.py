@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
-from qurl.config import AlgoConfig, Config, check_combinations
-from qurl.config.rules import BUILT_IN, NEEDS_EVAL_PATH, find_warnings, named_part, needs_file
+from qurl.advantages import Estimator, critic_advantages
+from qurl.config import AlgoConfig, Config
+from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError
-from qurl.losses import SURROGATES, Surrogate, facts_of
-from qurl.objectives import Advantage, Objective
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin, name_of
+from qurl.plugins import is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
-from qurl.rollout.engine import context_length
-from qurl.rollout.episode import Episode, EpisodeEngine
+from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
     load_checkpoint,
@@ -40,12 +35,14 @@ from qurl.run.checkpoint import (
     set_aside,
     staged_folder,
 )
+from qurl.run.choices import Choices, check_engine
 from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
-from qurl.sampling import ProblemStream, Selector
+from qurl.run.splits import held_out_problems, load_split
+from qurl.sampling import ProblemStream
 from qurl.seeds import derive_seed
-from qurl.tasks import Draw, GeneratedTask, JoinedTask, Task, load_task
+from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
@@ -53,76 +50,6 @@ from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
-
-EngineFactory = Callable[..., Engine]
-"""`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
-
-PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
-KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
-"""Key of the recipe that names each part of a run."""
-NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The parts that make one run different from another, as objects or by name."""
-
-    objective: Surrogate
-    advantage: Estimator
-    task: Task | Draw | str
-    select: Selector | str
-    engine: EngineFactory | None
-    reward: Reward | None
-    episode: Episode | None
-    """None for the last three: as the recipe says."""
-
-    @classmethod
-    def of(cls, config: Config, *parts: Any) -> Choices:
-        """Parts in the order of `train`; for None, what the recipe names. Refuses what clashes."""
-        given: dict[str, Any] = dict(zip_longest(PARTS, parts))
-        for part, value in given.items():
-            if isinstance(value, str):
-                remedy = f"a name belongs into the recipe, as {KEYS[part]}"
-                raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
-        built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
-        for part, functions in built_in.items():
-            name, key = named_part(config, KEYS[part]), KEYS[part]
-            if given[part] is None:
-                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
-        engine, methods = given["engine"], ("sync", "stream", "generate", "score")
-        lacks = ", ".join(method for method in methods if not hasattr(engine, method))
-        if isinstance(engine, type) and lacks:
-            raise ConfigError(
-                f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
-            )
-        given["task"] = given["task"] or config.task.name
-        given["select"] = given["select"] or config.sampling.select
-        choices = cls(**given)
-        if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
-            raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
-        check_combinations(config, "config", *choices.facts)
-        return choices
-
-    def record_in(self, config: Config) -> Config:
-        """The config with the names of parts given as objects, as its run directory keeps it."""
-        for part, key in KEYS.items():
-            value, name = getattr(self, part), named_part(config, key)
-            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
-            if callable(value) and not is_named:
-                spec = (
-                    NAMES.get(value)
-                    or name_of(value)
-                    or f"__main__:{getattr(value, '__qualname__', 'part')}"
-                )
-                section, _, field = key.partition(".")
-                changed = dataclasses.replace(getattr(config, section), **{field: spec})
-                config = dataclasses.replace(config, **{section: changed})
-        return config
-
-    @property
-    def facts(self) -> tuple[Objective, Advantage]:
-        """Facts of the objective and of the advantage, which may carry none."""
-        return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
 
 
 @dataclass
@@ -297,7 +224,8 @@ def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, r
 def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
     """Say which data files have other contents than when the checkpoint was saved."""
     effects = {
-        "train": "the training data has changed since the run was saved: it goes on with others",
+        "train": "the training data has changed since the run was saved: the run goes on with "
+        "other problems",
         "eval": "the held-out data has changed since the run was saved: accuracies do not compare "
         "with those before",
     }
@@ -349,69 +277,6 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     return run_path / INITIAL
 
 
-def load_split(
-    config: Config,
-    split: str,
-    tokenizer: Any = None,
-    model_config: Any = None,
-    task: Task | Draw | str = "",
-) -> Task:
-    """A split of the recipe's task, or of a given one, whose prompts leave room for completions."""
-    options, is_eval = config.task, split == "eval"
-    if not isinstance(task, str) and not callable(task):
-        if not is_eval:
-            return task
-        task = "file"  # a `Task` object is its own training split only
-    task = task or options.name
-    several, one = ("eval_sets", "eval_path") if is_eval else ("mix", "path")
-    key = several if getattr(options, several) else one
-    if is_eval and isinstance(task, str) and needs_file(task) and not getattr(options, key):
-        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
-    section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards", "system")
-    same += ("chat_template_kwargs",)
-    load = functools.partial(
-        load_task,
-        task,
-        path_key=f"task.{key}",
-        split=split,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        **{key: getattr(options, key) for key in same},
-        **_prompt_limit(config, section, model_config),
-    )
-    if key == one:
-        return load(path=getattr(options, one))
-    if is_eval:
-        sets = options.held_out_files.items()
-        return JoinedTask({name: load(path=path) for name, path in sets}, [1.0] * len(sets))
-    shares = options.training_files
-    return JoinedTask({path: load(path=path) for path in shares}, [*shares.values()])
-
-
-def held_out_problems(config: Config, task: Task) -> list[Problem]:
-    """The first problems of the held-out split, as many as are evaluated; so many of each set."""
-    starts = [0, *accumulate(task.sizes)] if isinstance(task, JoinedTask) else [0, len(task)]
-    num = config.eval.problems
-    return [task[i] for a, b in pairwise(starts) for i in range(a, min(a + num, b))]
-
-
-def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:
-    """Room for completions in the model's context: too long a prompt is found before training."""
-    max_tokens = getattr(config, section).max_tokens
-    context = context_length(model_config) if model_config is not None else None
-    stated = config.task.max_prompt_tokens
-    if context is None or context - max_tokens >= stated:
-        return {"max_prompt_tokens": stated}
-    if max_tokens >= context:
-        raise ConfigError(
-            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: the model's "
-            f"max_position_embeddings is {context}; lower {section}.max_tokens"
-        )
-    limited_by = f"max_position_embeddings - {section}.max_tokens = {context} - {max_tokens}"
-    return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
-
-
 def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     """The grading processes of a reward, and of those that rows of the tasks name."""
     task = config.task
@@ -444,6 +309,7 @@ def build_actor(
         options["unified"] = config.quant.unified and is_main
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    check_engine(actor)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
         policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode

@@ -27,13 +27,13 @@ from torch.optim import Optimizer
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
-from qurl.trainer.folder import UNREADABLE
 from qurl.trainer.learner import Learner
-from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.lora import load_adapters_
 from qurl.trainer.policy import PLAIN, Policy, load_policy
+from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE
 
 CHECKSUMS = "checksums.json"
+NEEDED = ("policy", "optimizer.pt", "state.pt")
 
 
 def save_checkpoint(
@@ -64,7 +64,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{target} could not be written: {error}. Nothing else was changed; make room on the "
-            "disk, then run the same command again"
+            "disk or choose another place, then run the same command again"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -79,11 +79,24 @@ def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> Non
         optimizers["critic"] = learner.critic_optimizer.state_dict()
     torch.save(optimizers, folder / "optimizer.pt")
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
-    sums = {str(path.relative_to(folder)): _checksum(path) for path in _files(folder)}
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
+    _write_checksums(folder)
     for path in _files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def replace_state(folder: Path, **changes: Any) -> None:
+    """Change entries of a checkpoint's state.pt."""
+    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    torch.save(state | changes, folder / "state.pt")
+    if (folder / CHECKSUMS).exists():
+        _write_checksums(folder)
+
+
+def _write_checksums(folder: Path) -> None:
+    files = (path for path in _files(folder) if path.name != CHECKSUMS)
+    sums = {str(path.relative_to(folder)): _checksum(path) for path in files}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -98,8 +111,11 @@ def _checksum(path: Path) -> str:
 def find_damage(folder: Path, under: str = "") -> str | None:
     """What is wrong with a checkpoint, or with its files `under` a folder; None if nothing is.
 
-    Checkpoints of versions without checksums count as sound.
+    Of checkpoints of versions without checksums, only the presence of the files is known.
     """
+    for name in () if under else NEEDED:
+        if not (folder / name).exists():
+            return f"{name} is missing"
     if not (folder / CHECKSUMS).exists():
         return None
     try:
@@ -170,7 +186,21 @@ def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
             learner.critic.load_state_dict(weights)
             _load_optimizer(learner.critic_optimizer, optimizers["critic"])
         torch.set_rng_state(state.pop("torch_rng"))
+        _check_state(state, checkpoint_step(folder))
     return state
+
+
+def _check_state(state: Mapping[str, Any], step: int) -> None:
+    """Raise ValueError unless the run can go on from it, at `step`."""
+    position, accuracies = state.get("position", 0), state.get("accuracies", {})
+    if state["step"] != step:
+        raise ValueError(f"its state.pt is of step {state['step']!r}")
+    if not isinstance(position, int) or position < 0:
+        raise ValueError(f"its state.pt has position = {position!r}")
+    if not isinstance(accuracies, dict) or not all(
+        isinstance(a, list) for a in accuracies.values()
+    ):
+        raise ValueError("its state.pt has accuracies that no run writes")
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

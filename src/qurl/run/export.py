@@ -27,8 +27,8 @@ from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import rescale_, uaq_scale, unscale_
 from qurl.run.card import read_run, write_card
 from qurl.run.checkpoint import find_policy, staged_folder
-from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.policy import load_model, load_tokenizer
+from qurl.trainer.weight_files import ADAPTER_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUANTS = ("none", "int8", "fp8")

@@ -21,7 +21,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.linear import EngineCodes
-from qurl.trainer.folder import LARGEST_WEIGHT, UNREADABLE, check_folder, describe_broken
+from qurl.trainer.folder import check_folder
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
@@ -33,6 +33,13 @@ from qurl.trainer.lora import (
 )
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.trainer.unified import unify_
+from qurl.trainer.weight_files import (
+    LARGEST_WEIGHT,
+    NO_WEIGHTS,
+    UNREADABLE,
+    describe_broken,
+    describe_empty,
+)
 from qurl.types import Batch
 
 PLAIN = QuantConfig(format="none")
@@ -71,7 +78,8 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
-        notes = []
+        empty = [name for name, weight in model.named_parameters() if not bool(weight.any())]
+        notes = [note] if (note := describe_empty(empty)) else []
         self.is_fused = device.type == "cuda" and not config.compile  # a compiler fuses by itself
         if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
@@ -248,6 +256,10 @@ def _explain(error: Exception) -> str:
             "it brings Python code of its own, which is never run here; use a model whose "
             "architecture is part of transformers"
         )
+    if "weights_only" in str(error):
+        return f"of its .bin file: {NO_WEIGHTS}"
+    if isinstance(error, KeyError):
+        return f"KeyError: {error}"
     if "ignore_mismatched_sizes" in str(error):
         return "the shapes of its weights are not those that its config.json gives"
     kept = [line for line in str(error).splitlines() if line.strip() and "frame #" not in line]

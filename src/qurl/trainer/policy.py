@@ -48,6 +48,25 @@ class TokenScores(NamedTuple):
     entropy: Tensor  # [B, T]
 
 
+class Scorer(nn.Module):
+    """The forward that is trained.
+
+    It is a module, so that the weights of a sharded model are gathered around all that reads them.
+    """
+
+    def __init__(self, model: nn.Module, logits_chunk: int, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.precision = model, (logits_chunk, compute_dtype)
+
+    def forward(
+        self, layout: BatchLayout, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs [M] and entropies [M] of the scored tokens."""
+        hidden = hidden_states(self.model, layout.token_ids, self.precision[1], **layout.options)
+        scoring = Scoring(temperature, *self.precision, needs_entropy_grad)
+        return score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+
+
 class Policy:
     """pi_theta: loads, scores tokens, saves as a normal Hugging Face folder."""
 
@@ -62,7 +81,6 @@ class Policy:
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
-        self.logits_chunk = config.logits_chunk
         name = config.compute_dtype
         self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
@@ -89,6 +107,7 @@ class Policy:
             compile_layers_(self.model)
         if quant.unified:  # last: the checks above compare in full precision
             self._unify(quant)
+        self.scorer = Scorer(self.model, config.logits_chunk, self.compute_dtype)
 
     def _unify(self, quant: QuantConfig) -> None:
         if self.is_fused:
@@ -126,10 +145,7 @@ class Policy:
     ) -> TokenScores:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
-        hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        precision = (self.logits_chunk, self.compute_dtype)
-        scoring = Scoring(batch.temperature, *precision, needs_entropy_grad)
-        scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+        scores = self.scorer(layout, batch.temperature, needs_entropy_grad)
         return TokenScores(*(layout.spread(values) for values in scores))
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:

@@ -5,6 +5,7 @@ checkpoints/step-000123/
                        with LoRA a folder of adapters, as peft writes it
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic
+    optimizer/         in place of it, the shards of several trainers
     state.pt           step, data position, update tracker, random state
     checksums.json     SHA-256 of each file above
 """
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
@@ -31,13 +31,14 @@ from qurl.trainer.folder import UNREADABLE
 from qurl.trainer.learner import Learner
 from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.lora import load_adapters_
+from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.policy import PLAIN, Policy, load_policy
 
 CHECKSUMS = "checksums.json"
 
 
 def save_checkpoint(
-    folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
+    folder: Path, step: int, learner: Learner | LearnerGroup, state: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
@@ -70,14 +71,9 @@ def staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
+def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint and flush them to the disk."""
-    learner.policy.save(folder / "policy")
-    optimizers = {"policy": learner.optimizer.state_dict()}
-    if learner.critic is not None and learner.critic_optimizer is not None:
-        torch.save(learner.critic.state_dict(), folder / "critic.pt")
-        optimizers["critic"] = learner.critic_optimizer.state_dict()
-    torch.save(optimizers, folder / "optimizer.pt")
+    learner.save(folder)
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
     sums = {str(path.relative_to(folder)): _checksum(path) for path in _files(folder)}
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
@@ -158,27 +154,13 @@ def load_saved_adapters(folder: Path, policy: Policy) -> None:
         load_adapters_(policy.model, folder / "policy")
 
 
-def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
+def load_checkpoint(folder: Path, learner: Learner | LearnerGroup) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
-    device = learner.policy.device
     with _naming_unreadable(folder):
-        optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(learner.optimizer, optimizers["policy"])
-        if learner.critic is not None and learner.critic_optimizer is not None:
-            weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
-            learner.critic.load_state_dict(weights)
-            _load_optimizer(learner.critic_optimizer, optimizers["critic"])
+        learner.load(folder)
         torch.set_rng_state(state.pop("torch_rng"))
     return state
-
-
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load all but `fused`, which depends on the device."""
-    if "fused" in optimizer.defaults:
-        for group in state["param_groups"]:
-            group["fused"] = optimizer.defaults["fused"]
-    optimizer.load_state_dict(state)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qurl.config import Config
@@ -37,6 +38,7 @@ from qurl.losses import (
 from qurl.objectives import Advantage
 from qurl.quant.kv import set_kv_scales_
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
+from qurl.quant.tracking import UpdateTracker
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
@@ -44,10 +46,12 @@ from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_ra
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.trainer.ranks import ALONE, Ranks
+from qurl.trainer.saving import Optimizers, load_optimizers, save_optimizers, share_of
 from qurl.types import Batch, KVScales, Scored, Stage, Trainable, Trained
 
 Number = Tensor | float
 ScoredStage = TypeVar("ScoredStage", bound=Scored)
+CRITIC = "critic.pt"
 K3_LIMIT = 10.0
 """Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
@@ -149,6 +153,39 @@ class Learner:
         self.critic_optimizer = None
         if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
+
+    @property
+    def optimizers(self) -> Optimizers:
+        found: Optimizers = {"policy": (self.policy.model, self.optimizer)}
+        if self.critic is not None and self.critic_optimizer is not None:
+            found = {**found, "critic": (self.critic, self.critic_optimizer)}
+        return found
+
+    def whole_model(self) -> nn.Module:
+        """The policy's weights as they are now, for an engine to copy."""
+        return self.policy.model
+
+    def watch(self, tracker: UpdateTracker) -> UpdateTracker:
+        """A tracker of this learner's weights."""
+        return tracker
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer states."""
+        self.policy.save(folder / "policy")
+        if self.critic is not None:
+            torch.save(self.critic.state_dict(), folder / CRITIC)
+        save_optimizers(folder, self.optimizers, self.ranks)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read all that `save` wrote but the policy, which is loaded before."""
+        if self.critic is not None:
+            device = self.policy.device
+            weights = torch.load(folder / CRITIC, map_location=device, weights_only=True)
+            own = self.critic.state_dict()
+            shares = {name: share_of(x, own[name]) for name, x in weights.items() if name in own}
+            self.critic.load_state_dict(weights | shares)
+        load_optimizers(folder, self.optimizers, self.ranks)
 
     @property
     def cap(self) -> float | None:

@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, H hidden.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,6 +160,13 @@ class Policy:
         """Make this a reference, never to be trained."""
         self.model.requires_grad_(False).eval()
         return self
+
+    def copy(self) -> Policy:
+        """The same with weights of its own, never to be trained."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.scorer = Scorer(twin.model, *self.scorer.precision)
+        return twin.freeze_()
 
     def save(self, folder: Path) -> None:
         if any(adapters(self.model)):

@@ -97,5 +97,6 @@ ALONE = Ranks()
 
 def _describe(error: Exception) -> tuple[type[QurlError], str]:
     """An error as it can be sent: those of other libraries may not survive pickling."""
-    is_ours = isinstance(error, QurlError) and not isinstance(error, MissingExtra)
-    return (type(error) if is_ours else TrainingError), str(error)
+    if isinstance(error, QurlError) and not isinstance(error, MissingExtra):
+        return type(error), str(error)
+    return TrainingError, str(error)

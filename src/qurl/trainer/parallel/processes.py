@@ -33,7 +33,7 @@ LOCALHOST = "127.0.0.1"
 FAILURE = "qurl/failure"
 """Key of the store that names the rank that failed first, and why."""
 PATIENCE = timedelta(days=30)
-"""How long a rank waits for its next command: rollouts, evaluations and suspended jobs take long."""
+"""How long a rank waits for its next command: rollouts and suspended jobs take long."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Function = Callable[..., Any]
 """Its first argument is the `Post` of the process that calls it."""
@@ -118,12 +118,7 @@ def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
     """
     processes: dict[int, Any] = {}
     if dist.is_torchelastic_launched():
-        store, _, launched = next(dist.rendezvous("env://"))
-        if launched != size:
-            raise ConfigError(
-                f"parallel.trainers = {size}, but torchrun started {launched} processes; use the "
-                "same number"
-            )
+        store, _, _ = next(dist.rendezvous("env://"))
     else:
         _check_devices(size, device)
         store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
@@ -143,9 +138,14 @@ def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
             process.kill()
 
 
+def num_launched() -> int | None:
+    """How many processes torchrun started, if it did."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
+
+
 def is_follower() -> bool:
     """Whether torchrun started this process to follow another."""
-    return dist.is_torchelastic_launched() and int(os.environ["RANK"]) > 0
+    return num_launched() is not None and int(os.environ["RANK"]) > 0
 
 
 def follow(device: str, threads: int = 0) -> None:

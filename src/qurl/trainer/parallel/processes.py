@@ -156,6 +156,7 @@ def follow(device: str, threads: int = 0) -> None:
 
 def _work(port: int, *settings: Any) -> None:
     _follow(dist.TCPStore(LOCALHOST, port, is_master=False), *settings)
+    os._exit(0)  # the leader waits, and Python would tidy up for seconds
 
 
 def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int) -> None:

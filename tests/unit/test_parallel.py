@@ -9,18 +9,23 @@ import math
 
 import pytest
 import torch
-from models import build_learner, random_batch, recompute, tiny_llama, tiny_policy
+from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from qurl.config import build_config
 from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from qurl.quant import rescale_
+from qurl.quant import quantize, rescale_
+from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
 from qurl.seeds import generator
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.coded import CodedWeight
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
+from qurl.trainer.policy import Policy
 from qurl.trainer.ranks import ALONE, Ranks
+from qurl.trainer.unified import UnifiedLinear
 
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
 OPTIM = {"lr": 1e-2, "eps": 1e-2}
@@ -40,6 +45,7 @@ CASES = {
         "optim": OPTIM | {"weight_decay": 0.1},
         "model": {"gradient_checkpointing": True},
     },
+    "one precision flow": {"quant": {"format": "int8", "unified": True}},
 }
 CLOSE = 1e-5
 
@@ -59,10 +65,8 @@ def make(case, path=None):
     config = make_config(case)
     reference = tiny_policy(seed=1).freeze_() if config.algo.kl_coef else None
     if path:
-        return build_learner(
-            config, load_saved_policy(path, config.model, torch.device("cpu")), reference
-        )
-    policy = tiny_policy(gradient_checkpointing=config.model.gradient_checkpointing)
+        return build_learner(config, load_saved_policy(path, config.model, CPU), reference)
+    policy = Policy(tiny_llama(), build_tokenizer(), config.model, CPU, config.quant)
     learner = build_learner(config, policy, reference)
     if config.quant.update_scale > 1:
         rescale_(policy.model, config.quant.update_scale)
@@ -159,7 +163,7 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
     exported = AutoModelForCausalLM.from_pretrained(saved[1] / "policy")
     assert type(exported).__name__ == "LlamaForCausalLM"
     ids = torch.arange(5)[None]
-    logits = load_saved_policy(saved[1], make_config(case).model, torch.device("cpu")).model(ids)
+    logits = load_saved_policy(saved[1], make_config(case).model, CPU).model(ids)
     torch.testing.assert_close(exported(ids).logits, logits.logits)
 
 
@@ -206,8 +210,8 @@ def test_what_all_ranks_refuse_is_one_error(workers, tmp_path):
     with pytest.raises(ModelError, match="trainer rank 0: no such model"):
         LearnerGroup(workers, make_broken)
     group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    (tmp_path / "nowhere").write_text("a file")
     with pytest.raises(CheckpointError, match=r"nowhere.* could not be written"):
-        (tmp_path / "nowhere").write_text("a file")
         group.save(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Define your objective at the top of a module"):
         LearnerGroup(workers, lambda: None)
@@ -219,6 +223,60 @@ def test_blocks_that_shards_would_cut_are_refused(workers):
     tracker = group.watch(UpdateTracker("fp8-block", 5))
     with pytest.raises(ModelError, match=r"32 rows on 2 trainers is cut every 16 rows"):
         tracker.measure(group.whole_model())
+
+
+def listen(post):
+    """Keep the weights that unified layers see in forwards."""
+    seen = post.held["seen"] = {}
+
+    def keep(name, layer, _):
+        assert isinstance(layer.weight, CodedWeight)
+        codes, scale = layer.weight.coded.codes, layer.weight.coded.scale
+        seen[name] = codes.float(), scale.clone()
+
+    for name, layer in post.held["learner"].policy.model.named_modules():
+        if isinstance(layer, UnifiedLinear):
+            layer.register_forward_pre_hook(functools.partial(keep, name))
+
+
+def tell(post):
+    return post.ranks.pool(post.held["seen"])
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_unified_weights_are_gathered_as_codes(workers, format):
+    """Those of the whole weights, to the bit, on both ranks and after an update."""
+    group = LearnerGroup(workers, functools.partial(make_unified, format))
+    workers.run(listen)
+    for number in (0, 1):
+        batch = batches()[0]
+        expected = {
+            name: quantize(layer.weight.detach(), format)
+            for name, layer in projections(group.whole_model())
+        }
+        recompute(group, batch, number)
+        of_ranks = workers.run(tell)
+        for name, coded in expected.items():
+            for seen in of_ranks:
+                assert torch.equal(seen[name][0], coded.codes.float()), name
+                assert torch.equal(seen[name][1], coded.scale), name
+        step(group, batch, number)
+
+
+def make_unified(format, **shape):
+    config = build_config(
+        {"batch": {"minibatches": 2}, "quant": {"format": format, "unified": True}, "optim": OPTIM}
+    )
+    return build_learner(config, Policy(tiny_llama(**shape), None, config.model, CPU, config.quant))
+
+
+def test_unified_weights_that_cannot_be_shared_evenly_are_refused(workers):
+    make_odd = functools.partial(make_unified, "int8", intermediate_size=63)
+    with pytest.raises(ModelError, match=r"gate_proj has 63 rows, which 2 trainers cannot share"):
+        LearnerGroup(workers, make_odd)
+    make_tiles = functools.partial(make_unified, "fp8-block")
+    with pytest.raises(ModelError, match="evenly, in whole tiles of 128"):
+        LearnerGroup(workers, make_tiles)
 
 
 def test_rows_are_dealt_by_length():
@@ -240,7 +298,6 @@ def test_a_group_of_one_exchanges_nothing():
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"quant": {"unified": True}}, "quant.unified = true"),
         ({"model": {"compile": True}}, "model.compile = true"),
         ({"model": {"lora_rank": 8}}, "model.lora_rank = 8"),
         ({"optim": {"moments": "8bit"}}, "optim.moments = '8bit'"),

@@ -215,7 +215,6 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     if (trainers := config.parallel.trainers) == 1:
         return
     is_set = {
-        "quant.unified = true": config.quant.unified,
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
         f"optim.moments = {config.optim.moments!r}": config.optim.moments != "fp32",

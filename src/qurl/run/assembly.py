@@ -313,11 +313,14 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
+    can_fuse = config.parallel.trainers == 1
     if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision)
+        policy = load_saved_policy(checkpoint, *precision, can_fuse=can_fuse)
     else:
-        policy = load_policy(initial, *precision)
-    return policy, load_policy(initial, *precision).freeze_() if has_reference else None
+        policy = load_policy(initial, *precision, can_fuse=can_fuse)
+    if not has_reference:
+        return policy, None
+    return policy, load_policy(initial, *precision, can_fuse=can_fuse).freeze_()
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:

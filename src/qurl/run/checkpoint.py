@@ -141,11 +141,15 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def load_saved_policy(
-    folder: Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
     """Load the policy of a checkpoint."""
     with _naming_unreadable(folder):
-        return load_policy(folder / "policy", config, device, quant)
+        return load_policy(folder / "policy", config, device, quant, **options)
 
 
 def load_saved_adapters(folder: Path, policy: Policy) -> None:

@@ -390,11 +390,11 @@ class Learner:
         return Piece(rows, batch, self.policy.layout(batch))
 
     def _idle_piece(self, batch: Stage) -> Piece[Stage]:
-        """No row and no token to score, for a forward that other ranks need."""
-        shortest = batch.select(batch.lengths.argmin()[None])
-        return self._piece(
-            shortest.replace(mask=torch.zeros_like(shortest.mask)), shortest.group[:0]
-        )
+        """No row, and two tokens that are not scored, for a forward that other ranks need."""
+        idle = batch.map(lambda x: x[:1, :2] if x.dim() == 2 else x[:1])
+        lengths, mask = idle.lengths.clamp(max=2), torch.zeros_like(idle.mask)
+        idle = idle.replace(lengths=lengths, mask=mask, problem_ids=batch.problem_ids[:1])
+        return self._piece(idle, idle.group[:0])
 
     def _accumulate(
         self,

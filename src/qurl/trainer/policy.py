@@ -78,7 +78,10 @@ class Policy:
         config: ModelConfig,
         device: torch.device,
         quant: QuantConfig = PLAIN,
+        *,
+        can_fuse: bool = True,
     ) -> None:
+        """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
@@ -91,7 +94,8 @@ class Policy:
             self.model.train()
         _check_head(self.model)
         notes = []
-        self.is_fused = device.type == "cuda" and not config.compile  # a compiler fuses by itself
+        # A compiler fuses by itself.
+        self.is_fused = device.type == "cuda" and can_fuse and not config.compile
         if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
@@ -189,9 +193,13 @@ class Untrained:
 
 
 def load_policy(
-    path: str | Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
-    return Policy(load_model(path), load_tokenizer(path), config, device, quant)
+    return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
 
 
 def load_tokenizer(path: str | Path) -> Any:

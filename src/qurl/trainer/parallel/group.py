@@ -117,7 +117,8 @@ def _build(post: Post, make: Callable[[], Learner]) -> None:
         learner = make()
         if post.ranks.rank == 0:
             post.held["whole"] = learner.policy.copy()
-    shard_(learner, post.ranks)
+    with post.ranks.agreeing(QurlError):
+        shard_(learner, post.ranks)
     post.held["learner"] = learner
 
 

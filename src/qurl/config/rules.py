@@ -73,6 +73,7 @@ def find_mistakes(
         *_correction_mistakes(config, objective, advantage),
         *_precision_mistakes(config),
         *_lora_mistakes(config, advantage),
+        *_parallel_mistakes(config),
         *_data_mistakes(config),
         *_other_mistakes(config),
     ]
@@ -207,6 +208,19 @@ def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]
         yield f"model.lora_rank = {rank} freezes {changed}; leave them off"
     if config.model.compile:
         yield f"model.lora_rank = {rank} cannot be compiled; set model.compile = false"
+
+
+def _parallel_mistakes(config: Config) -> Iterator[str]:
+    """What is not built for sharded models."""
+    if (trainers := config.parallel.trainers) == 1:
+        return
+    is_set = {
+        "model.compile = true": config.model.compile,
+        f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
+        f"optim.moments = {config.optim.moments!r}": config.optim.moments != "fp32",
+    }
+    for setting in (setting for setting, is_given in is_set.items() if is_given):
+        yield f"{setting} is not built for parallel.trainers = {trainers}; use one trainer"
 
 
 def _data_mistakes(config: Config) -> Iterator[str]:

@@ -317,6 +317,14 @@ class RolloutConfig(Section):
 
 
 @dataclass(frozen=True)
+class ParallelConfig(Section):
+    """Several GPUs (docs/parallel.md)."""
+
+    trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    """Processes that train one model, each with a share of its weights and on a GPU of its own."""
+
+
+@dataclass(frozen=True)
 class EvalConfig(Section):
     """Held-out accuracy."""
 
@@ -458,6 +466,7 @@ class Config(Section):
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     track: TrackConfig = field(default_factory=TrackConfig)

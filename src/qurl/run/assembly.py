@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,8 @@ from qurl.advantages import Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError
+from qurl.losses import Surrogate
+from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
 from qurl.plugins import is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
@@ -47,16 +49,21 @@ from qurl.tasks.joined import rewards_of
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
+from qurl.trainer.parallel.group import GroupTracker, LearnerGroup, lead_learners
+from qurl.trainer.parallel.processes import follow, is_follower, num_launched
 from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
+
+AnyLearner = Learner | LearnerGroup
+AnyTracker = UpdateTracker | GroupTracker
 
 
 @dataclass
 class Parts:
     """What the loop works with."""
 
-    learner: Learner
+    learner: AnyLearner
     advantage: Estimator
     engine: Engine
     full_engine: Engine
@@ -64,7 +71,7 @@ class Parts:
     stream: ProblemStream
     held_out: list[Problem]
     pool: Pool
-    tracker: UpdateTracker | None
+    tracker: AnyTracker | None
     first_step: int
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
@@ -94,6 +101,8 @@ class Parts:
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
         folder, state = run.path / "checkpoints", state or self.state()
+        if self.tracker is not None:
+            state = {**state, "tracker": self.tracker.collect(state["tracker"])}
         path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
         run.event("checkpoint", f"saved {path.name}", step=step)
 
@@ -112,14 +121,91 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
     initial = initial_model(config, run.path, device)
     checkpoint, damaged = newest_sound(run.path / "checkpoints")
-    policy, reference = _load_policies(config, initial, checkpoint, device)
-    learner = Learner(
-        policy,
-        config,
-        reference=reference,
-        objective=choices.objective,
-        advantage=advantage,
+    make = functools.partial(
+        make_learner, config, initial, checkpoint, choices.objective, advantage
     )
+    with _open_learner(config, device, make) as learner:
+        policy = learner.policy
+        task, data, held_out = _load_data(config, policy, choices, run)
+        prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
+        for note in (*policy.notes, *task.notes):
+            run.warn(note)
+        stream = ProblemStream(task, config.seed, choices.select)
+        tracker = _build_tracker(config, learner, run)
+        first_step = 0
+        if checkpoint:
+            state = load_checkpoint(checkpoint, learner)
+            _warn_of_changed_data(state, prints, run)
+            first_step = _resume(state, stream, tracker, run)
+        graded = () if choices.reward else data.values()
+        with build_pool(config, choices.reward or task.reward, *graded) as pool:
+            if first_step == 0 and choices.reward is None:
+                _try_grader(config, task, pool, run)
+            build = functools.partial(build_actor, config, policy, config.quant.format, choices)
+            engine = full_engine = build()
+            if config.has_full_engine:
+                full_engine = build_actor(config, policy, "none", choices)
+            parts = Parts(
+                learner=learner,
+                advantage=_configured(choices.advantage, config.algo),
+                engine=engine,
+                full_engine=full_engine,
+                stream=stream,
+                held_out=held_out,
+                pool=pool,
+                tracker=tracker,
+                first_step=first_step,
+                build_engine=build,
+                fingerprints=prints,
+            )
+            _set_aside(damaged, first_step, run)
+            run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
+            yield parts
+
+
+def make_learner(
+    config: Config,
+    initial: str | Path,
+    checkpoint: Path | None,
+    objective: Surrogate,
+    advantage: Advantage,
+) -> Learner:
+    """The models and optimizers of a run, untrained or as saved; `load_checkpoint` comes after."""
+    policy, reference = _load_policies(config, initial, checkpoint, pick_device(config.device))
+    parts = {"objective": objective, "advantage": advantage}
+    learner = Learner(policy, config, reference=reference, **parts)
+    if checkpoint is None:
+        _prepare_masters(config, learner)
+    return learner
+
+
+def _open_learner(
+    config: Config, device: torch.device, make: Callable[[], Learner]
+) -> AbstractContextManager[AnyLearner]:
+    """A learner in this process, or on as many ranks as the recipe asks for."""
+    if config.parallel.trainers == 1:
+        return nullcontext(make())
+    return lead_learners(config.parallel.trainers, device, config.threads, make)
+
+
+def follow_driver(config: Config) -> bool:
+    """Serve the driver of this run, if torchrun started this process for that; else False."""
+    size, trainers = num_launched(), config.parallel.trainers
+    if size not in (None, trainers):
+        raise ConfigError(
+            f"parallel.trainers = {trainers}, but torchrun started {size} processes; use the same "
+            "number"
+        )
+    if not is_follower():
+        return False
+    follow(prepare_torch(config).type, config.threads)
+    return True
+
+
+def _load_data(
+    config: Config, policy: Policy, choices: Choices, run: Run
+) -> tuple[Task, dict[str, Task], list[Problem]]:
+    """The training task, all splits by name, and the held-out problems."""
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
     held_out, data = [], {"train": task}
@@ -128,42 +214,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         held_out = held_out_problems(config, data["eval"])
         if note := compare_splits(task, data["eval"]):
             run.warn(note)
-    prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
-    for note in (*policy.notes, *task.notes):
-        run.warn(note)
-    stream = ProblemStream(task, config.seed, choices.select)
-    tracker = _build_tracker(config, policy, run)
-    first_step = 0
-    if checkpoint:
-        state = load_checkpoint(checkpoint, learner)
-        _warn_of_changed_data(state, prints, run)
-        first_step = _resume(state, stream, tracker, run)
-    else:
-        _prepare_masters(config, learner, run)
-    graded = () if choices.reward else data.values()
-    with build_pool(config, choices.reward or task.reward, *graded) as pool:
-        if first_step == 0 and choices.reward is None:
-            _try_grader(config, task, pool, run)
-        build = functools.partial(build_actor, config, policy, config.quant.format, choices)
-        engine = full_engine = build()
-        if config.has_full_engine:
-            full_engine = build_actor(config, policy, "none", choices)
-        parts = Parts(
-            learner=learner,
-            advantage=_configured(choices.advantage, config.algo),
-            engine=engine,
-            full_engine=full_engine,
-            stream=stream,
-            held_out=held_out,
-            pool=pool,
-            tracker=tracker,
-            first_step=first_step,
-            build_engine=build,
-            fingerprints=prints,
-        )
-        _set_aside(damaged, first_step, run)
-        run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-        yield parts
+    return task, data, held_out
 
 
 def _try_grader(config: Config, task: Task, pool: Pool, run: Run) -> None:
@@ -192,11 +243,14 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
+    can_fuse = config.parallel.trainers == 1
     if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision)
+        policy = load_saved_policy(checkpoint, *precision, can_fuse=can_fuse)
     else:
-        policy = load_policy(initial, *precision)
-    return policy, load_policy(initial, *precision).freeze_() if has_reference else None
+        policy = load_policy(initial, *precision, can_fuse=can_fuse)
+    if not has_reference:
+        return policy, None
+    return policy, load_policy(initial, *precision, can_fuse=can_fuse).freeze_()
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
@@ -207,7 +261,7 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
 
 
-def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, run: Run) -> int:
+def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:
     """Take over the state of a checkpoint; returns the step to go on with."""
     num_problems = len(stream.task)
     stream.load_state_dict(state)
@@ -316,7 +370,8 @@ def build_actor(
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
+def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker | None:
+    policy = learner.policy
     if config.quant.track_rows == 0:
         return None
     if not any(projections(policy.model)):
@@ -327,17 +382,17 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
     quant = config.quant
-    return UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers)
+    return learner.watch(UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers))
 
 
-def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
+def _prepare_masters(config: Config, learner: Learner) -> None:
     """Change weights once, before training: UAQ and dither. Outputs stay, up to rounding."""
     quant, options, policy = config.quant, config.experimental, learner.policy
     if (carried := uaq_scale(policy.model)) != 1:
         unscale_(policy.model)
-        run.warn(
+        policy.notes += (
             f"model.path = {config.model.path!r} carried UAQ with s = {carried:g} from an earlier "
-            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts"
+            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts",
         )
     if quant.update_scale > 1:
         also = {"o_proj": options.scale_o_proj, "down_proj": options.scale_down_proj}
@@ -350,6 +405,6 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
             'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
-        run.warn(f"experimental.dither left on their grid: {', '.join(kept)}")
+        policy.notes += (f"experimental.dither left on their grid: {', '.join(kept)}",)
     if learner.critic is not None:
         dither_(learner.critic.backbone, config.seed)

@@ -5,6 +5,7 @@ checkpoints/step-000123/
                        with LoRA a folder of adapters, as peft writes it
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic
+    optimizer/         in place of it, the shards of several trainers
     state.pt           step, data position, update tracker, random state
     checksums.json     SHA-256 of each file above
 """
@@ -22,22 +23,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
 from qurl.trainer.learner import Learner
 from qurl.trainer.lora import load_adapters_
+from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.policy import PLAIN, Policy, load_policy
 from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE
 
 CHECKSUMS = "checksums.json"
-NEEDED = ("policy", "optimizer.pt", "state.pt")
+NEEDED = (("policy",), ("optimizer.pt", "optimizer"), ("state.pt",))
+"""What a checkpoint must have, each under one of its names."""
 
 
 def save_checkpoint(
-    folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
+    folder: Path, step: int, learner: Learner | LearnerGroup, state: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
@@ -70,14 +72,9 @@ def staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
+def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint and flush them to the disk."""
-    learner.policy.save(folder / "policy")
-    optimizers = {"policy": learner.optimizer.state_dict()}
-    if learner.critic is not None and learner.critic_optimizer is not None:
-        torch.save(learner.critic.state_dict(), folder / "critic.pt")
-        optimizers["critic"] = learner.critic_optimizer.state_dict()
-    torch.save(optimizers, folder / "optimizer.pt")
+    learner.save(folder)
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
     _write_checksums(folder)
     for path in _files(folder):
@@ -113,9 +110,9 @@ def find_damage(folder: Path, under: str = "") -> str | None:
 
     Of checkpoints of versions without checksums, only the presence of the files is known.
     """
-    for name in () if under else NEEDED:
-        if not (folder / name).exists():
-            return f"{name} is missing"
+    for names in () if under else NEEDED:
+        if not any((folder / name).exists() for name in names):
+            return f"{names[0]} is missing"
     if not (folder / CHECKSUMS).exists():
         return None
     try:
@@ -161,11 +158,15 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def load_saved_policy(
-    folder: Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
     """Load the policy of a checkpoint."""
     with _naming_unreadable(folder):
-        return load_policy(folder / "policy", config, device, quant)
+        return load_policy(folder / "policy", config, device, quant, **options)
 
 
 def load_saved_adapters(folder: Path, policy: Policy) -> None:
@@ -174,17 +175,11 @@ def load_saved_adapters(folder: Path, policy: Policy) -> None:
         load_adapters_(policy.model, folder / "policy")
 
 
-def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
+def load_checkpoint(folder: Path, learner: Learner | LearnerGroup) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
-    device = learner.policy.device
     with _naming_unreadable(folder):
-        optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(learner.optimizer, optimizers["policy"])
-        if learner.critic is not None and learner.critic_optimizer is not None:
-            weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
-            learner.critic.load_state_dict(weights)
-            _load_optimizer(learner.critic_optimizer, optimizers["critic"])
+        learner.load(folder)
         torch.set_rng_state(state.pop("torch_rng"))
         _check_state(state, checkpoint_step(folder))
     return state
@@ -201,14 +196,6 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
         isinstance(a, list) for a in accuracies.values()
     ):
         raise ValueError("its state.pt has accuracies that no run writes")
-
-
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load all but `fused`, which depends on the device."""
-    if "fused" in optimizer.defaults:
-        for group in state["param_groups"]:
-            group["fused"] = optimizer.defaults["fused"]
-    optimizer.load_state_dict(state)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
-    "alarms",
+    *("alarms", "parallel"),
     *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("task.grade_workers", "task.grade_timeout", "task.grade_memory"),

@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, H hidden.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,25 @@ class TokenScores(NamedTuple):
     entropy: Tensor  # [B, T]
 
 
+class Scorer(nn.Module):
+    """The forward that is trained.
+
+    It is a module, so that the weights of a sharded model are gathered around all that reads them.
+    """
+
+    def __init__(self, model: nn.Module, logits_chunk: int, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.precision = model, (logits_chunk, compute_dtype)
+
+    def forward(
+        self, layout: BatchLayout, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs [M] and entropies [M] of the scored tokens."""
+        hidden = hidden_states(self.model, layout.token_ids, self.precision[1], **layout.options)
+        scoring = Scoring(temperature, *self.precision, needs_entropy_grad)
+        return score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+
+
 class Policy:
     """pi_theta: loads, scores tokens, saves as a normal Hugging Face folder."""
 
@@ -65,11 +85,13 @@ class Policy:
         config: ModelConfig,
         device: torch.device,
         quant: QuantConfig = PLAIN,
+        *,
+        can_fuse: bool = True,
     ) -> None:
+        """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
-        self.logits_chunk = config.logits_chunk
         name = config.compute_dtype
         self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
@@ -80,7 +102,8 @@ class Policy:
         _check_head(self.model)
         empty = [name for name, weight in model.named_parameters() if not bool(weight.any())]
         notes = [note] if (note := describe_empty(empty)) else []
-        self.is_fused = device.type == "cuda" and not config.compile  # a compiler fuses by itself
+        # A compiler fuses by itself.
+        self.is_fused = device.type == "cuda" and can_fuse and not config.compile
         if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
@@ -97,6 +120,7 @@ class Policy:
             compile_layers_(self.model)
         if quant.unified:  # last: the checks above compare in full precision
             self._unify(quant)
+        self.scorer = Scorer(self.model, config.logits_chunk, self.compute_dtype)
 
     def _unify(self, quant: QuantConfig) -> None:
         if self.is_fused:
@@ -134,10 +158,7 @@ class Policy:
     ) -> TokenScores:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
-        hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        precision = (self.logits_chunk, self.compute_dtype)
-        scoring = Scoring(batch.temperature, *precision, needs_entropy_grad)
-        scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+        scores = self.scorer(layout, batch.temperature, needs_entropy_grad)
         return TokenScores(*(layout.spread(values) for values in scores))
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
@@ -151,6 +172,13 @@ class Policy:
         """Make this a reference, never to be trained."""
         self.model.requires_grad_(False).eval()
         return self
+
+    def copy(self) -> Policy:
+        """The same with weights of its own, never to be trained."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.scorer = Scorer(twin.model, *self.scorer.precision)
+        return twin.freeze_()
 
     def save(self, folder: Path) -> None:
         if any(adapters(self.model)):
@@ -173,9 +201,13 @@ class Untrained:
 
 
 def load_policy(
-    path: str | Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
-    return Policy(load_model(path), load_tokenizer(path), config, device, quant)
+    return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
 
 
 def load_tokenizer(path: str | Path) -> Any:

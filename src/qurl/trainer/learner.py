@@ -60,7 +60,7 @@ class Piece(NamedTuple, Generic[Stage]):
 
 
 class Meter:
-    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
+    """Statistics of many pieces as one: means weighted by tokens, `max` and `min` names by theirs.
 
     `_sum` names add up over the pieces of an update; their mean over updates loses the suffix. The
     device is read in `summary` only.
@@ -93,8 +93,10 @@ class Meter:
         for name, weights in self._weights.items():
             column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
             mean = sum(x * w for x, w in zip(column, weights, strict=True)) / sum(weights)
-            is_max = "max" in re.split("[/_]", name)
-            summary[name] = max(column) if is_max else mean
+            words = re.split("[/_]", name)
+            summary[name] = (
+                max(column) if "max" in words else min(column) if "min" in words else mean
+            )
         return summary
 
 

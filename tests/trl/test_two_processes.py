@@ -17,7 +17,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(Path(__file__).with_name("two_processes.py")), str(folder)]
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    places = [os.environ.get("PYTHONPATH", ""), str(ROOT / "src"), str(ROOT)]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     ran = subprocess.run(
         [sys.executable, *launch, *script],
         env=os.environ | paths | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},

@@ -61,6 +61,4 @@ def trainer(
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "processing_class": build_tokenizer(),
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*rollout_func.*")
-        return kind(**(arguments | (given or {})), options=options)
+    return kind(**(arguments | (given or {})), options=options)

@@ -55,7 +55,9 @@ class QurlGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
         if found := list(refusals(given)):
             raise ConfigError("QurlGRPOTrainer cannot train like this: " + "; ".join(found))
-        super().__init__(*args, **kwargs, rollout_func=self._roll_out)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+            super().__init__(*args, **kwargs, rollout_func=self._roll_out)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
         self._meters = {"train": Meter(), "eval": Meter()}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qurl.errors import ConfigError, ModelError
 from qurl.integrations.trl import QurlGRPOTrainer, QurlOptions, sample
+from qurl.integrations.trl_options import ABSENT, ALLOWED
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
 from qurl.tasks.tokenizer import build_tokenizer
@@ -22,6 +23,14 @@ from tests.models import tiny_llama
 from tests.trl.toy import CHAT, config, share_below_half, trainer
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "trl.md").read_text()
+NAMED_OTHERWISE = (
+    "use_transformers_continuous_batching",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "tools",
+    "environment_factory",
+)
 METRICS = "".join((ROOT / "docs" / name).read_text() for name in ("metrics.md", "algorithm.md"))
 
 
@@ -326,3 +335,24 @@ def test_the_example_learns(tmp_path, monkeypatch):
     rewards = [row["reward"] for row in rows(made)]
     assert rewards[0] < 0.3
     assert rewards[-1] > 0.8
+
+
+def test_the_page(tmp_path):
+    """The code of docs/trl.md, on a CPU and with a tiny model in the place of Qwen."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    tiny_llama().save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path / "model"))
+    here = (
+        f'GRPOConfig("{tmp_path}", use_cpu=True, bf16=False, max_completion_length=8, max_steps=2'
+    )
+    code = code.replace('GRPOConfig("runs/trl"', here)
+    names = {}
+    exec(code, names)
+    assert names["trainer"].state.global_step == 2
+
+
+def test_the_page_names_all_that_is_refused():
+    for name in [*ALLOWED, *ABSENT]:
+        is_named = f"`{name}`" in PAGE or f"`{name}=" in PAGE
+        assert is_named or name in NAMED_OTHERWISE, name

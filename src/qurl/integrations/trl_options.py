@@ -21,10 +21,10 @@ AGGREGATIONS = {
 
 _IGNORED = "the engine does not sample like that"
 _NO_TERM = "the loss has no such term"
-_ALLOWED: Mapping[str, tuple[Sequence[Any], str]] = {
+ALLOWED: Mapping[str, tuple[Sequence[Any], str]] = {
     "loss_type": (tuple(AGGREGATIONS), "the others are no clipped surrogates of single tokens"),
     "importance_sampling_level": (("token",), "our objectives clip tokens, not sequences"),
-    "use_liger_kernel": ((False,), "its fused loss knows TRL's objective only"),
+    "use_liger_kernel": ((False,), "it replaces the loss, or is deprecated, depending on TRL"),
     "use_vllm": ((False,), "the local engine samples; TRL would correct a second time"),
     "use_transformers_continuous_batching": ((False,), "the local engine samples"),
     "top_p": ((1.0,), "a truncated distribution biases the mismatch"),
@@ -40,7 +40,7 @@ _ALLOWED: Mapping[str, tuple[Sequence[Any], str]] = {
     "fp16": ((False,), "the engine computes in BF16 or FP32"),
 }
 """Fields of GRPOConfig: what they may be, and why."""
-_ABSENT = {
+ABSENT = {
     "rollout_func": "the local engine is the rollout function",
     "tools": "completions are single turns",
     "environment_factory": "completions are single turns",
@@ -90,17 +90,17 @@ class QurlOptions:
 
 def refusals(given: Mapping[str, Any]) -> Iterator[str]:
     """What stands in the way, of the arguments of a GRPOTrainer."""
-    for name, why in _ABSENT.items():
+    for name, why in ABSENT.items():
         if given.get(name) is not None:
             yield f"{name} is given, but {why}"
     if hasattr(given["model"], "peft_config"):
-        yield f"model has adapters, but {_ABSENT['peft_config']}"
+        yield f"model has adapters, but {ABSENT['peft_config']}"
     for name in ("train_dataset", "eval_dataset"):
         columns = set(getattr(given.get(name), "column_names", None) or ())
         if images := sorted(columns & {"image", "images"}):
             yield f"{name} has the column {images[0]!r}, but the local engine samples from text"
     args = given.get("args")
-    for name, (allowed, why) in _ALLOWED.items():
+    for name, (allowed, why) in ALLOWED.items():
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             listed = " or ".join(repr(x) for x in allowed)

@@ -220,7 +220,8 @@ class QurlGRPOTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint, "config.json")
-        saved = json.loads(path.read_text(encoding="utf-8")).get("qurl_uaq")
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        saved = config.get("qurl_uaq")
         if saved != (own := getattr(self._plain_model.config, "qurl_uaq", None)):
             raise ConfigError(
                 f"{path} has qurl_uaq = {saved}, and this trainer {own}: resume with the "

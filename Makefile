@@ -2,7 +2,7 @@
 #
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
-#   CPU_INDEX where pip finds torch's CPU build, for test-vllm
+#   CPU_INDEX where pip finds torch's CPU build, for the tests in other frameworks
 #   PYTHON312 the interpreter for test-skyrl: SkyRL needs Python 3.12   (python3.12)
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
@@ -19,7 +19,7 @@ RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel \
-        test-hosts test-vllm test-verl test-skyrl picture lint docs site bench tables
+        test-hosts test-vllm test-trl test-verl test-skyrl picture lint docs site bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,23 @@ UV := $(shell command -v uv 2>/dev/null)
 # $(call make_env,PYTHON,FOLDER) and $(call install_in,FOLDER): by uv where there is one.
 make_env   = $(if $(UV),$(UV) venv -q --allow-existing --python $(1),$(1) -m venv) $(2)
 install_in = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip install -q) $(PIP_ARGS)
+
+# QurlGRPOTrainer overrides private methods of TRL, so the newest and the oldest TRL that it supports
+# are tested. tests/ stays off the path: its folder vllm would pass for an installed vLLM.
+TRL_TESTS = $(VENV)-trl/bin/python -m pytest -p no:cacheprovider --import-mode importlib \
+            -W ignore::FutureWarning -n 2 --dist loadfile tests/trl
+
+test-trl: $(VENV)-trl/installed  ## test the TRL trainer on a CPU, with two versions of TRL
+	$(TRL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-trl/oldest $(TRL_TESTS)
+
+# TRL 1.10 needs requests and does not say so.
+$(VENV)-trl/installed: pyproject.toml
+	$(call make_env,$(PYTHON),$(VENV)-trl)
+	$(call install_in,$(VENV)-trl) $(CPU_INDEX) 'torch==2.13.0'
+	$(call install_in,$(VENV)-trl) 'torch==2.13.0' 'trl==1.16.0' pytest pytest-xdist requests -e '.[trl]'
+	$(call install_in,$(VENV)-trl) --no-deps --target $(VENV)-trl/oldest 'trl==1.10.0'
+	@touch $@
 
 # What verl's losses, config and merger import. verl itself asks for more, and for CUDA builds.
 VERL_NEEDS = 'transformers>=5.5.3,<5.11' ray tensordict omegaconf hydra-core codetiming pandas pyarrow datasets \

@@ -16,7 +16,7 @@ Number = Tensor | float
 
 
 class Meter:
-    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
+    """Statistics of many pieces as one: means weighted by tokens, `max` and `min` names by theirs.
 
     `_sum` names add up over the pieces of an update; their mean over updates loses the suffix. The
     device is read in `summary` only. Ranks add the same names in the same order.
@@ -49,16 +49,20 @@ class Meter:
         numbers = (value for column in self._values.values() for value in column)
         tensors = [value.double() for value in numbers if isinstance(value, Tensor)]
         read = iter(torch.stack(tensors).tolist() if tensors else [])  # the device is asked once
-        totals: dict[str, tuple[float, float, float]] = {}
+        totals: dict[str, tuple[float, float, float, float]] = {}
         for name, weights in self._weights.items():
             column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
             pairs = list(zip(column, weights, strict=True))
-            largest = max((x for x, w in pairs if w), default=-math.inf)
-            totals[name] = sum(x * w for x, w in pairs), sum(weights), largest
+            counted = [x for x, w in pairs if w]
+            ends = min(counted, default=math.inf), max(counted, default=-math.inf)
+            totals[name] = sum(x * w for x, w in pairs), sum(weights), *ends
         of_ranks = self._ranks.pool(totals)
         summary = {}
         for name in totals:
-            sums, weights, largest = zip(*(part[name] for part in of_ranks), strict=True)
-            is_max = "max" in re.split("[/_]", name)
-            summary[name] = max(largest) if is_max else sum(sums) / sum(weights)
+            sums, weights, lowest, largest = zip(*(part[name] for part in of_ranks), strict=True)
+            words = re.split("[/_]", name)
+            mean = sum(sums) / sum(weights)
+            summary[name] = (
+                max(largest) if "max" in words else min(lowest) if "min" in words else mean
+            )
         return summary

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
@@ -31,6 +32,12 @@ class Problem:
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The task's own data; `extra["prompt"]` is the text of the prompt where there is one."""
+
+    @property
+    def name(self) -> str:
+        """The id without what `qurl.sampling` appends when a problem is asked again or in pieces:
+        "sum-7@3@@64" -> "sum-7"."""
+        return re.sub(r"(@\d+)?(@@\d+)?$", "", self.id)
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,8 @@ class Batch:
     group: Tensor  # [B] int64, which rollout of the step
     problem_ids: Sequence[str]  # [B]
     temperature: float
+    bundle: int = 1
+    """So many rows that follow each other stay in one mini-batch."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -21,7 +21,11 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "algo.advantage": tuple(ADVANTAGES),
     "rollout.engine": ("local", "hf"),
     "rollout.episode": ("",),
-    "sampling.select": ("shuffle",),
+    "sampling.select": ("shuffle", "greso", "dots"),
+    "sampling.budget": ("uniform", "e3"),
+    "sampling.thermostat": ("off", "e3"),
+    "sampling.replay": ("off", "recent"),
+    "batch.subselect": ("all", "shuffle-r1", "pods"),
     "task.name": (*GENERATED, "gsm8k", "math", "code", "file", "gym:<name>", "<path>.jsonl"),
     "task.reward": ("auto", "math", "exact", "countdown", "code", "gym:<name>"),
 }

@@ -43,7 +43,9 @@ from qurl.run.checkpoint import (
 from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
-from qurl.sampling import ProblemStream, Selector
+from qurl.sampling import Hooks, ProblemStream, Selector, Setup, build_hooks
+from qurl.sampling.built_in import PARTS as SAMPLING_PARTS
+from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, GeneratedTask, JoinedTask, Task, load_task
 from qurl.tasks.joined import rewards_of
@@ -57,10 +59,17 @@ from qurl.types import Problem
 EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
-PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
+PARTS = (
+    *("objective", "advantage", "engine", "task", "reward", "select", "episode"),
+    *("budget", "thermostat", "replay", "subselect"),
+)
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""
-NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
+NAMES: dict[Any, str] = {
+    part: name
+    for table in (SURROGATES, ESTIMATORS, *SAMPLING_PARTS.values())
+    for name, part in table.items()
+}
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,16 @@ class Choices:
     objective: Surrogate
     advantage: Estimator
     task: Task | Draw | str
-    select: Selector | str
     engine: EngineFactory | None
     reward: Reward | None
     episode: Episode | None
     """None for the last three: as the recipe says."""
+    select: Selector | type | str
+    budget: Budget | type | str
+    thermostat: Thermostat | type | str
+    replay: Replay | type | str
+    subselect: SubSelect | type | str
+    """For the last five, names are as in the recipe."""
 
     @classmethod
     def of(cls, config: Config, *parts: Any) -> Choices:
@@ -96,7 +110,9 @@ class Choices:
                 f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
             )
         given["task"] = given["task"] or config.task.name
-        given["select"] = given["select"] or config.sampling.select
+        for key in SAMPLING_PARTS:
+            name = key.partition(".")[2]
+            given[name] = given[name] if given[name] is not None else named_part(config, key)
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
@@ -107,8 +123,9 @@ class Choices:
         """The config with the names of parts given as objects, as its run directory keeps it."""
         for part, key in KEYS.items():
             value, name = getattr(self, part), named_part(config, key)
-            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
-            if callable(value) and not is_named:
+            is_object = callable(value) or hasattr(value, "merge")
+            is_named = is_object and is_users_own(name) and load_plugin(name, key) is value
+            if is_object and not is_named:
                 spec = (
                     NAMES.get(value)
                     or name_of(value)
@@ -118,6 +135,11 @@ class Choices:
                 changed = dataclasses.replace(getattr(config, section), **{field: spec})
                 config = dataclasses.replace(config, **{section: changed})
         return config
+
+    def build_hooks(self, setup: Setup) -> Hooks:
+        """The parts of sampling."""
+        chosen = {key: getattr(self, key.partition(".")[2]) for key in SAMPLING_PARTS}
+        return build_hooks(setup, chosen)
 
     @property
     def facts(self) -> tuple[Objective, Advantage]:
@@ -135,6 +157,7 @@ class Parts:
     full_engine: Engine
     """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
+    hooks: Hooks
     held_out: list[Problem]
     pool: Pool
     tracker: UpdateTracker | None
@@ -162,7 +185,8 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        return {**self.stream.state_dict(), **sizes, "tracker": tracker}
+        hooks = self.hooks.state_dict()
+        return {**self.stream.state_dict(), **sizes, "tracker": tracker, "hooks": hooks}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -204,12 +228,16 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
     for note in (*policy.notes, *task.notes):
         run.warn(note)
-    stream = ProblemStream(task, config.seed, choices.select)
+    vocabulary = policy.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    hooks = choices.build_hooks(Setup(config, task, vocabulary))
+    keeps = config.sampling.keep_responses
+    stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
     if checkpoint:
         state = load_checkpoint(checkpoint, learner)
         _warn_of_changed_data(state, prints, run)
+        hooks.load_state_dict(state.get("hooks", {}))
         first_step = _resume(state, stream, tracker, run)
     else:
         _prepare_masters(config, learner, run)
@@ -227,6 +255,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             engine=engine,
             full_engine=full_engine,
             stream=stream,
+            hooks=hooks,
             held_out=held_out,
             pool=pool,
             tracker=tracker,

@@ -144,7 +144,7 @@ class Learner:
         """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
         ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            scores = self._score(batch, self._rows_to_score(len(batch), step))
+            scores = self._score(batch, self._rows_to_score(batch, step))
             has_others = self.reference is not None or self.critic is not None
             for rows, part, layout in self._pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
@@ -157,7 +157,7 @@ class Learner:
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
         return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), scores)
 
-    def _rows_to_score(self, num_rows: int, step: int) -> Tensor:
+    def _rows_to_score(self, batch: Batch, step: int) -> Tensor:
         """The rows whose prox is computed before the update.
 
         decoupled   all but those of the first mini-batch
@@ -168,10 +168,10 @@ class Learner:
         steps that train the critic only.
         """
         mode = self.config.correction.mode
-        first, *others = self._minibatches(num_rows, step, epoch=0)
+        first, *others = self._minibatches(batch, step, epoch=0)
         is_read = self._is_pretraining(step) or prox_readers(self.config, self.advantage)
         if mode != "bypass" and is_read:
-            return torch.arange(num_rows, device=first.device)
+            return torch.arange(len(batch), device=first.device)
         if mode != "decoupled" or not others:
             return first[:0]
         return torch.cat(others).sort().values
@@ -179,9 +179,9 @@ class Learner:
     def _is_pretraining(self, step: int) -> bool:
         return self.critic is not None and step < self.config.critic.pretrain_steps
 
-    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[Tensor]:
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
         order = generator(self.config.seed, "shuffle", step, epoch)
-        rows = minibatches(num_rows, self.config.batch.minibatches, order)
+        rows = minibatches(len(batch), self.config.batch.minibatches, order, batch.bundle)
         return [part.to(self.policy.device) for part in rows]
 
     @torch.no_grad()
@@ -252,7 +252,7 @@ class Learner:
         logp = batch.logp_prox.clone()
         lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
-            for rows in self._minibatches(len(batch), step, epoch):
+            for rows in self._minibatches(batch, step, epoch):
                 minibatch = batch.select(rows)
                 pieces = [p for p in self._pieces(minibatch) if len(p.layout.scored)]
                 if not pieces:  # every token was rejected

@@ -119,7 +119,7 @@ class Learner:
         scale = config.experimental.norm_fed_lr_scale
         scales = {} if scale == 1 else learning_rate_scales(policy.model, scale)
         self.optimizer = build_optimizer(
-            policy.model, config.optim, lr=config.optim.lr, scales=scales
+            policy.model, config.optim, lr=config.peak_lr, scales=scales
         )
         self.version: int | None = 0
         """Changes with the weights; None if they are between two steps, in or after a failure."""
@@ -342,7 +342,7 @@ class Learner:
         config = self.config
         if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
-        peak = config.optim.lr if name == "actor" else config.critic.lr
+        peak = config.peak_lr if name == "actor" else config.critic.lr
         lr = learning_rate(peak, step, config.steps, config.optim)
         norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         if name == "actor":

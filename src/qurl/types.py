@@ -177,7 +177,7 @@ class Batch:
     `mask` is 0. A prompt of two tokens with completions of two and one:
 
         token_ids   [[5, 6, 7, 0], [5, 6, 0, 0]]    lengths  [4, 3]
-        mask        [[0, 0, 1, 1], [0, 0, 1, 0]]    rewards  [1, 0]
+        mask        [[0, 0, 1, 1], [0, 0, 1, 0]]    rewards  [1, 0]    accuracies  [1, 0]
         logp_behav  [[0, 0, -0.2, -0.1], ...]       group    [0, 0]
     """
 
@@ -186,6 +186,7 @@ class Batch:
     mask: Tensor  # [B, T] float
     logp_behav: Tensor  # [B, T]
     rewards: Tensor  # [B] outcome of each sequence
+    accuracies: Tensor  # [B] the same before any shaping; from 1 on the answer is right
     group: Tensor  # [B] int64, which rollout of the step
     problem_ids: Sequence[str]  # [B]
     temperature: float

@@ -11,7 +11,8 @@ import pytest
 import torch
 from models import group
 
-from qurl.advantages import ESTIMATORS, group_advantages
+from benchmarks.brorl import first_order_change, mass_change, simulate
+from qurl.advantages import ESTIMATORS, critic_advantages, gae, group_advantages, length_lambda
 from qurl.config import build_config
 from qurl.errors import ConfigError, ModelError
 from qurl.losses import policy_loss
@@ -517,3 +518,62 @@ def test_the_thermostat_warms_what_cools_down_and_resumes_exactly():
     for step in range(4, 400):
         thermostat.observe(step, [], {"actor/entropy": 1e-9})
     assert thermostat(400, 1.0) == 2.0
+
+
+# BroRL
+
+
+def test_brorl_mass_balance_vector():
+    case = VECTORS["brorl"]
+    logits = torch.tensor(case["logits"], dtype=torch.float64)
+    is_right, is_sampled = (torch.zeros(len(logits), dtype=torch.bool) for _ in range(2))
+    is_right[case["correct"]], is_sampled[case["sampled"]] = True, True
+    options = {"eta": case["eta"], "n": case["N"], "rc": case["Rc"], "rw": case["Rw"]}
+    found = mass_change(logits, is_right, is_sampled, **options)
+    assert found == pytest.approx(case["delta_Q_theorem"], rel=1e-9)
+    direct = first_order_change(logits, is_right, is_sampled, **options)
+    assert direct == pytest.approx(case["delta_Q_first_order"], rel=1e-9)
+
+
+def test_brorl_learning_rate_rule():
+    case = VECTORS["brorl"]["lr_rule"]
+    optim = {"lr": case["base_lr"], "base_batch": case["base_batch"]}
+    tree = {"batch": {"problems": 128}, "sampling": {"group_size": 512}, "optim": optim}
+    assert case["new_batch"] == 128 * 512
+    assert build_config(tree).peak_lr == pytest.approx(case["new_lr"], rel=1e-12)
+    assert build_config({**tree, "optim": {"lr": 1e-6}}).peak_lr == 1e-6
+
+
+def test_more_samples_lose_fewer_right_answers():
+    """Of 100 right answers among 1280, 4 samples a step let many lose probability, 512 none."""
+    sizes = {"vocabulary": 1280, "num_right": 100, "steps": 200}
+    few, many = (simulate(n, **sizes) for n in (4, 512))
+    assert few["right_answers_that_lost"] > 0.1
+    assert many["right_answers_that_lost"] == 0
+    assert many["falling_steps_frac"] == 0
+    assert many["mass_end"] > few["mass_end"] > few["mass_start"]
+
+
+# VAPO
+
+
+@pytest.mark.parametrize("case", VECTORS["vapo_lambda"])
+def test_vapo_lambda_vectors(case):
+    found = length_lambda(torch.tensor([case["length"]], dtype=torch.float64), case["alpha"])
+    assert float(found) == pytest.approx(case["lam_policy"], rel=1e-9)
+
+
+def test_vapo_critic_and_policy_have_lambdas_of_their_own():
+    """Responses of 2 and 4 tokens with alpha = 0.5: lambda 0 and 0.5; the critic's is 1."""
+    batch = as_corrected(pad([group([5], [[7, 7], [8, 8, 8, 8]], [1.0, 0.0])]))
+    draw = torch.Generator().manual_seed(0)
+    batch = batch.replace(values=torch.rand(batch.mask.shape, generator=draw) * batch.mask)
+    advantages, returns = critic_advantages(batch, lam_alpha=0.5, critic_lam=1.0)
+    outcome = torch.zeros_like(batch.mask)
+    outcome[0, 2] = 1.0
+    for row, lam in enumerate((0.0, 0.5)):
+        expected, _ = gae(outcome[row], batch.values[row], batch.mask[row], lam=lam)
+        torch.testing.assert_close(advantages[row], expected)
+    _, monte_carlo = gae(outcome, batch.values, batch.mask, lam=1.0)
+    torch.testing.assert_close(returns, monte_carlo)
+    assert returns[0, 1:3].tolist() == pytest.approx([1.0, 1.0])

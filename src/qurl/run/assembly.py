@@ -306,7 +306,8 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     if advantage is not critic_advantages:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
-    return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
+    lambdas = {"lam": algo.lam, "critic_lam": algo.critic_lam, "lam_alpha": algo.lam_alpha}
+    return functools.partial(critic_advantages, gamma=algo.gamma, kl_coef=kl_coef, **lambdas)
 
 
 def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, run: Run) -> int:

@@ -25,6 +25,7 @@ def pad(graded: Sequence[Graded]) -> Batch:
         for index, group in enumerate(graded)
         for completion, reward in zip(group.rollout.completions, group.rewards, strict=True)
     ]
+    accuracies = [float(accuracy) for group in graded for accuracy in group.accuracies]
     lengths = [len(problem.prompt_ids) + len(c.token_ids) for _, problem, c, _ in rows]
     shape = (len(rows), max(lengths))
     token_ids = torch.zeros(shape, dtype=torch.int64)
@@ -41,6 +42,7 @@ def pad(graded: Sequence[Graded]) -> Batch:
         mask=mask,
         logp_behav=logp_behav,
         rewards=torch.tensor([float(reward) for *_, reward in rows]),
+        accuracies=torch.tensor(accuracies),
         group=torch.tensor([index for index, *_ in rows]),
         temperature=newest.temperature,
         problem_ids=[problem.id for _, problem, *_ in rows],

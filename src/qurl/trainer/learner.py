@@ -249,6 +249,7 @@ class Learner:
 
     def _update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(), 0
+        algo = config.algo
         logp = batch.logp_prox.clone()
         lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
@@ -259,8 +260,10 @@ class Learner:
                     num_skipped += 1
                     continue
                 if not self._is_pretraining(step):
-                    denominator = count(minibatch.mask, config.algo.aggregation)
-                    options = {"denominator": denominator, "is_prox": lacks_prox}
+                    denominator = count(minibatch.mask, algo.aggregation)
+                    num_right = float(right_tokens(minibatch).sum()) if algo.positive_coef else 0
+                    options = {"denominator": denominator, "num_right": num_right}
+                    options["is_prox"] = lacks_prox
                     scores: list[tuple[Tensor, TokenScores]] = []
                     terms = partial(self._policy_terms, scores=scores, **options)
                     self._accumulate(pieces, terms, step, meter)
@@ -354,10 +357,12 @@ class Learner:
         self,
         piece: Piece[Trainable],
         denominator: float,
+        num_right: float,
         is_prox: bool,
         scores: list[tuple[Tensor, TokenScores]],
     ) -> tuple[Tensor, Stats]:
-        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy.
+        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy, plus the
+        negative log-likelihood of the `num_right` tokens of right answers in the mini-batch.
 
         What the forward finds is added to `scores`. With `is_prox`, it is that of prox.
         """
@@ -395,6 +400,10 @@ class Learner:
             stats["actor/kl_loss_sum"] = kl_loss.detach()
         if algo.entropy_coef > 0:
             loss = loss - algo.entropy_coef * aggregate(entropy, batch.mask, **shape)
+        if num_right:
+            likelihood = aggregate(-logp, right_tokens(batch), denominator=num_right)
+            loss = loss + algo.positive_coef * likelihood
+            stats["actor/positive_nll_sum"] = likelihood.detach()
         return loss, stats
 
     def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
@@ -407,6 +416,11 @@ class Learner:
         )
         stats["critic/vf_loss_sum"] = loss.detach()
         return loss, stats
+
+
+def right_tokens(batch: Batch) -> Tensor:
+    """[B, T]: the mask, without the sequences whose answer is wrong."""
+    return batch.mask * (batch.accuracies >= 1)[:, None]
 
 
 @contextmanager

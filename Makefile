@@ -74,8 +74,9 @@ lint: install  ## ruff, pyright and the layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-docs: install  ## write docs/recipe.md from the recipe's own docstrings
+docs: install  ## write docs/recipe.md and the table of pairs in docs/systems.md
 	$(BIN)/python docs/write_recipe_reference.py
+	$(BIN)/python docs/write_systems_table.py
 
 bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python -m benchmarks.toy_objectives

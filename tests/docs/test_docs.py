@@ -358,6 +358,28 @@ def test_recipe_reference_is_up_to_date():
     assert page == load_reference_writer()["render"](), "run `make docs`"
 
 
+def test_the_table_of_pairs_is_what_the_rules_say():
+    writer = runpy.run_path(str(ROOT / "docs" / "write_systems_table.py"))
+    page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    assert page == writer["rewrite"](page), "run `make docs`"
+    verdicts = {pair: writer["judge"](*pair)[0] for pair in PAIRS}
+    assert verdicts == PAIRS
+
+
+PAIRS = {
+    ("ACR", "one update a step"): "warned",
+    ("ACR", "replay"): "works",
+    ("no correction", "replay"): "refused",
+    ("UAQ", "LoRA"): "refused",
+    ("GRESO", "DOTS"): "one key",
+    ("dynamic sampling", "GRESO"): "works",
+    ("PPO", "PODS"): "refused",
+    ("E3 budget", "BroRL"): "works",
+    ("E3 budget", "Shuffle-R1"): "refused",
+}
+"""Some of the pairs."""
+
+
 def test_recipe_reference_is_complete():
     writer = load_reference_writer()
     for path, section in writer["walk_sections"]():
@@ -484,7 +506,10 @@ def flags(tmp_path, **keys):
     return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
 
 
-TRAINED = ("custom_advantage", "custom_engine", "custom_objective", "custom_tracker")
+TRAINED = (
+    *("custom_advantage", "custom_engine", "custom_objective", "custom_sampling"),
+    "custom_tracker",
+)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -13,7 +13,8 @@ from models import group
 
 from benchmarks.brorl import first_order_change, mass_change, simulate
 from qurl.advantages import ESTIMATORS, critic_advantages, gae, group_advantages, length_lambda
-from qurl.config import build_config
+from qurl.config import build_config, load_config
+from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, ModelError
 from qurl.losses import policy_loss
 from qurl.sampling import History, Setup, narrow
@@ -577,3 +578,52 @@ def test_vapo_critic_and_policy_have_lambdas_of_their_own():
     _, monte_carlo = gae(outcome, batch.values, batch.mask, lam=1.0)
     torch.testing.assert_close(returns, monte_carlo)
     assert returns[0, 1:3].tolist() == pytest.approx([1.0, 1.0])
+
+
+# What goes together
+
+
+@pytest.mark.parametrize(
+    ("flags", "mistake"),
+    [
+        ("--batch.subselect shuffle-r1 --sampling.group_size 7", "sampling.group_size = 7 is odd"),
+        ("--batch.subselect shuffle-r1 --sampling.budget e3", "makes groups of odd size"),
+        ("--batch.subselect pods --algo.name vapo", "algo.advantage = 'gae' values; use 'grpo'"),
+        ("--batch.subselect pods --systems.pods.keep 1", "systems.pods.keep = 1 leaves nothing"),
+        ("--sampling.replay recent --algo.objective ppo_prox", "old groups need the weight of"),
+        ("--sampling.budget e3 --sampling.group_size 2", "makes groups of 1"),
+        ("--sampling.select greso,dots", "is not one of shuffle, greso, dots"),
+        ("--sampling.thermostat warm", "'warm' is not one of off, e3, nor module:name"),
+        ("--sampling.thermostat e3 --systems.e3.lowest 2", "must lie below systems.e3.highest"),
+        ("--algo.name vapo --algo.advantage grpo", "algo.name = 'vapo' means 'gae'"),
+        (
+            "--sampling.select dots --systems.dots.references 0 --systems.dots.recent_epochs 0",
+            "leave nothing to predict from",
+        ),
+        ("--sampling.select dots --systems.dots.predictor p.pt", "set systems.dots.encoder"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags, mistake):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, flags.split())
+    assert mistake in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ("--batch.subselect pods --systems.pods.keep 8", "PODS cannot act"),
+        ("--sampling.replay recent --systems.replay.fresh 1.0", "replay cannot act"),
+        ("--sampling.budget e3", "a problem counts by the number of its completions"),
+        ("--systems.greso.p 0.4", "systems.greso.p is not used: sampling.select = 'shuffle'"),
+        ("--systems.e3.spread 0.4", "neither sampling.budget nor sampling.thermostat is 'e3'"),
+    ],
+)
+def test_what_cannot_act_gets_a_warning(flags, warning):
+    config = load_config(None, flags.split())
+    assert any(warning in found for found in find_warnings(config))
+
+
+def test_plain_recipes_have_no_word_of_the_systems():
+    assert not find_mistakes(load_config(None))
+    assert not any("systems" in warning for warning in find_warnings(load_config(None)))

@@ -156,8 +156,16 @@ TINY = {
 }
 RUNS = {
     "ppo": {"algo.kl_coef": 0.01, "quant.update_scale": 1.5},
-    "dapo": {"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
-    "grpo": {"correction.mode": "auto", "quant.format": "none"},
+    "dapo": {
+        **{"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
+        **{"sampling.select": "greso", "sampling.budget": "e3", "batch.subselect": "pods"},
+    },
+    "grpo": {
+        **{"correction.mode": "auto", "quant.format": "none", "sampling.replay": "recent"},
+        **{"sampling.select": "dots", "systems.dots.references": 2, "sampling.thermostat": "e3"},
+        **{"batch.subselect": "shuffle-r1"},
+    },
+    "vapo": {"critic.pretrain_steps": 1},
 }
 
 

@@ -102,8 +102,9 @@ def _unpack(packed: Mapping[str, Any]) -> Graded:
     problem = Problem(
         packed["id"], packed["prompt_ids"].tolist(), packed["answer"], {"prompt": packed["prompt"]}
     )
+    per_token = ("token_ids", "logprobs", "trained", "versions")
     completions = [
-        Completion(**{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in c.items()})
+        Completion(text=c["text"], finish=c["finish"], **{k: c[k].tolist() for k in per_token})
         for c in packed["completions"]
     ]
     rollout = Rollout(problem, completions, packed["version"], packed["temperature"])

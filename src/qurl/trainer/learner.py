@@ -357,9 +357,9 @@ class Learner:
         self,
         piece: Piece[Trainable],
         denominator: float,
-        num_right: float,
         is_prox: bool,
         scores: list[tuple[Tensor, TokenScores]],
+        num_right: float = 0.0,
     ) -> tuple[Tensor, Stats]:
         """Loss of one micro-batch: objective, plus KL to the reference, minus entropy, plus the
         negative log-likelihood of the `num_right` tokens of right answers in the mini-batch.

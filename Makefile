@@ -3,9 +3,11 @@
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
 #   CPU_INDEX where pip finds torch's CPU build, for test-vllm
+#   PYTHON312 the interpreter for test-skyrl: SkyRL needs Python 3.12   (python3.12)
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
 PYTHON   ?= python3
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PIP_ARGS ?=
 CPU_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 VENV     := .venv
@@ -16,7 +18,8 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs bench tables
+.PHONY: help install demo test test-bench test-browser test-chaos test-hosts test-vllm test-verl test-skyrl \
+        picture lint docs site bench tables
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +71,42 @@ $(VENV)-vllm/installed: pyproject.toml
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
 	@touch $@
 
+UV := $(shell command -v uv 2>/dev/null)
+# $(call make_env,PYTHON,FOLDER) and $(call install_in,FOLDER): by uv where there is one.
+make_env   = $(if $(UV),$(UV) venv -q --allow-existing --python $(1),$(1) -m venv) $(2)
+install_in = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip install -q) $(PIP_ARGS)
+
+# What verl's losses, config and merger import. verl itself asks for more, and for CUDA builds.
+VERL_NEEDS = 'transformers>=5.5.3,<5.11' ray tensordict omegaconf hydra-core codetiming pandas pyarrow datasets \
+             torchdata peft accelerate wandb orjson packaging pillow
+VERL_TESTS = $(VENV)-verl/bin/python -m pytest -p no:cacheprovider tests/verl
+
+test-verl: $(VENV)-verl/installed  ## test the policy loss and recipes in verl, two versions
+	$(VERL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-verl/oldest $(VERL_TESTS)
+
+$(VENV)-verl/installed: pyproject.toml
+	$(call make_env,$(PYTHON),$(VENV)-verl)
+	$(call install_in,$(VENV)-verl) 'torch==2.13.0' $(VERL_NEEDS) pytest -e .
+	$(call install_in,$(VENV)-verl) --no-deps 'verl==0.9.1'
+	$(call install_in,$(VENV)-verl) --no-deps --target $(VENV)-verl/oldest 'verl==0.9.0'
+	@touch $@
+
+# What SkyRL's losses and its entry point import; its training extras need CUDA.
+SKYRL_NEEDS = 'transformers>=5.6.1,<=5.8.0' 'ray==2.56.0' 'peft==0.18.1' omegaconf hydra-core jaxtyping loguru \
+              tensordict cloudpathlib cloudpickle pandas func_timeout requests aiohttp datasets torchdata
+
+test-skyrl: $(VENV)-skyrl/installed  ## test the policy loss in SkyRL
+	$(VENV)-skyrl/bin/python -m pytest -p no:cacheprovider tests/skyrl
+
+$(VENV)-skyrl/installed: pyproject.toml
+	$(call make_env,$(PYTHON312),$(VENV)-skyrl)
+	$(call install_in,$(VENV)-skyrl) 'torch==2.13.0' $(SKYRL_NEEDS) pytest -e .
+	$(call install_in,$(VENV)-skyrl) --no-deps 'skyrl==0.3.0' 'skyrl-gym==0.4.0'
+	@touch $@
+
+test-hosts: test-vllm test-trl test-verl test-skyrl  ## test in every other framework, one by one
+
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,6 +116,10 @@ lint: install  ## ruff, pyright and the layers
 docs: install  ## write docs/recipe.md and the table of pairs in docs/systems.md
 	$(BIN)/python docs/write_recipe_reference.py
 	$(BIN)/python docs/write_systems_table.py
+
+site: install  ## build the documentation site into site/, with every warning an error
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 bench: install  ## compare the objectives on the toy task: table and plot
 	$(BIN)/python -m benchmarks.toy_objectives

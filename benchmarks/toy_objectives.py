@@ -105,28 +105,37 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
     format, objective = ARMS[arm]
     run = args.runs / f"{arm.replace(' ', '-')}-{seed}-{args.steps}-{args.lr:g}-{args.epochs}"
     flags = {
-        "--run-dir": run,
         "--seed": seed,
         "--steps": args.steps,
-        "--threads": 1,
-        "--device": "cpu",
         "--quant.format": format,
         "--algo.objective": objective,
         "--optim.lr": args.lr,
         "--batch.epochs": args.epochs,
+    }
+    failure = train_arm(run, flags)
+    rows = read_rows(run / "metrics.jsonl", format)
+    return {"failure": failure, "curves": {name: pick(rows, name) for name in KEPT}}
+
+
+def train_arm(run: Path, flags: dict) -> str:
+    """Train the demo recipe with these flags on one thread; returns why it failed, or ""."""
+    flags = {
+        "--run-dir": run,
+        "--threads": 1,
+        "--device": "cpu",
         "--eval.every": 10,
         "--eval.problems": 400,
         "--save.every": 50,
         "--save.keep": 1,
+        **flags,
     }
     words = [str(word) for pair in flags.items() for word in pair]
     command = [sys.executable, "-m", "qurl", "train", str(RECIPE), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    print(f"{arm}, seed {seed}: exit {done.returncode}", file=sys.stderr, flush=True)
-    rows = read_rows(run / "metrics.jsonl", format)
-    words = done.stderr.strip().splitlines()
-    failure = "" if done.returncode == 0 else "".join(words[-1:]) or f"exit {done.returncode}"
-    return {"failure": failure, "curves": {name: pick(rows, name) for name in KEPT}}
+    print(f"{run.name}: exit {done.returncode}", file=sys.stderr, flush=True)
+    if done.returncode == 0:
+        return ""
+    return "".join(done.stderr.strip().splitlines()[-1:]) or f"exit {done.returncode}"
 
 
 def read_rows(path: Path, format: str) -> list[dict]:

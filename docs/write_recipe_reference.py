@@ -26,30 +26,29 @@ HEAD = """\
 A recipe is a TOML file; `qurl recipes` lists examples. Every key is also a flag:
 `qurl train RECIPE.toml --quant.format fp8 --algo.whiten`. `qurl train --help` prints the same list.
 
-- **Order.** Flags win over the recipe, the recipe over the preset of `algo.name`, the preset over
-  the defaults below.
-- **Unknown keys are refused**, and all mistakes are reported at once. A key of an earlier version
-  gets a message that says where it went (`qurl.config.recipe.MOVED`).
-- **Your own parts.** Where a key allows `module:name`, write the name of a Python module in the
-  working directory or on Python's path, a colon, and a name in it ([extending.md](extending.md)).
-- **Tables.** A key with a table of names, such as `task.mix`, is a TOML table; as a flag, pairs:
+- **Order.** Flags override the recipe. The recipe overrides the preset of `algo.name`. The preset
+  overrides the defaults below.
+- **Unknown keys are refused.** QuRL reports all mistakes at once. If a key has moved since an
+  earlier version, the message says where (`qurl.config.recipe.MOVED`).
+- **Your own parts.** If a key allows `module:name`, write the name of a Python module in the
+  working directory or on Python's path, a colon, and a name in it ([extending](extending.md)).
+- **Tables.** Some keys, such as `task.mix`, are TOML tables. As a flag, write pairs:
   `--task.mix a.jsonl 3 b.jsonl 1`.
-- **none.** TOML has no null. Write `"none"` where a key below allows none.
-- **Files.** Runs on a data file save every 20 steps and, with `task.eval_path`, evaluate every 20,
-  unless `save.every` and `eval.every` say otherwise. `~` is your home folder in every path.
-- **Check first.** `qurl validate RECIPE.toml` finds what `qurl train` would refuse: keys, device,
-  run directory, trackers, model, weights, memory, data, stops and grader. It prints the first
-  prompt. [troubleshooting.md](troubleshooting.md) explains the messages.
+- **none.** TOML has no null. Write `"none"` if a key below allows none.
+- **Paths.** `~` is your home folder in every path.
+- **Check first.** `qurl validate RECIPE.toml` finds everything that `qurl train` would refuse:
+  keys, device, run directory, trackers, model, weights, memory, data, stops and grader. It prints
+  the first prompt. [Troubleshooting](troubleshooting.md) explains the messages.
   `qurl train RECIPE.toml --dry-run` prints the resolved recipe and its memory.
-- **Resuming.** The resolved recipe is saved as `config.json` in the run directory. A run resumes
+- **Resuming.** QuRL saves the resolved recipe as `config.json` in the run directory. A run resumes
   only with the same recipe; `qurl.run.directory.CHANGEABLE` lists the keys that may differ.
 """
 
 PRESETS_HEAD = """\
 ## Presets
 
-`algo.name` sets the keys below; the default is `"grpo"`. A recipe or a flag can override each of
-them. `-` means that the preset keeps the default.
+`algo.name` sets the keys below; the default is `"grpo"`. You can override each of them in the
+recipe or with a flag. `-` means that the preset keeps the default.
 """
 
 

@@ -12,7 +12,7 @@ from benchmarks.measured import replace_between, student_interval, table
 from benchmarks.paper.arms import ROOT, Experiment
 from benchmarks.paper.plots import FIGURES, Line, Panel, Plot, draw, thin
 from benchmarks.paper.results import Eval, Result, Results, read_results
-from qurl.run.evaluation import Interval
+from qurl.run.intervals import Interval
 
 PAGE = ROOT / "docs" / "results.md"
 MISSING = "not run"

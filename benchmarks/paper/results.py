@@ -26,7 +26,7 @@ from qurl.config import Config, build_config, to_dict
 from qurl.config.recipe import carry_over
 from qurl.errors import DataError
 from qurl.run.directory import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
-from qurl.run.evaluation import Interval, wilson_interval
+from qurl.run.intervals import Interval, wilson_interval
 
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"

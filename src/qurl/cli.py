@@ -19,42 +19,46 @@ usage: qurl COMMAND ...
 Reinforcement learning for reasoning LLMs with quantized rollouts.
 
   qurl recipes [NAME]
-        the recipes that come with QuRL, or the text of one, to change it
+        list the recipes that come with QuRL, or print one so that you can change it
   qurl data [NAME] [FOLDER]
-        the data sets of those recipes, or fetch one from the hub into FOLDER (data)
+        list the data sets of these recipes, or write one from the hub into FOLDER (data)
   qurl train RECIPE [--section.key value ...] [--dry-run [--gpu NAME]]
-        train, or resume the run in run_dir; --dry-run prints the resolved recipe,
-        the memory and the token budget instead, with --gpu H100 those of a GPU
-        that is not here
+        train, or resume the run in run_dir. --dry-run only prints the resolved recipe,
+        the memory and the token budget; with --gpu H100, those of another GPU
   qurl eval RECIPE|RUN [--section.key value ...]
-        held-out accuracy of model.path, or of a run's newest checkpoint
+        measure the held-out accuracy of model.path, or of a run's newest checkpoint
   qurl validate RECIPE [--section.key value ...]
-        check keys, files, tokenizer and grader before a long run
+        check everything that train would refuse: keys, files, model, memory, grader
   qurl fork RUN --at STEP [--run-dir DIR] [--section.key value ...]
-        a new run from a checkpoint of RUN with changed keys; qurl train DIR goes on with it
+        make a new run from a checkpoint of RUN, with changed keys; qurl train DIR continues it
   qurl doctor [--json]
-        is this machine ready? versions, GPU, memory, disk, and every kernel tested
+        check this machine: versions, GPU, memory, disk, and every kernel
   qurl advise RECIPE|RUN [--section.key value ...] [--flags]
-        will quantizing help here? measured on a GPU, else computed. --tokens N is the
-        mean length of completions; --gpu H100 and --gpus N plan for other hardware,
-        --shape 7B for a model that is not here; --json
+        say whether quantizing helps, measured on a GPU, otherwise computed.
+        --tokens N gives the mean length of completions, --gpu H100 and --gpus N plan for
+        other hardware, --shape 7B plans for another model, --json prints JSON
   qurl report RUN [RUN ...] [--out FILE.html]
-        one page about a run (RUN/report.html), or about several side by side
+        write one page about a run (RUN/report.html), or about several side by side
         (comparison.html): verdict, curves, time, tokens
   qurl watch RUN [RUN ...] [--host ADDRESS] [--port PORT]
-        the same page, live in the browser
+        show the same page live in your browser
   qurl export RUN|CHECKPOINT OUT [--dtype float32|bfloat16] [--quant int8|fp8]
-        a Hugging Face folder with a model card: plain, UAQ folded back, or quantized, for vLLM
+        write a Hugging Face folder with a model card, with UAQ folded back; --quant writes
+        quantized weights for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
-        the same from a checkpoint of llama.cpp, to start from
+        convert a llama.cpp checkpoint, so that you can train it
+  qurl rescale MODEL OUT [--scale 1.5]
+        write MODEL, a folder or a hub name, under UAQ, to train it in another framework;
+        qurl export OUT PLAIN folds UAQ back afterwards
   qurl bench KIND [--flags]
-        KIND is rollout, sync, train or step: speeds of the engine, of the trainer, and
-        of whole steps on this machine
+        measure speed on this machine; KIND is rollout, sync, train or step
   qurl tune [--flags]
         measure the engine's matrix products on this GPU and keep the fastest plans
+  qurl audit RUN --at STEP [--flags]
+        bias and variance of each objective's gradient at a checkpoint, without training
 
   RECIPE is a TOML file or a name that `qurl recipes` lists.
-  qurl train --help     every key of a recipe
+  qurl train --help     prints every key of a recipe
   qurl --version
 """
 
@@ -84,15 +88,15 @@ def _run(args: list[str]) -> int:
         return 0
     try:
         if any("\0" in word for word in args):
-            raise ConfigError("an argument holds a NUL character, which no name or value can")
+            raise ConfigError("an argument holds a NUL character; remove it")
         if args[0] not in COMMANDS:
-            raise ConfigError(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}")
+            raise ConfigError(f"{args[0]!r} is not a command; use one of {', '.join(COMMANDS)}")
         return COMMANDS[args[0]](args[1:])
     except QurlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, DataError)) else 1
     except KeyboardInterrupt:
-        message = "interrupted; a training run that keeps checkpoints resumes with the same command"
+        message = "interrupted; repeat the command to resume a training run that keeps checkpoints"
         print(message, file=sys.stderr)
         return 130
 
@@ -197,7 +201,7 @@ def fork_command(args: list[str]) -> int:
     from qurl.run.fork import fork
 
     target = fork(Path(rest[0]), int(step or 0), rest[1:])
-    print(f"{target}\ngo on with: qurl train {target}")
+    print(f"{target}\ncontinue with: qurl train {target}")
     return 0
 
 
@@ -244,6 +248,20 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
+def rescale_command(args: list[str]) -> int:
+    from qurl.run.export import rescale
+
+    word, args = _option("--scale", args, default="1.5")
+    source, target = _exactly(args, "MODEL", "OUT")
+    try:
+        scale = float(word or "")
+    except ValueError:
+        raise ConfigError(f"--scale {word} is not a number; the paper uses 1.5") from None
+    with _file_errors():
+        print(rescale(source, Path(target), scale))
+    return 0
+
+
 @contextmanager
 def _file_errors() -> Iterator[None]:
     """Errors about a named file as ours: it is not there, or may not be read or written."""
@@ -271,8 +289,10 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "watch": watch_command,
     "export": export_command,
+    "rescale": rescale_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
+    "audit": _bench("run_audit"),
 }
 
 

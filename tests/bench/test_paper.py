@@ -279,7 +279,9 @@ def test_a_stopped_arm_resumes_to_the_same_curve(tmp_path):
     uninterrupted, resumed = record(tmp_path / "a"), record(tmp_path / "b")
     assert resumed["status"] == "finished"
     assert len(resumed["attempts"]) == 2
-    assert [event["kind"] for event in resumed["events"]] == ["resume"]
+    kinds = [event["kind"] for event in resumed["events"]]
+    # A run this short may also raise an alarm.
+    assert [kind for kind in kinds if kind != "alarm"] == ["resume"]
     assert without_clocks(resumed) == without_clocks(uninterrupted)
     assert [e["step"] for e in resumed["evals"] if e["precision"] == "full"] == [0, 3, 6, 7]
     visible = {f"uaq/code_flip_frac/{group}" for group in LAYER_GROUPS}

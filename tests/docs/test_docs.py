@@ -191,7 +191,7 @@ def general_name(metric):
 
 
 def test_equation_table():
-    rows = table(ROOT / "README.md", "equation")
+    rows = table(ROOT / "docs" / "algorithm.md", "equation")
     for _, _, file, names in rows:
         module = resolve(file.strip("`").removeprefix("src/").removesuffix(".py").replace("/", "."))
         for name in re.findall(r"`([^`]+)`", names):

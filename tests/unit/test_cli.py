@@ -76,7 +76,7 @@ def fails(args, capsys):
 def test_unknown_command(capsys):
     code, message = fails(["fly"], capsys)
     assert code == 2
-    assert message == f"ConfigError: 'fly' is not a command; there are {', '.join(COMMANDS)}\n"
+    assert message == f"ConfigError: 'fly' is not a command; use one of {', '.join(COMMANDS)}\n"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_interrupted(capsys, monkeypatch):
     monkeypatch.setattr("qurl.config.load_config", interrupt)
     assert fails(["train"], capsys) == (
         130,
-        "interrupted; a training run that keeps checkpoints resumes with the same command\n",
+        "interrupted; repeat the command to resume a training run that keeps checkpoints\n",
     )
 
 

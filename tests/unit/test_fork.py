@@ -57,7 +57,7 @@ def test_without_a_changed_key_it_repeats_the_run(original, tmp_path, capsys):
     before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
     target = tmp_path / "same"
     assert fork(original, target) == 0
-    assert capsys.readouterr().out == f"{target}\ngo on with: qurl train {target}\n"
+    assert capsys.readouterr().out == f"{target}\ncontinue with: qurl train {target}\n"
     assert [row["step"] for row in rows(target)] == [-1, 0, 1]
     assert main(["train", str(target)]) == 0
     assert rows(target) == rows(original)

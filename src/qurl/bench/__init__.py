@@ -1,4 +1,4 @@
-"""`qurl bench` and `qurl tune`: what engine and trainer reach here, and the fastest kernels."""
+"""`qurl bench`, `qurl tune`, `qurl audit`: speeds, the fastest kernels, bias of gradients."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def run_tuner(flags: Sequence[str]) -> int:
     from qurl.bench.tune import Tune, run_tune
 
     run_tune(_parse(Tune, "tune", flags))
+    return 0
+
+
+def run_audit(flags: Sequence[str]) -> int:
+    """Parse the flags of `qurl audit` and run it."""
+    from qurl.bench.audit import Audit, run_audit
+
+    run_audit(_parse(Audit, "audit", flags))
     return 0
 
 

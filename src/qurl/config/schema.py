@@ -56,7 +56,7 @@ class ModelConfig(Section):
     """Folder or hub name of a causal LM, or "scratch" to build a tiny one."""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     lora_rank: CountOrZero = 0
-    """Rank of the adapters of all projections, trained in place of the weights (LoRA); 0 = off."""
+    """Train LoRA adapters of this rank on all projections instead of the weights; 0 = off."""
     lora_alpha: Count = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     gradient_checkpointing: Flag = False
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     compile: Flag = False
     """Compile the decoder layers with torch.compile instead of using our fused ones."""
     deterministic: Flag = False
-    """Sum gradients in a fixed order on a GPU too; slower. See also rollout.deterministic."""
+    """Sum gradients in a fixed order, also on a GPU; slower. See also rollout.deterministic."""
     logits_chunk: Count = 1024
     """Positions whose logits are in memory at once."""
 
@@ -82,17 +82,17 @@ class TaskConfig(Section):
     eval_path: FilePath = ""
     """File of held-out problems. Generated tasks hold out some of their own."""
     mix: Table[Positive] = ()
-    """Several files of training problems and the share of each, in place of path."""
+    """Several training files and the share of each; replaces path."""
     eval_sets: Table[FilePath] = ()
-    """Several files of held-out problems by name, in place of eval_path."""
+    """Several held-out files, each with a name; replaces eval_path."""
     reward: str = "auto"
     """auto (the task's own), math, exact, countdown, code, gym:<name>, or module:name."""
     rewards: Table[str] = ()
-    """Rewards of single rows, by what their `reward` or `data_source` column says."""
+    """Rewards for single rows, by the value of their `reward` or `data_source` column."""
     instruction: str = "auto"
     """Text after each question of a file. auto: ask for \\boxed, unless the column is `prompt`."""
     system: str = ""
-    """System message before each question; a row with one of its own keeps that."""
+    """System message before each question; rows with their own system message keep it."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Arguments of the model's chat template, such as enable_thinking = false."""
     max_prompt_tokens: Count = 1024
@@ -106,9 +106,9 @@ class TaskConfig(Section):
     grade_timeout: Positive = 10.0
     """Seconds after which a grader is killed."""
     grade_memory: OrNone[Positive] = 8.0
-    """GB that a grader process may allocate, else its answer counts as killed; none = no limit."""
+    """GB that a grader process may allocate before it is killed; none = no limit."""
     timeout_score: Annotated[float, Field(lt=1, strict=True)] = 0.0
-    """Reward of a completion whose grader was killed; set it to your reward of a wrong answer."""
+    """Reward if the grader was killed; use the value that your reward gives to a wrong answer."""
 
     @property
     def training_files(self) -> dict[str, float]:
@@ -132,23 +132,23 @@ class BatchConfig(Section):
     epochs: Count = 1
     """Passes over the step's batch."""
     microbatch_tokens: Count = 16384
-    """Most tokens per forward and backward pass; a longer sequence gets its own pass."""
+    """Tokens per forward and backward pass, at most; a longer sequence gets its own pass."""
     subselect: str = "all"
     """Completions of a step that are trained on: all, shuffle-r1, pods, or module:name."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Section):
-    """How training rollouts are sampled, always from the whole distribution."""
+    """How training rollouts are sampled: always without top-p and top-k."""
 
     max_tokens: Count = 256
     """Longest completion."""
     group_size: Count = 8
     """Completions per problem, G."""
     temperature: Temperature = 1.0
-    """Sampling temperature. The trainer divides its logits by it, too."""
+    """Sampling temperature. The trainer also divides its logits by it."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; special tokens such as "<|im_end|>" count too."""
+    """Strings or special tokens that end a completion, such as "<|im_end|>"."""
     stop_ids: tuple[CountOrZero, ...] = ()
     """Token ids that end a completion, besides the model's end-of-sequence tokens."""
     select: str = "shuffle"
@@ -176,15 +176,15 @@ class AlgoConfig(Section):
     """The objective and the advantage. `name` selects a preset of the other keys."""
 
     name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "vapo"] = "grpo"
-    """Preset; see the table of presets."""
+    """Preset; the table of presets shows what it sets."""
     objective: str = "acr"
     """ppo_prox (Eq. 1), ppo_behav (3), decoupled (4), tis (5), acr (9), or module:name."""
     cap: OrNone[Annotated[float, Field(ge=1, strict=True)]] = 2.0
-    """C, where importance weights are truncated; none = no truncation."""
+    """C, the largest importance weight; larger ones are truncated. none = no truncation."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegative = 0.2
-    """The ratio is clipped above 1 + clip_high; acr widens this where it truncates the weight."""
+    """The ratio is clipped above 1 + clip_high; acr raises this bound for truncated weights."""
     dual_clip: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
     """Bound on the loss of tokens with negative advantages (verl's clip_ratio_c)."""
     advantage: str = "grpo"
@@ -214,18 +214,18 @@ class AlgoConfig(Section):
     positive_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood of right answers in the loss (VAPO)."""
     dynamic_sampling: Flag = False
-    """Drop groups of equal accuracies and sample more until the batch is full (DAPO)."""
+    """Drop groups with equal accuracies and sample more until the batch is full (DAPO)."""
     max_gen_rounds: Count = 10
-    """Most rounds of dynamic sampling in a step; then the run stops."""
+    """Largest number of rounds of dynamic sampling in a step; after that the run stops."""
     gen_multiple: Count = 1
     """Problems per round of dynamic sampling, as a multiple of batch.problems."""
     overlong_frac: Fraction = 0.0
-    """Punish completions that reach into this last share of max_tokens (DAPO); 0 = off."""
+    """Penalise completions that use this last share of max_tokens (DAPO); 0 = off."""
 
 
 @dataclass(frozen=True)
 class CriticConfig(Section):
-    """The value model; trained if the advantage needs one (gae)."""
+    """The value model. It is trained only if the advantage needs it (gae)."""
 
     lr: Positive = 1e-5
     """Learning rate of the critic."""
@@ -240,7 +240,8 @@ class CorrectionConfig(Section):
     """Correction of the mismatch between trainer and sampler, beyond the objective and algo.cap."""
 
     mode: Literal["decoupled", "bypass", "auto"] = "decoupled"
-    """decoupled: the trainer computes prox. bypass: prox = behav, for ppo_behav. auto: if close."""
+    """decoupled: the trainer computes prox. bypass: prox = behav, for ppo_behav. auto: prox = behav
+    in steps where the two are close enough."""
     level: Literal["token", "sequence"] = "token"
     """One importance weight per token, or their product per sequence."""
     kind: Literal["truncate", "icepop"] = "truncate"
@@ -254,7 +255,7 @@ class CorrectionConfig(Section):
     reject: tuple[str, ...] = ()
     """Rejection masks, such as "seq_mean_k1:0.999_1.001" or "token_k3:0.01"."""
     veto: OrNone[Annotated[float, Field(gt=0, lt=1, strict=True)]] = None
-    """Drop a sequence if the mismatch of any token is below this, such as 1e-4."""
+    """Drop a sequence if the mismatch of any of its tokens is below this value, such as 1e-4."""
 
     @property
     def weighting(self) -> dict[str, Any]:
@@ -280,32 +281,33 @@ class OptimConfig(Section):
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up. linear and cosine would reach 0 one step after the last."""
+    """Learning rate after the warm-up. linear and cosine reach 0 right after the last step."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
     moments: Literal["fp32", "8bit"] = "fp32"
-    """Precision of AdamW's moments; 8bit takes 2 bytes a parameter instead of 8."""
+    """Precision of AdamW's moments; 8bit takes 2 bytes per parameter instead of 8."""
 
 
 @dataclass(frozen=True)
 class QuantConfig(Section):
-    """Precision of the actor that samples, and with `unified` of the trainer."""
+    """Precision of the actor, which samples; with `unified` also of the trainer."""
 
     format: Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"] = "int8"
     """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """s of UAQ, which divides norm-fed weights once, before training; 1 = off, paper: 1.5."""
+    """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0
-    """Decoder layers at either end whose linear layers stay in full precision."""
+    """Number of decoder layers at each end whose linear layers stay in full precision."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache; none = compute precision."""
     unified: Flag = False
-    """Compute the trainer's linear layers in `format` too, and round keys and values as the cache
-    does: one precision flow (Jet-RL)."""
+    """One precision flow (Jet-RL): the trainer's linear layers also compute in `format`, and it
+    rounds keys and values as the cache does."""
     backward: Literal["bf16", "dgrad", "all"] = "bf16"
-    """Gradients of unified layers that are products of codes: none, of inputs, of weights too."""
+    """Which gradients of unified layers use 8-bit products. bf16: none. dgrad: those of inputs.
+    all: those of weights too."""
     track_rows: CountOrZero = 128
-    """Output channels per weight whose updates are measured (Eq. 13, 14, code flips); 0 = off."""
+    """Measure updates on this many output channels per weight (Eq. 13, 14, code flips); 0 = off."""
 
 
 @dataclass(frozen=True)
@@ -321,11 +323,11 @@ class RolloutConfig(Section):
     kv_tokens: CountOrZero = 0
     """Capacity of the KV cache in tokens; 0 = enough for max_batch sequences of full length."""
     kv_memory_frac: Annotated[float, Field(gt=0, lt=1, strict=True)] = 0.8
-    """Largest share of free GPU memory for the KV cache; lower it if training runs out."""
+    """Largest share of free GPU memory for the KV cache; lower it if training needs more."""
     release_kv: Flag = False
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
-    """Same tokens whatever else is in the batch, on a GPU too; slower. A CPU needs threads = 1."""
+    """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
 
 
 @dataclass(frozen=True)
@@ -333,8 +335,8 @@ class EvalConfig(Section):
     """Held-out accuracy."""
 
     every: CountOrZero = 0
-    """Steps between evaluations; also evaluates before the first and after the last. 0 = never.
-    A recipe with task.eval_path and without this key gets 20."""
+    """Steps between evaluations; the first is before step 0, the last after the last step.
+    0 = never. A recipe with held-out files and without this key gets 20."""
     problems: Count = 128
     """Held-out problems."""
     samples: CountOrZero = 0
@@ -346,7 +348,7 @@ class EvalConfig(Section):
     max_tokens: CountOrZero = 0
     """Longest completion; 0 = sampling.max_tokens."""
     precision: Literal["both", "full", "quantized"] = "both"
-    """Which weights answer: full precision, the quantized actor, or both separately."""
+    """Which weights are evaluated: full precision, the quantized actor, or both."""
 
 
 @dataclass(frozen=True)
@@ -354,8 +356,8 @@ class SaveConfig(Section):
     """Checkpoints."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; also saves after the last step. 0 = only then. A recipe with
-    task.path and without this key gets 20."""
+    """Steps between checkpoints; the last step is always saved. 0 = save only that. A recipe
+    with training files and without this key gets 20."""
     keep: CountOrZero = 2
     """How many of the newest checkpoints to keep; 0 = write none, so the run cannot be resumed."""
 
@@ -377,16 +379,16 @@ Action = Literal["off", "warn", "stop", "requantize", "full"]
 
 @dataclass(frozen=True)
 class AlarmsConfig(Section):
-    """What is done about a run that goes wrong ([alarms.md](alarms.md)).
+    """What to do if a run goes wrong ([alarms](alarms.md)).
 
-    `warn` says it once, `stop` saves everything and ends with an error, `requantize` builds the
-    engine anew, `full` samples in full precision from the next step on, `off` does nothing.
+    `warn` warns once. `stop` saves everything and ends with an error. `requantize` builds a new
+    engine. `full` samples in full precision from the next step on. `off` does nothing.
     """
 
     window: Count = 10
-    """Steps in a row that show a collapse; also the steps that count as the start of a run."""
+    """How many steps in a row must show a collapse; also, how many steps are the start of a run."""
     no_signal: Action = "stop"
-    """Nothing to learn from: all rewards equal, or equal in every group, and not all right."""
+    """Nothing to learn: all rewards, or all in each group, are equal, and not all are right."""
     no_signal_steps: Count = 10
     """Steps in a row without a signal."""
     truncated: Action = "warn"
@@ -396,7 +398,7 @@ class AlarmsConfig(Section):
     reward_collapse: Action = "warn"
     """The mean reward falls far below its best."""
     reward_collapse_below: Fraction = 0.5
-    """Share of the best mean of a window so far, in each step of the window."""
+    """Share of the best window's mean, in each step of the window."""
     held_out_collapse: Action = "warn"
     """Held-out accuracy falls: its 95 % interval lies below that of the best evaluation."""
     entropy_collapse: Action = "warn"
@@ -422,9 +424,9 @@ class AlarmsConfig(Section):
     repeated_problems: Action = "warn"
     """A step asks the same prompts again and again."""
     repeated_problems_below: Fraction = 0.5
-    """Share of different prompts among those of a step."""
+    """Share of different prompts among the prompts of a step."""
     non_finite: Action = "warn"
-    """A metric is NaN or infinite. A loss, gradient or log-prob that is always stops the run."""
+    """A metric is NaN or infinite. If a loss, gradient or log-prob is, the run always stops."""
 
 
 @dataclass(frozen=True)
@@ -434,15 +436,16 @@ class ExperimentalConfig(Section):
     acr_max_bound: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
     """Largest upper clip bound that acr may widen to; none = no limit."""
     weighted_kl: Flag = False
-    """Multiply the KL term by the importance weight, as the quantized actor draws the samples."""
+    """Multiply the KL term by the importance weight, because the actor drew the samples."""
     norm_fed_lr_scale: Positive = 1.0
-    """Multiply the learning rate of q, k, v, gate, up; divide that of their norms, as UAQ does."""
+    """Multiply the learning rate of q, k, v, gate and up by this, and divide that of their norms.
+    UAQ has the same effect."""
     dither: Flag = False
     """Start masters at random values that round to their BF16 values; needs a bfloat16 trainer."""
     scale_o_proj: Flag = False
-    """Apply UAQ to o_proj, against v_proj."""
+    """Apply UAQ to o_proj instead of v_proj."""
     scale_down_proj: Flag = False
-    """Apply UAQ to down_proj, against up_proj."""
+    """Apply UAQ to down_proj instead of up_proj."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +457,7 @@ class Config(Section):
     seed: Annotated[int, Field(strict=True)] = 0
     """Seed for all randomness."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/default"
-    """Directory of the run. A run that it already holds is resumed."""
+    """Directory of the run. If it already holds a run, that run is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     threads: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0

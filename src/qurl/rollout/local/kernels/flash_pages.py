@@ -8,8 +8,8 @@ policy that trains in codes (`quant.unified`) has to sample with equal bits. Thi
 the tiles of keys that `qurl.ops.flash` attends to, in the same order and with the same matrix
 instructions: a query is a row of a tile of queries, and only the rows of its own heads are kept.
 
-An FP8 cache has scales that are powers of two, so they can be applied to sums of codes: the bits are
-those of sums of scaled numbers.
+Scales of an FP8 cache are powers of two. Applied to sums of codes, they give the bits of sums of
+scaled numbers.
 
 No other program shares the keys of a sequence, so long sequences take longer than in `attention`.
 

@@ -1,0 +1,177 @@
+"""Which correction is best where truncation bites: the toy task at coarse formats, many seeds.
+
+    python -m benchmarks.toy_seeds --seeds 20 --jobs 2     # resumes: finished runs are skipped
+    python -m benchmarks.toy_seeds --table                 # print the table of the saved runs
+
+Coarse rollouts and four passes over each batch, so that weights are truncated and ratios move. Each
+run takes one thread and a few minutes. All arms of a seed run before the next seed starts, so that
+a benchmark that is stopped can compare what it has. Writes benchmarks/results/toy_seeds.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import statistics
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks import toy_objectives as toy
+from benchmarks.measured import student_interval
+from qurl.bench.record import describe_machine
+
+RESULT = toy.RESULTS / "toy_seeds.json"
+FORMATS = ("int4", "int6")
+STEPS, LEARNING_RATE, EPOCHS = 80, 5e-4, 4
+BASELINE = "tis C=2"
+METHODS = {
+    "uncorrected": {"--algo.objective": "ppo_prox"},
+    "decoupled": {"--algo.objective": "decoupled"},
+    "tis C=2": {"--algo.objective": "tis", "--algo.cap": 2.0},
+    "acr C=2": {"--algo.objective": "acr", "--algo.cap": 2.0},
+    "acr C=2, bound 2": {
+        "--algo.objective": "acr",
+        "--algo.cap": 2.0,
+        "--experimental.acr-max-bound": 2.0,
+    },
+    "tis C=5": {"--algo.objective": "tis", "--algo.cap": 5.0},
+    "acr C=5": {"--algo.objective": "acr", "--algo.cap": 5.0},
+}
+COLUMNS = {
+    "eval/full/accuracy": "accuracy, full precision",
+    "eval/quantized/accuracy": "accuracy, actor's format",
+    "rollout_corr/kl": "KL(behav, prox)",
+    "rollout_corr/truncated_frac": "truncated",
+    "actor/pg_clipfrac": "clipped",
+    "acr/rescued_frac": "rescued",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--runs", type=Path, default=toy.ROOT / "runs" / "toy_seeds")
+    parser.add_argument("--table", action="store_true", help="print what was measured, run nothing")
+    args = parser.parse_args()
+    if not args.table:
+        run_all(args)
+    print(make_table(json.loads(RESULT.read_text())["runs"]))
+
+
+def run_all(args: argparse.Namespace) -> None:
+    runs = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+    done = {(run["format"], run["method"], run["seed"]) for run in runs}
+    jobs = [(f, m, s) for f in args.formats for s in range(args.seeds) for m in METHODS]
+    lock = threading.Lock()
+
+    def work(job: tuple[str, str, int]) -> None:
+        found = run_one(args.runs, *job)
+        with lock:
+            runs.append(found)
+            save(runs)
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(work, [job for job in jobs if job not in done]))
+
+
+def run_one(folder: Path, format: str, method: str, seed: int) -> dict:
+    """Train one arm; what is kept of a metric is its mean over the last evaluations or steps."""
+    name = f"{format}-{method}-{seed}".translate(str.maketrans(" =,", "---"))
+    flags = {
+        "--seed": seed,
+        "--steps": STEPS,
+        "--quant.format": format,
+        "--optim.lr": LEARNING_RATE,
+        "--optim.schedule": "constant",
+        "--batch.epochs": EPOCHS,
+        **METHODS[method],
+    }
+    failure = toy.train_arm(folder / name, flags)
+    rows = toy.read_rows(folder / name / "metrics.jsonl", format)
+    found = {"format": format, "method": method, "seed": seed, "failure": failure}
+    return found | {column: last_mean(rows, column) for column in COLUMNS}
+
+
+def last_mean(rows: list[dict], name: str) -> float | None:
+    """Over the last three evaluations, or the last fifth of the steps; None without a value."""
+    since = 0 if name.startswith("eval/") else 0.8 * STEPS
+    values = [row[name] for row in rows if name in row and row["step"] >= since]
+    values = values[-3:] if name.startswith("eval/") else values
+    return round(statistics.fmean(values), 6) if values else None
+
+
+def save(runs: list[dict]) -> None:
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": describe_machine(torch.device("cpu"))["versions"],
+        "recipe": toy.RECIPE.name,
+        **{"steps": STEPS, "lr": LEARNING_RATE, "schedule": "constant", "epochs": EPOCHS},
+        "runs": sorted(
+            runs, key=lambda r: (r["format"], r["seed"], list(METHODS).index(r["method"]))
+        ),
+    }
+    unfinished = RESULT.with_suffix(".json.partial")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(RESULT)
+
+
+def order(run: dict) -> tuple:
+    return run["format"], run["seed"], list(METHODS).index(run["method"])
+
+
+def make_table(runs: list[dict]) -> str:
+    """Means over seeds, and paired differences to TIS with Student's 95 % intervals."""
+    lines = []
+    for format in dict.fromkeys(run["format"] for run in runs):
+        by_method = {m: pick(runs, format, m) for m in METHODS}
+        lines += [
+            f"{format}, {STEPS} steps, lr {LEARNING_RATE:g}, {EPOCHS} epochs. Points; differences "
+            f"to {BASELINE} by seed, with 95 % intervals.",
+            "",
+            "| method | seeds | full precision | less tis | actor's format | less tis | KL "
+            "| truncated | clipped | rescued |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [row(m, found, by_method[BASELINE]) for m, found in by_method.items() if found]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def pick(runs: list[dict], format: str, method: str) -> dict[int, dict]:
+    found = (run for run in runs if (run["format"], run["method"]) == (format, method))
+    return {run["seed"]: run for run in found if not run["failure"]}
+
+
+def row(method: str, found: dict[int, dict], baseline: dict[int, dict]) -> str:
+    cells = [method, str(len(found))]
+    for name in ("eval/full/accuracy", "eval/quantized/accuracy"):
+        cells += [f"{100 * mean(found, name):.1f}", difference(found, baseline, name)]
+    cells += [f"{mean(found, 'rollout_corr/kl'):.2f}"]
+    shares = ("rollout_corr/truncated_frac", "actor/pg_clipfrac", "acr/rescued_frac")
+    return "| " + " | ".join([*cells, *(f"{mean(found, s):.2%}" for s in shares)]) + " |"
+
+
+def mean(found: dict[int, dict], name: str) -> float:
+    values = [run[name] for run in found.values() if run[name] is not None]
+    return statistics.fmean(values) if values else math.nan
+
+
+def difference(found: dict[int, dict], baseline: dict[int, dict], name: str) -> str:
+    shared = sorted(found.keys() & baseline.keys())
+    differences = [100 * (found[s][name] - baseline[s][name]) for s in shared]
+    if found is baseline or len(differences) < 3:
+        return "-"
+    low, high = student_interval(differences)
+    return f"{statistics.fmean(differences):+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+if __name__ == "__main__":
+    main()

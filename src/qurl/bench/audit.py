@@ -1,0 +1,321 @@
+"""`qurl audit RUN --at STEP`: bias and variance of objectives' gradients, without training.
+
+Which objective is better is a question about gradients before it is one about accuracies. At a
+checkpoint theta of a run, with problems in K chunks:
+
+    target    T = E_{y ~ pi_theta}[ A(y) grad log pi_theta(y) ]   full-precision rollouts of theta
+    estimate  G = gradient of an objective on rollouts of the quantized actor
+
+With --updates j the estimates are those of update j + 1: rollouts and pi_prox are theta's, gradient
+and target those of theta_j, which j mini-batch updates of the run's own objective made from other
+rollouts of the same problems. Ratios differ from 1 there, so that clipping and ACR act.
+
+Sums over tokens are divided by the number of sequences, so that denominators add no noise. Weights
+are per token, as in the paper; `correction.*` of the run is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor
+
+from qurl.advantages import compare
+from qurl.bench.gradients import Interval, Moments, Sketcher
+from qurl.bench.record import Record
+from qurl.config import Config, load_config
+from qurl.correction import LOG_CLAMP, correct
+from qurl.errors import ConfigError
+from qurl.losses import SURROGATES, facts_of, policy_loss
+from qurl.objectives import OBJECTIVES
+from qurl.quant.formats import FORMATS
+from qurl.rewards import Grading
+from qurl.rewards.grading import overlong_cache
+from qurl.rollout import Engine
+from qurl.run.assembly import Choices, Parts, assemble, build_actor
+from qurl.run.directory import Run
+from qurl.run.fork import fork
+from qurl.seeds import derive_seed
+from qurl.trainer.batches import microbatches, pad, padded_microbatches
+from qurl.trainer.policy import Policy
+from qurl.types import Batch, Graded, Problem, SamplingParams, Trainable
+
+HEAD = (
+    "updates  format    objective   C     bias / |T|^2              cosine                    "
+    "change / |T|^2              variance  clipped  truncated  rescued"
+)
+ROW = (
+    "{updates:7}  {format:8}  {objective:10}  {cap:4}  {bias:24}  {cosine:24}  {change:24}  "
+    "{variance:9.3g}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
+)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Bias, variance and direction of objectives' gradients at a checkpoint."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Directory of the run."""
+    at: int
+    """Step of the checkpoint."""
+    formats: tuple[str, ...] = ("none", "int8")
+    """Formats of the actor."""
+    objectives: tuple[str, ...] = ("ppo_prox", "decoupled", "tis", "acr")
+    caps: tuple[float, ...] = (2.0,)
+    """C of the objectives that truncate."""
+    updates: tuple[int, ...] = (0,)
+    """Updates between rollouts and gradient."""
+    problems: int = 128
+    """Problems of the audit, each asked for group_size completions."""
+    chunks: int = 16
+    """Parts of the problems, over which noise is estimated."""
+    out: Path | None = None
+    """JSON file with the results; by default benchmarks/results/audit.json."""
+
+    def check(self) -> None:
+        """Raise if a flag makes no sense."""
+        choices = {"formats": ("none", *FORMATS), "objectives": tuple(OBJECTIVES)}
+        for flag, allowed in choices.items():
+            for value in getattr(self, flag):
+                if value not in allowed:
+                    raise ConfigError(f"--{flag} {value} is not one of {', '.join(allowed)}")
+        if self.chunks < 4 or self.problems % self.chunks:
+            raise ConfigError(
+                f"--problems {self.problems} must be a multiple of --chunks {self.chunks}, and "
+                "intervals need at least 4 chunks"
+            )
+        if min(self.updates) < 0 or min(self.caps) < 1:
+            raise ConfigError("--updates must be at least 0 and --caps at least 1")
+
+
+class Finding(NamedTuple):
+    """What one objective's gradient is like, in total and per layer group."""
+
+    updates: int
+    format: str
+    objective: str
+    cap: float | None
+    groups: dict[str, dict[str, Interval]]
+    """Of "all" and each layer group: bias, cosine, variance, and change from the arm before it."""
+    shares: dict[str, float]
+    """Of the tokens that were clipped, truncated and rescued."""
+
+
+def run_audit(options: Audit) -> None:
+    """Print a row for each objective and save it at once."""
+    options.check()
+    with opened(options) as auditor:
+        record = Record("audit", options.out, auditor.policy.device)
+        print(HEAD)
+        for found in auditor.findings():
+            print(row_of(found), flush=True)
+            key = f"{options.run.name} at {options.at}"
+            record.add(key, settings=_settings(options), figures=found._asdict())
+    print(
+        "bias, cosine: against the full-precision gradient T; change: from the row above, on the "
+        "same rollouts; variance: of one mini-batch, / |T|^2. nan: T is lost in noise; raise "
+        f"--problems.\nsaved to {record.path}"
+    )
+
+
+@contextmanager
+def opened(options: Audit) -> Iterator[Auditor]:
+    """The parts of the run at its checkpoint, in a copy that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="qurl-audit-") as work:
+        flags = ["--run-dir", str(Path(work, "run")), "--track.wandb", "", "--eval.every", "0"]
+        config = load_config(fork(options.run, options.at, flags))
+        if config.quant.unified:
+            raise ConfigError(
+                f"{options.run} has quant.unified = true: its policy is its actor, so there is no "
+                "mismatch to audit"
+            )
+        choices = Choices.of(config)
+        with Run.open(config) as run, assemble(config, run, choices) as parts:
+            yield Auditor(options, config, parts, choices)
+
+
+class Auditor:
+    """Samples chunks of rollouts and takes their gradients."""
+
+    def __init__(self, options: Audit, config: Config, parts: Parts, choices: Choices) -> None:
+        self.options, self.config, self.parts, self.choices = options, config, parts, choices
+        self.policy: Policy = parts.learner.policy
+        self.sketcher = Sketcher(self.policy.model)
+        self.problems = parts.stream.take(options.problems)
+        self.full_engine = build_actor(config, self.policy, "none", choices)
+
+    def findings(self) -> Iterator[Finding]:
+        """One for each number of updates, format, objective and cap."""
+        chunks = {format: self._roll_out(format) for format in self.options.formats}
+        trained_on = self._batch_to_train(max(self.options.updates))
+        start = {name: x.detach().clone() for name, x in self.policy.model.named_parameters()}
+        for updates in self.options.updates:
+            self._restore(start)
+            if updates:
+                self._update(trained_on, updates)
+            on_policy = self._chunks(self.full_engine, "target", updates)
+            target, _ = self._gradients(on_policy, "decoupled")
+            for format, batches in chunks.items():
+                above = None
+                for objective, cap in self._arms():
+                    gradients, shares = self._gradients(batches, objective, cap)
+                    groups = self._compare(gradients, target, above or gradients)
+                    yield Finding(updates, format, objective, cap, groups, shares)
+                    above = gradients
+
+    def _arms(self) -> Iterator[tuple[str, float | None]]:
+        for objective in self.options.objectives:
+            is_truncated = OBJECTIVES[objective].is_truncated
+            for cap in self.options.caps if is_truncated else (None,):
+                yield objective, cap
+
+    def _roll_out(self, format: str) -> list[Trainable]:
+        engine = self.full_engine
+        if format != "none":
+            engine = build_actor(self.config, self.policy, format, self.choices)
+        return self._chunks(engine, f"estimate {format}", 0)
+
+    def _chunks(self, engine: Engine, purpose: str, updates: int) -> list[Trainable]:
+        """Rollouts of the present weights with their advantages, a batch for each chunk."""
+        graded = self._sample(engine, self.problems, purpose, updates)
+        size = len(graded) // self.options.chunks
+        return [self._score(graded[i : i + size]) for i in range(0, len(graded), size)]
+
+    def _sample(
+        self, engine: Engine, problems: Sequence[Problem], purpose: str, updates: int
+    ) -> list[Graded]:
+        sampling = self.config.sampling
+        engine.sync(self.policy.model, version=self.options.at + updates)
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=sampling.stops,
+            group_size=sampling.group_size,
+            seed=derive_seed(self.config.seed, "audit", purpose, updates),
+        )
+        rollouts = engine.generate(problems, params)
+        overlong = overlong_cache(self.config.algo.overlong_frac, sampling.max_tokens)
+        grading = Grading(self.parts.pool, rollouts)
+        return grading.rewards(overlong_cache=overlong, max_tokens=sampling.max_tokens)
+
+    def _score(self, graded: Sequence[Graded]) -> Trainable:
+        batch = pad(graded).to(self.policy.device)
+        scored = self.parts.learner.recompute(batch, self.options.at)
+        prox = torch.zeros_like(batch.logp_behav)
+        with torch.no_grad():
+            for rows, part in self._pieces(batch):
+                prox[rows, : part.mask.shape[1]] = self.policy.score(part).logp
+        has_prox = torch.ones_like(scored.has_prox)
+        corrected = correct(scored.replace(logp_prox=prox, has_prox=has_prox), cap=None)
+        return compare(corrected, self.parts.advantage, is_whitened=self.config.algo.whiten)
+
+    def _pieces(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
+        cut = microbatches if self.policy.is_packed else padded_microbatches
+        for indices in cut(batch.lengths.tolist(), self.config.batch.microbatch_tokens):
+            rows = torch.tensor(indices, device=batch.mask.device)
+            yield rows, batch.select(rows)
+
+    def _gradients(
+        self, batches: Sequence[Trainable], objective: str, cap: float | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Gradients [K, D] of each layer group, and shares of tokens."""
+        found, totals, num_tokens = [], dict.fromkeys(("clipped", "truncated", "rescued"), 0.0), 0
+        for batch in batches:
+            for _, part in self._pieces(batch):
+                stats = self._backward(part, objective, cap, denominator=len(batch))
+                totals = {name: total + stats[name] for name, total in totals.items()}
+                num_tokens += part.num_tokens
+            found.append(self.sketcher.take())
+        self.policy.free_copies_()
+        shares = {name: float(total) / max(num_tokens, 1) for name, total in totals.items()}
+        return {group: torch.stack([f[group] for f in found]) for group in found[0]}, shares
+
+    def _backward(
+        self, part: Trainable, objective: str, cap: float | None, *, denominator: int
+    ) -> dict[str, Tensor]:
+        """Add one piece's gradient to the model's; returns numbers of tokens."""
+        algo = self.config.algo
+        logp = self.policy.score(part).logp
+        loss, stats = policy_loss(
+            *(logp, part.logp_prox, part.logp_behav, part.advantages, part.mask),
+            objective=objective,
+            cap=facts_of(SURROGATES[objective]).cap(cap),
+            clip_low=algo.clip_low,
+            clip_high=algo.clip_high,
+            dual_clip=algo.dual_clip,
+            acr_max_bound=self.config.experimental.acr_max_bound,
+            denominator=denominator,
+        )
+        loss.backward()
+        mismatch = (part.logp_prox - part.logp_behav).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+        is_truncated = (mismatch > (cap or torch.inf)) & part.mask.bool()
+        return {
+            "clipped": stats["actor/pg_clipfrac"] * part.num_tokens,
+            "truncated": is_truncated.sum(),
+            "rescued": stats["acr/rescued_frac"] * part.num_tokens,
+        }
+
+    def _batch_to_train(self, num_updates: int) -> Batch | None:
+        """Rollouts of the run's actor for the updates, of other draws than the estimates'."""
+        if not num_updates:
+            return None
+        size = self.config.batch.problems // self.config.batch.minibatches
+        asked = [self.problems[i % len(self.problems)] for i in range(size * num_updates)]
+        engine = self.parts.engine
+        return pad(self._sample(engine, asked, "train", 0)).to(self.policy.device)
+
+    def _update(self, batch: Batch | None, num_updates: int) -> None:
+        """Make `num_updates` mini-batch updates as the run would."""
+        assert batch is not None
+        learner, config = self.parts.learner, self.config
+        num_all = max(self.options.updates)
+        rows = torch.arange(len(batch) * num_updates // num_all, device=batch.mask.device)
+        counts = dataclasses.replace(config.batch, epochs=1, minibatches=num_updates)
+        learner.config = dataclasses.replace(config, batch=counts)
+        scored = learner.recompute(batch.select(rows), self.options.at)
+        corrected = correct(scored, cap=learner.cap, **vars(config.correction))
+        learner.update(
+            compare(corrected, self.parts.advantage, is_whitened=config.algo.whiten),
+            self.options.at,
+        )
+        learner.config = config
+
+    @torch.no_grad()
+    def _restore(self, start: dict[str, Tensor]) -> None:
+        for name, parameter in self.policy.model.named_parameters():
+            parameter.copy_(start[name])
+
+    def _compare(
+        self, found: dict[str, Tensor], target: dict[str, Tensor], above: dict[str, Tensor]
+    ) -> dict[str, dict[str, Interval]]:
+        moments = {g: Moments.of(x, target[g], above[g]) for g, x in found.items()}
+        whole = functools.reduce(operator.add, moments.values())
+        batch = self.config.batch
+        chunk_size = self.options.problems / self.options.chunks
+        scale = chunk_size / (batch.problems / batch.minibatches)
+        return {name: m.describe(scale) for name, m in {"all": whole, **moments}.items()}
+
+
+def row_of(found: Finding) -> str:
+    figures = found.groups["all"]
+    spans = {
+        name: "{:.3f} ({:.3f} to {:.3f})".format(*figures[name])
+        for name in ("bias", "cosine", "change")
+    }
+    arm = {name: getattr(found, name) for name in ("updates", "format", "objective")}
+    cap, variance = "-" if found.cap is None else f"{found.cap:g}", figures["variance"].value
+    return ROW.format(**arm, cap=cap, **spans, variance=variance, **found.shares)
+
+
+def _settings(options: Audit) -> dict[str, Any]:
+    return {"problems": options.problems, "chunks": options.chunks, "updates": options.updates}

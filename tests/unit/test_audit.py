@@ -1,0 +1,161 @@
+"""`qurl audit`: bias and variance of gradients, on a bandit that can be enumerated and on a run."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from qurl.bench import run_audit
+from qurl.bench.gradients import Moments, Sketcher, group_of
+from qurl.cli import main
+from qurl.errors import ConfigError
+from qurl.losses import policy_loss
+
+ACTIONS, CHUNKS, SAMPLES = 5, 64, 4000
+
+
+class Bandit:
+    """One token, five actions with known rewards; the sampler's logits are off by some noise."""
+
+    def __init__(self, noise: float) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.logits = torch.randn(ACTIONS, generator=draw, dtype=torch.float64)
+        self.rewards = torch.randn(ACTIONS, generator=draw, dtype=torch.float64)
+        off = noise * torch.randn(ACTIONS, generator=draw, dtype=torch.float64)
+        self.behav = (self.logits + off).log_softmax(-1)
+        self.prox = self.logits.log_softmax(-1)
+
+    def gradient(self, actions, logp_behav, objective, cap=2.0, probs=None):
+        """Of -loss; over samples, or exactly if `probs` weighs all actions."""
+        logits = self.logits.clone().requires_grad_()
+        logp = logits.log_softmax(-1)[actions][:, None]
+        advantages = self.rewards[actions][:, None]
+        if probs is not None:
+            advantages = advantages * probs[:, None] * len(probs)
+        fixed = (self.prox[actions][:, None], logp_behav[actions][:, None], advantages)
+        loss, _ = policy_loss(logp, *fixed, torch.ones_like(logp), objective=objective, cap=cap)
+        loss.backward()
+        return -logits.grad
+
+    def sampled(self, logp_behav, objective, seed):
+        draw = torch.Generator().manual_seed(seed)
+        actions = torch.multinomial(logp_behav.exp(), CHUNKS * SAMPLES, True, generator=draw)
+        chunks = actions.view(CHUNKS, SAMPLES)
+        return torch.stack([self.gradient(a, logp_behav, objective) for a in chunks])
+
+    def exact(self, logp_behav, objective):
+        return self.gradient(torch.arange(ACTIONS), logp_behav, objective, probs=logp_behav.exp())
+
+
+@pytest.mark.parametrize("objective", ["ppo_prox", "decoupled", "tis"])
+def test_the_bias_of_a_bandit_is_found(objective):
+    bandit = Bandit(noise=1.0)
+    target = bandit.exact(bandit.prox, "ppo_prox")
+    estimate = bandit.exact(bandit.behav, objective)
+    bias = (estimate - target).square().sum() / target.square().sum()
+    on_policy = bandit.sampled(bandit.prox, "ppo_prox", seed=1)
+    found = bandit.sampled(bandit.behav, objective, seed=2)
+    figures = Moments.of(found, on_policy, found).describe()
+    assert figures["bias"].low <= bias <= figures["bias"].high
+    assert (figures["bias"].low > 0) == (objective != "decoupled")  # the others are biased here
+    cosine = torch.cosine_similarity(estimate, target, dim=0)
+    assert figures["cosine"].low - 1e-3 <= cosine <= figures["cosine"].high + 1e-3
+    assert figures["change"] == (0, 0, 0)
+
+
+def test_a_wrong_sign_and_a_missing_weight_are_seen():
+    bandit = Bandit(noise=1.0)
+    on_policy = bandit.sampled(bandit.prox, "ppo_prox", seed=1)
+    found = bandit.sampled(bandit.behav, "decoupled", seed=2)
+    figures = Moments.of(-found, on_policy, found).describe()
+    assert figures["cosine"].high < 0
+    assert figures["bias"].value == pytest.approx(4, rel=0.1)  # |-T - T|^2 / |T|^2
+    unweighted = bandit.sampled(bandit.behav, "ppo_prox", seed=2)
+    change = Moments.of(unweighted, on_policy, found).describe()["change"]
+    assert change.low > 0
+
+
+def test_the_variance_is_that_of_a_mini_batch():
+    """Chunks are T plus noise of variance 4 in each of two directions; |T|^2 = 25."""
+    draw = torch.Generator().manual_seed(0)
+    noise = 2 * torch.randn(2, 400, 2, generator=draw)
+    target, found = torch.tensor([3.0, 4.0]) + noise
+    figures = Moments.of(found, target, found).describe(batches_per_chunk=5)
+    assert figures["variance"].value == pytest.approx(5 * 8 / 25, rel=0.15)
+    assert figures["variance"].low < 5 * 8 / 25 < figures["variance"].high
+    assert figures["bias"].low < 0 < figures["bias"].high
+
+
+def test_a_target_lost_in_noise_gives_no_number():
+    draw = torch.Generator().manual_seed(0)
+    found, target = torch.randn(2, 16, 8, generator=draw)
+    assert all(math.isnan(x.value) for x in Moments.of(found, target, found).describe().values())
+
+
+def test_moments_of_layer_groups_add_up_to_those_of_the_whole():
+    draw = torch.Generator().manual_seed(0)
+    g, t, o = torch.randn(3, 8, 6, generator=draw)
+    parts = [Moments.of(g[:, c], t[:, c], o[:, c]) for c in (slice(2), slice(2, 6))]
+    whole = Moments.of(g, t, o)
+    for part, expected in zip(
+        vars(parts[0] + parts[1]).values(), vars(whole).values(), strict=True
+    ):
+        torch.testing.assert_close(part, expected)
+
+
+def test_a_sketch_keeps_inner_products(monkeypatch):
+    """A count sketch of n numbers in b buckets errs by about |x| |y| / sqrt(b)."""
+    monkeypatch.setattr("qurl.bench.gradients.NUM_BUCKETS", 4096)
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Linear(200, 200), "norm": torch.nn.LayerNorm(8)})
+    draw = torch.Generator().manual_seed(0)
+    vectors = []
+    sketcher = Sketcher(model)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw) + 0.3
+        whole = torch.cat([p.grad.flatten() for p in model["mlp"].parameters()])
+        vectors.append((whole, sketcher.take()))
+    assert all(p.grad is None for p in model.parameters())
+    (x, sketched_x), (y, sketched_y) = vectors
+    assert sketched_x["mlp"].shape == (4096,)
+    assert sketched_x["other"].shape == (16,)
+    error = sketched_x["mlp"] @ sketched_y["mlp"] - x @ y
+    assert abs(error) < 4 * x.norm() * y.norm() / math.sqrt(4096)
+
+
+def test_parameters_belong_to_a_layer_group():
+    names = {
+        "model.embed_tokens.weight": "embedding and head",
+        "model.layers.0.self_attn.q_proj.weight": "attention",
+        "model.layers.1.mlp.down_proj.weight": "mlp",
+        "model.norm.weight": "other",
+    }
+    assert {name: group_of(name) for name in names} == names
+
+
+def test_bad_flags_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--formats int9 is not one of none, int8"):
+        run_audit([str(tmp_path), "--at", "1", "--formats", "int9"])
+    with pytest.raises(ConfigError, match="--problems 10 must be a multiple of --chunks 4"):
+        run_audit([str(tmp_path), "--at", "1", "--problems", "10", "--chunks", "4"])
+
+
+def test_a_run_is_audited(tmp_path, capsys):
+    """Without quantization the weights are 1, so all objectives have one gradient."""
+    run, out = tmp_path / "run", tmp_path / "audit.json"
+    sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
+    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2"]
+    assert main(["audit", str(run), *words, "--formats", "none", "int4", "--out", str(out)]) == 0
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    [entries] = json.loads(out.read_text())["results"].values()
+    figures = [entry["figures"] for entry in entries]
+    arms = [(f["updates"], f["format"], f["objective"]) for f in figures]
+    objectives = ("ppo_prox", "decoupled", "tis", "acr")
+    assert arms == [(u, f, o) for u in (0, 2) for f in ("none", "int4") for o in objectives]
+    assert set(figures[0]["groups"]) == {"all", "embedding and head", "attention", "mlp", "other"}
+    assert all(f["shares"]["clipped"] == 0 for f in figures if f["updates"] == 0)
+    assert "saved to" in capsys.readouterr().out

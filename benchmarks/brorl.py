@@ -80,7 +80,8 @@ def simulate(
     logits = torch.where(is_right, RIGHT_LOGIT, 0.0)
     logits[0] = ANCHOR_LOGIT
     logits.requires_grad_(True)
-    optimizer = torch.optim.AdamW([logits], lr=lr)
+    # Gradients are as small as p / N, far below the usual epsilon.
+    optimizer = torch.optim.AdamW([logits], lr=lr, eps=1e-20)
     start = logits.detach().softmax(-1)
     masses = [float(start[is_right].sum())]
     for step in range(steps):

@@ -66,7 +66,7 @@ class Generation:
         asked = pair_sizes(problems, sizes, self.params)
         num_sequences = sum(size for _, size in (*asked, *self._submitted)) + self._num_open
         if num_sequences > self._engine.stepper.max_batch:
-            asked.sort(key=lambda pair: -self._engine.lengths.expect(pair[0]))
+            asked = self._engine.lengths.order(asked)
         self._submitted.extend(asked)
 
     def __iter__(self) -> Iterator[Rollout]:

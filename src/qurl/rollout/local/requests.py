@@ -145,10 +145,6 @@ class LengthHistory:
         longest = self._longest.get(problem.name, 0)
         self._longest[problem.name] = max(num_tokens, longest)
 
-    def expect(self, problem: Problem) -> float:
-        """Tokens of the next completion; without end if nothing is known."""
-        return self._longest.get(problem.name, math.inf)
-
-    def order(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Unknown ones first, then the longest expected: a long one must not start last."""
-        return sorted(problems, key=lambda p: -self.expect(p))
+    def order(self, asked: Sequence[tuple[Problem, int]]) -> list[tuple[Problem, int]]:
+        """Unknown problems first, then the longest expected: a long one must not start last."""
+        return sorted(asked, key=lambda pair: -self._longest.get(pair[0].name, math.inf))

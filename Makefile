@@ -138,8 +138,9 @@ lint: install  ## ruff, pyright and the layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-docs: install  ## write docs/recipe.md from the recipe's own docstrings
+docs: install  ## write docs/recipe.md and the table of pairs in docs/systems.md
 	$(BIN)/python docs/write_recipe_reference.py
+	$(BIN)/python docs/write_systems_table.py
 
 site: install  ## build the documentation site into site/, with every warning an error
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[docs]'

@@ -489,6 +489,23 @@ def test_problems_can_be_submitted_while_a_stream_runs(kind):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_groups_of_one_stream_may_have_different_sizes(kind):
+    """The completions of a small group are the first of a large one."""
+    engine, problems = build(kind, shared_model("llama")), make_problems(3)
+    params = SamplingParams(max_tokens=6, group_size=4, seed=1)
+    expected, sizes = engine.generate(problems, params), [1, 4, 2]
+    with engine.stream(params) as stream:
+        stream.submit(problems, sizes)
+        rollouts = sorted(stream, key=lambda r: r.problem.id)
+    for rollout, whole, size in zip(rollouts, expected, sizes, strict=True):
+        assert len(rollout.completions) == size
+        pairs = zip(rollout.completions, whole.completions, strict=False)
+        assert all(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+    with engine.stream(params) as stream, pytest.raises(ValueError, match=r"shorter|longer"):
+        stream.submit(problems, [1, 2])
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_ids_may_repeat(kind):
     """Each rollout is that of its own prompt and has its own problem."""
     engine = build(kind, shared_model("llama"))

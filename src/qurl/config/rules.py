@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qurl.config.schema import Config
+from qurl.config.system_rules import find_system_mistakes, find_system_warnings, unused_systems
 from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective, parse_rejection
 from qurl.plugins import check_plugin, is_users_own
@@ -21,7 +22,11 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
     "algo.advantage": tuple(ADVANTAGES),
     "rollout.engine": ("local", "hf"),
     "rollout.episode": ("",),
-    "sampling.select": ("shuffle",),
+    "sampling.select": ("shuffle", "greso", "dots"),
+    "sampling.budget": ("uniform", "e3"),
+    "sampling.thermostat": ("off", "e3"),
+    "sampling.replay": ("off", "recent"),
+    "batch.subselect": ("all", "shuffle-r1", "pods"),
     "task.name": (*GENERATED, "gsm8k", "math", "code", "file", "gym:<name>", "<path>.jsonl"),
     "task.reward": ("auto", "math", "exact", "countdown", "code", "gym:<name>"),
 }
@@ -75,6 +80,7 @@ def find_mistakes(
         *_lora_mistakes(config, advantage),
         *_parallel_mistakes(config),
         *_data_mistakes(config),
+        *find_system_mistakes(config, objective, advantage),
         *_other_mistakes(config),
     ]
 
@@ -122,9 +128,9 @@ def _algorithm_mistakes(
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
     if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
         yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
-    if algo.name == "ppo" and advantage and not advantage.needs_critic:
+    if algo.name in ("ppo", "vapo") and advantage and not advantage.needs_critic:
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
-        yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
+        yield f"algo.advantage = {algo.advantage!r}: algo.name = {algo.name!r} means {critics}"
     if algo.kl_in_reward and algo.advantage != "gae":
         yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
     if config.experimental.weighted_kl and objective and not objective.is_weighted:
@@ -284,7 +290,7 @@ def _unused(
     """(key or section, why) of all that other settings make irrelevant."""
     algo, rollout = config.algo, config.rollout
     if advantage and not advantage.needs_critic:
-        for key in ("critic", "algo.gamma", "algo.lam"):
+        for key in ("critic", "algo.gamma", "algo.lam", "algo.critic_lam", "algo.lam_alpha"):
             yield key, f"algo.advantage = {algo.advantage!r} trains no critic"
     if algo.kl_coef == 0:
         for key in ("algo.kl_estimator", "algo.kl_in_reward", "experimental.weighted_kl"):
@@ -292,6 +298,7 @@ def _unused(
     if not algo.dynamic_sampling:
         for key in ("algo.max_gen_rounds", "algo.gen_multiple"):
             yield key, "algo.dynamic_sampling = false"
+    yield from unused_systems(config)
     if config.correction.kind != "icepop":
         for key in ("correction.icepop_low", "correction.icepop_high"):
             yield key, f"correction.kind = {config.correction.kind!r}"
@@ -342,6 +349,7 @@ def find_warnings(
     advantage = advantage or ADVANTAGES.get(config.algo.advantage)
     algo, quant, optim = config.algo, config.quant, config.optim
     yield from find_unused(config, objective, advantage)
+    yield from find_system_warnings(config)
     for key in ("eval_path", "eval_sets"):
         if getattr(config.task, key) and not config.eval.every:
             yield f"task.{key} is set, but eval.every = 0: training does not evaluate"

@@ -42,7 +42,7 @@ from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
-from qurl.sampling import ProblemStream
+from qurl.sampling import Hooks, ProblemStream, Setup
 from qurl.seeds import derive_seed
 from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
@@ -69,6 +69,7 @@ class Parts:
     full_engine: Engine
     """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
+    hooks: Hooks
     held_out: list[Problem]
     pool: Pool
     tracker: AnyTracker | None
@@ -96,7 +97,8 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        return {**self.stream.state_dict(), **sizes, "tracker": tracker}
+        hooks = self.hooks.state_dict()
+        return {**self.stream.state_dict(), **sizes, "tracker": tracker, "hooks": hooks}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -130,12 +132,16 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
         for note in (*policy.notes, *task.notes):
             run.warn(note)
-        stream = ProblemStream(task, config.seed, choices.select)
+        vocabulary = policy.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        hooks = choices.build_hooks(Setup(config, task, vocabulary))
+        keeps = config.sampling.keep_responses
+        stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
         tracker = _build_tracker(config, learner, run)
         first_step = 0
         if checkpoint:
             state = load_checkpoint(checkpoint, learner)
             _warn_of_changed_data(state, prints, run)
+            hooks.load_state_dict(state.get("hooks", {}))
             first_step = _resume(state, stream, tracker, run)
         graded = () if choices.reward else data.values()
         with build_pool(config, choices.reward or task.reward, *graded) as pool:
@@ -151,6 +157,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 engine=engine,
                 full_engine=full_engine,
                 stream=stream,
+                hooks=hooks,
                 held_out=held_out,
                 pool=pool,
                 tracker=tracker,
@@ -258,7 +265,8 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     if advantage is not critic_advantages:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
-    return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
+    lambdas = {"lam": algo.lam, "critic_lam": algo.critic_lam, "lam_alpha": algo.lam_alpha}
+    return functools.partial(critic_advantages, gamma=algo.gamma, kl_coef=kl_coef, **lambdas)
 
 
 def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:

@@ -58,13 +58,20 @@ SHARED = {
 }
 DYNAMIC = {"algo.dynamic_sampling": True, "algo.max_gen_rounds": 30}
 DOTS = {"sampling.select": "dots", "systems.dots.references": 16}
+OWN_ANSWERS = {"systems.dots.recent_epochs": 1}
 ARMS: dict[str, dict[str, object]] = {
     "grpo": {},
     "dynamic sampling": DYNAMIC,
     "greso": {"sampling.select": "greso"},
     "greso + dynamic sampling": {"sampling.select": "greso", **DYNAMIC},
     "dots": DOTS,
-    "dots + replay": {**DOTS, "sampling.replay": "recent", "systems.replay.capacity": 64},
+    "dots, own answers": {**DOTS, **OWN_ANSWERS},
+    "dots, own answers + replay": {
+        **DOTS,
+        **OWN_ANSWERS,
+        "sampling.replay": "recent",
+        "systems.replay.capacity": 64,
+    },
     "replay": {"sampling.replay": "recent", "systems.replay.capacity": 64},
     "e3": {"sampling.budget": "e3", "sampling.thermostat": "e3"},
     "e3 budget": {"sampling.budget": "e3"},

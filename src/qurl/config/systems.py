@@ -64,8 +64,8 @@ class DotsConfig(Section):
     """Trained predictor (`qurl.sampling.predictor`); empty = attention over the embeddings."""
     calibrate: Flag = True
     """Fit predictions to the references by least squares, each predicted without itself."""
-    recent_epochs: CountOrZero = 1
-    """A problem asked within so many epochs is judged by its own answers instead."""
+    recent_epochs: CountOrZero = 0
+    """A problem asked within so many epochs is judged by its own answers instead; 0 = never."""
 
 
 @dataclass(frozen=True)

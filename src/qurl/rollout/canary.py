@@ -18,13 +18,15 @@ from qurl.quant.linear import full_precision
 from qurl.rollout.engine import Engine, context_length
 
 _LENGTH = 32
+_GROWTH = 4.0
+_LEAST = 1e-3
 
 
-def canary_ids(model: Any) -> list[int]:
+def canary_ids(model: Any, length: int = _LENGTH) -> list[int]:
     """A fixed prompt, spread over the vocabulary."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    longest = context_length(model.config) or _LENGTH
-    return [(i * 2654435761 + 1) % vocabulary for i in range(min(_LENGTH, longest))]
+    longest = context_length(model.config) or length
+    return [(i * 2654435761 + 1) % vocabulary for i in range(min(length, longest))]
 
 
 def canary_bound(quant: str, *dtypes: torch.dtype, kv: str = "none") -> float:
@@ -53,13 +55,46 @@ def score_with(model: Any, token_ids: Sequence[int], quant: str = "none") -> Ten
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
-def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path: str = "") -> float:
+class Yardstick:
+    """An engine's own gaps when it was new, by path: a sound copy stays near them."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+
+    def bound(self, path: str, trainer: Tensor) -> float:
+        """Largest gap that is like the first one; infinite for the first one itself."""
+        if path not in self._first:
+            return math.inf
+        return max(_LEAST, _GROWTH * self._first[path] * _sharpness(trainer))
+
+    def keep(self, path: str, gap: float, trainer: Tensor) -> None:
+        self._first.setdefault(path, gap / _sharpness(trainer))
+
+
+def _sharpness(trainer: Tensor) -> float:
+    return trainer.abs().mean().item()
+
+
+def verify(
+    trainer: Tensor,
+    engine: Tensor,
+    *,
+    bound: float,
+    version: int,
+    path: str = "",
+    yardstick: Yardstick | None = None,
+) -> float:
     """The mean |log-prob gap| of the canary prompt; raises if it exceeds the bound.
 
-    `path` says how the engine computed its log-probs.
+    `path` says how the engine computed its log-probs. With a yardstick, the gap must also be like
+    the first one that was measured with it.
     """
     gap = (trainer.cpu() - engine.cpu()).abs().mean().item()
+    if yardstick is not None and trainer.isfinite().all():
+        bound = min(bound, yardstick.bound(path, trainer))
     if math.isfinite(gap) and gap <= bound:
+        if yardstick is not None:
+            yardstick.keep(path, gap, trainer)
         return gap
     failed = f"sync of version {version} failed on the canary prompt{path and f' {path}'}"
     if not trainer.isfinite().all():
@@ -68,7 +103,7 @@ def verify(trainer: Tensor, engine: Tensor, *, bound: float, version: int, path:
             "infinity, or overflow. In the first sync the model at model.path is at fault; "
             "later, the updates since the last checkpoint, and a lower optim.lr may help"
         )
-    cause = f"mean |log-prob gap| = {gap:.4g} exceeds {bound:g}"
+    cause = f"mean |log-prob gap| = {gap:.4g} exceeds {bound:.4g}"
     if not math.isfinite(gap):
         cause = "the engine's log-probs are not finite"
     raise SyncError(

@@ -174,6 +174,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """From the same process."""
     path: str = ""
     """A file of them, from another process."""
+    is_last: bool = False
+    """Nothing comes after it: check what the weights became."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -206,14 +208,21 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "did not arrive as they were sent"
             )
         for name, weight in weights.items():
-            if weight.dim() in (1, 2):
+            if weight.dim() > 0:
                 row = _PROBE_STEP * version % len(weight)
                 self._rows[name] = (len(weight), row, weight[row].clone())
         loaded = self.model.load_weights(weights.items())
         self._missing = set() if loaded is None else self._missing - loaded
+        # Not in `finish_weight_update`: vLLM would take an update that fails there for active.
+        if update_info.is_last:
+            self._finalize()
+            self._check_loaded()
 
     def finish_weight_update(self) -> None:
         self._finalize()
+
+    def _check_loaded(self) -> None:
+        """Raise unless all parameters got weights, and those that can be compared got these."""
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._missing.discard("lm_head.weight")
         if self._missing:
@@ -236,7 +245,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             if stored is None or stored.shape != sent.shape or stored.dtype != sent.dtype:
                 continue
             self.num_read += 1
-            if not torch.equal(stored, sent.to(stored.device)):
+            bits = [row.contiguous().view(-1).view(torch.uint8).cpu() for row in (stored, sent)]
+            if not torch.equal(*bits):  # as bits, since NaN is not equal to itself
                 raise SyncError(
                     f"sync of version {self._version} failed: row {row} of {name} in vLLM is not "
                     "what was sent"

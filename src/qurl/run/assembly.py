@@ -434,10 +434,15 @@ def build_actor(
     options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
-    if engine is None:
+    if engine is None and rollout.engine == "vllm":
+        options |= {"max_batch": rollout.max_batch, "kv_memory_frac": rollout.kv_memory_frac}
+        options |= vars(rollout.vllm) | {"options": dict(rollout.vllm.options)}
+        options["online"] = rollout.vllm.online and quant == "int8"
+    elif engine is None:
         options["full_layers"] = config.quant.full_layers
     if engine is None and rollout.engine == "local":
-        options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
+        others = ("engine", "episode", "vllm")
+        options |= {k: v for k, v in vars(rollout).items() if k not in others}
         is_main = quant == config.quant.format
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"

@@ -72,10 +72,13 @@ class VllmEngine:
         """
         self.quant, self.tokenizer, self.version = quant, tokenizer, 0
         device = next(model.parameters()).device
-        self.dtype = dtype or default_dtype(device)
+        # vLLM's FP8 wants 16 bits around it, also on a CPU.
+        self.dtype = dtype or (torch.bfloat16 if quant == "fp8" else default_dtype(device))
         method = _choose_method(quant, online, model)
         format = None if quant == "none" else get_format(quant)
-        self._packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype)
+        # On a CPU a head has a packed copy of its own, which vLLM forgets if it is tied.
+        is_cpu = device.type == "cpu"
+        self._packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype, is_cpu)
         self._is_remote = own_process or tensor_parallel > 1
         arguments: dict[str, Any] = {
             "quantization": method,
@@ -104,6 +107,7 @@ class VllmEngine:
             folder, self._num_bytes = Path(name), 0
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
+            config.tie_word_embeddings = config.tie_word_embeddings and not self._packing.unties
             config.save_pretrained(folder)
             for index, chunk in enumerate(self._packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
@@ -142,16 +146,13 @@ class VllmEngine:
         num_bytes, llm = 0, self.llm
         try:
             llm.start_weight_update()
-            with tempfile.TemporaryDirectory(prefix="qurl-sync-", dir=_shared_memory()) as name:
+            with tempfile.TemporaryDirectory(prefix="qurl-sync-", dir=_shared_memory()) as folder:
                 for chunk in self._packing.pack(model):
-                    update: dict[str, Any] = {"version": version, "checksums": checksums(chunk)}
-                    if self._is_remote:
-                        save_chunk(chunk, path := Path(name, "chunk.safetensors"))
-                        update["path"] = str(path)
-                    else:
-                        update["weights"] = chunk
-                    llm.update_weights({"update_info": update})
+                    update = self._wrap(chunk, Path(folder, "chunk.safetensors"))
+                    llm.update_weights({"update_info": {"version": version, **update}})
                     num_bytes += sum(tensor.nbytes for tensor in chunk.values())
+            last = {"version": version, "checksums": {}, "is_last": True}
+            llm.update_weights({"update_info": last})
             llm.finish_weight_update()
         except SyncError:
             raise
@@ -163,6 +164,14 @@ class VllmEngine:
                 "holds keys and values of older weights"
             )
         return num_bytes
+
+    def _wrap(self, chunk: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+        """A chunk as vLLM's processes can read it: in a file, if they are others."""
+        sums = checksums(chunk)
+        if not self._is_remote:
+            return {"checksums": sums, "weights": chunk}
+        save_chunk(chunk, path)
+        return {"checksums": sums, "path": str(path)}
 
     def _finish(self, model: nn.Module, version: int, start: float, num_bytes: int) -> SyncReport:
         sent = time.perf_counter()

@@ -81,7 +81,7 @@ class Requests:
 
     def _submit(self, token_ids: Sequence[int], params: Any) -> str:
         self._num_asked += 1
-        prompt = {"prompt_token_ids": list(token_ids)}
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
         self._engine.add_request(id := f"qurl-{self._num_asked}", prompt, params)
         return id
 

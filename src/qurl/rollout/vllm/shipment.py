@@ -39,13 +39,15 @@ class Packing:
     """We code them, not vLLM."""
     compute_dtype: torch.dtype | None = None
     """The trainer's: what is coded is rounded to it first, so that codes are of what it sees."""
+    unties: bool = False
+    """Send a head that is tied to the embedding, too."""
 
     @torch.no_grad()
     def pack(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
         """All weights of a model, in the order of its layers, in chunks of `CHUNK_BYTES` or so."""
         coded = {f"{name}.weight" for name, _ in projections(model)} if self.format else set()
         chunk: dict[str, Tensor] = {}
-        for name, weight in saved_weights(model):
+        for name, weight in saved_weights(model, self.unties):
             chunk |= self._pack(name, weight.detach(), name in coded)
             if sum(part.nbytes for part in chunk.values()) >= CHUNK_BYTES:
                 yield chunk
@@ -62,18 +64,18 @@ class Packing:
         return {name: weight.to(self.dtype) if weight.is_floating_point() else weight}
 
 
-def saved_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as a saved model has them: tied weights once, adapters merged."""
+def saved_weights(model: Any, unties: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as a saved model has them: adapters merged, tied weights once."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for _, names in groupby(_names(model), key=_layer_of):
+    for _, names in groupby(_names(model, unties), key=_layer_of):
         # A layer at a time: merged adapters, and experts that are taken apart, are copies.
         owners = ((name, *name.rpartition(".")[::2]) for name in names)
         layer = {name: getattr(model.get_submodule(owner), leaf) for name, owner, leaf in owners}
         yield from revert_weight_conversion(model, layer).items()
 
 
-def _names(model: nn.Module) -> Iterator[str]:
+def _names(model: nn.Module, unties: bool) -> Iterator[str]:
     """Parameters and persistent buffers, by the names that they would have without adapters."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -85,7 +87,7 @@ def _names(model: nn.Module) -> Iterator[str]:
         buffers = module._buffers.items()
         kept = [(n, b) for n, b in buffers if n not in module._non_persistent_buffers_set]
         for name, tensor in (*module._parameters.items(), *kept):
-            if tensor is not None and id(tensor) not in seen:
+            if tensor is not None and (unties or id(tensor) not in seen):
                 seen.add(id(tensor))
                 yield f"{dot}{name}"
 

@@ -93,7 +93,7 @@ class VllmEngine:
         self._start(model, arguments, own_process, device)
         self._requests = Requests(self.llm)
         self._model: Any = model
-        self._report = self._finish(model, 0, time.perf_counter(), self._num_bytes)
+        self.canary_gap = self._finish(model, 0, time.perf_counter(), 0).canary_gap
 
     def _start(
         self, model: Any, arguments: dict[str, Any], own_process: bool, device: torch.device
@@ -104,14 +104,13 @@ class VllmEngine:
             _check_head_size(model)
         prefix = {"prefix": "qurl-vllm-", "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(**prefix) as name:
-            folder, self._num_bytes = Path(name), 0
+            folder = Path(name)
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
             config.tie_word_embeddings = config.tie_word_embeddings and not self._packing.unties
             config.save_pretrained(folder)
             for index, chunk in enumerate(self._packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
-                self._num_bytes += sum(tensor.nbytes for tensor in chunk.values())
             with _environment(own_process, device), torch.random.fork_rng():
                 self.llm: Any = vllm.LLM(
                     model=name,

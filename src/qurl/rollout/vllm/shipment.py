@@ -116,4 +116,5 @@ def mismatches(chunk: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]
 
 
 def save_chunk(chunk: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous().cpu() for name, tensor in chunk.items()}, path)
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in chunk.items()}
+    save_file(copies, path)  # it refuses tensors that share memory

@@ -755,6 +755,41 @@ def test_spot_check_finds_damage_that_noise_would_hide(quant, name, monkeypatch)
         sync_with_damage(quant, monkeypatch, damage)
 
 
+def test_spot_check_finds_a_head_that_stayed(monkeypatch):
+    """A trainer in BF16 and an engine in FP32 share no storage: the head is a copy."""
+    model = own_model().bfloat16()
+    engine = build("local", model)
+    load, stale = engine._sync.load_, engine.weights.lm_head.clone()
+    monkeypatch.setattr(
+        engine._sync, "load_", lambda source: (load(source), engine.weights.lm_head.copy_(stale))[0]
+    )
+    engine.sync(model, version=1)  # nothing has moved
+    with torch.no_grad():
+        model.lm_head.weight *= 1 + 2**-7
+    with pytest.raises(SyncError, match="the head in the engine is not a copy of the trainer's"):
+        engine.sync(model, version=2)
+
+
+def test_a_jump_of_the_gap_is_refused_below_the_fixed_bound():
+    from qurl.rollout.canary import Yardstick, verify
+
+    def gap_of(size, path=""):
+        scores = torch.zeros(4)
+        return verify(scores, scores + size, bound=2.0, version=1, path=path, yardstick=yardstick)
+
+    yardstick = Yardstick()
+    assert gap_of(0.004) == pytest.approx(0.004)
+    for size in (0.09, 0.3, 0.9):  # as long as it grows from sync to sync
+        assert gap_of(size) == pytest.approx(size)
+    assert gap_of(1.9, path="decoded") == pytest.approx(1.9), "each path has its own"
+    yardstick = Yardstick()
+    gap_of(0.05)
+    with pytest.raises(SyncError, match=r"gap\| = 0.96 exceeds 0.2"):
+        gap_of(0.96)
+    with pytest.raises(SyncError, match=r"exceeds 0.2"):  # what was refused is no measure
+        gap_of(0.3)
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_copy_that_was_refused_is_not_sampled_from(kind):
     model, broken, params = own_model(), own_model(), SamplingParams(max_tokens=3)

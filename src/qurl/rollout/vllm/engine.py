@@ -42,6 +42,16 @@ METHODS: Mapping[tuple[str, bool], str | None] = {
     ("fp8", False): "fp8_per_channel",
 }
 """vLLM's quantization by our format and whether vLLM is to quantize INT8 itself."""
+_FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",  # no defaults for sampling from the model's folder
+    "logprobs_mode": "processed_logprobs",
+    "weight_transfer_config": {"backend": "qurl"},
+    "disable_log_stats": True,
+    "enable_prefix_caching": True,
+}
+_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+"""Arguments of ours that options may replace."""
 _NUM_DECODED = 8
 _CPU_CACHE_BYTES = 2**30
 """Of keys and values on a CPU, where vLLM would take most of the memory."""
@@ -81,13 +91,15 @@ class VllmEngine:
         self._packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype, is_cpu)
         self._is_remote = own_process or tensor_parallel > 1
         arguments: dict[str, Any] = {
+            **_FIXED,
             "quantization": method,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tensor_parallel_size": tensor_parallel,
             "max_num_seqs": max_batch,
             **_memory(device, kv_memory_frac),
-            **(options or {}),
         }
+        _check_options(options or {}, arguments)
+        arguments |= options or {}
         self._yardstick = Yardstick()
         self._is_sound = False
         self._start(model, arguments, own_process, device)
@@ -106,22 +118,13 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(**prefix) as name:
             folder = Path(name)
             config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__]
+            config.architectures = config.architectures or [type(model).__name__]
             config.tie_word_embeddings = config.tie_word_embeddings and not self._packing.unties
             config.save_pretrained(folder)
             for index, chunk in enumerate(self._packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
             with _environment(own_process, device), torch.random.fork_rng():
-                self.llm: Any = vllm.LLM(
-                    model=name,
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",  # no defaults for sampling from the model's folder
-                    logprobs_mode="processed_logprobs",
-                    weight_transfer_config={"backend": "qurl"},
-                    disable_log_stats=True,
-                    enable_prefix_caching=True,
-                    **arguments,
-                )
+                self.llm: Any = vllm.LLM(model=name, **arguments)
         config = self.llm.llm_engine.vllm_config
         self._max_length: int = config.model_config.max_model_len
         self._block_size: int = config.cache_config.block_size
@@ -276,6 +279,15 @@ def _choose_method(quant: str, online: bool, model: nn.Module) -> str | None:
     if quant == "int8":
         check_quantizable(model)
     return METHODS[quant, online]
+
+
+def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    taken = [name for name in options if name == "model" or (name in ours and name not in _MEMORY)]
+    if taken:
+        raise ConfigError(
+            f"rollout.vllm.options.{taken[0]} = {options[taken[0]]!r} is set by QuRL itself; "
+            "remove it, and use the keys of quant and rollout"
+        )
 
 
 def _import_vllm() -> Any:

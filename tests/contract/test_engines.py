@@ -341,7 +341,7 @@ def test_groups_differ_and_are_reproducible(kind):
 @pytest.mark.parametrize("quant", ["none", "int8"])
 @pytest.mark.parametrize("kind", ENGINES)
 def test_results_do_not_depend_on_the_batch(kind, quant):
-    """Alone, in a batch, in another order: the same tokens, and in ours on the CPU the same bits."""
+    """Alone, in a batch, in another order: the same tokens; in ours, on the CPU, the same bits."""
     engine = build(kind, shared_model("llama"), quant)
     problems = make_problems(7)
     params = SamplingParams(max_tokens=12, group_size=3, seed=2)

@@ -12,7 +12,7 @@ from qurl.errors import EngineError, SyncError
 from qurl.types import SamplingParams
 
 pytest.importorskip("vllm")
-from qurl.integrations.vllm import CodesMethod, Receiver  # noqa: E402
+from qurl.integrations.vllm import CodesMethod, Receiver
 
 contract.SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -8,6 +8,8 @@ quantizes any dense model to W8A8 while it loads, and again at each weight updat
 takes codes and scales instead, `name.weight` and `name.weight_scale`, half the bytes of BF16.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 from contextlib import suppress
@@ -117,7 +119,10 @@ class OnlineMethod(CodesMethod):
             group = get_tp_group().device_group
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
         coded = quantize(torch.cat([weight, largest], 1), "int8")
-        for name, data in (("weight", coded.codes[:, :-1].contiguous()), ("weight_scale", coded.scale)):
+        for name, data in (
+            ("weight", coded.codes[:, :-1].contiguous()),
+            ("weight_scale", coded.scale),
+        ):
             layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
         super().process_weights_after_loading(layer)
         layer._already_called_process_weights_after_loading = True
@@ -276,5 +281,3 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Abstract in vLLM 0.25, gone later: `qurl.rollout.vllm` sends by `update_weights`."""
         raise NotImplementedError("send weights by qurl.rollout.vllm.VllmEngine.sync")
-
-

@@ -10,13 +10,10 @@ log-probs of a prompt and of decoded tokens with the trainer's (`canary`).
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import math
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,37 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.errors import ConfigError, EngineError, MissingExtra, ModelError, SyncError
+from qurl.errors import EngineError, SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
-from qurl.quant.linear import check_quantizable
 from qurl.rollout.canary import Yardstick, canary_bound, canary_ids, score_with, verify
 from qurl.rollout.engine import Stream, check_prompts, generate
 from qurl.rollout.stop import StopRule
 from qurl.rollout.vllm.requests import Requests, VllmStream
 from qurl.rollout.vllm.shipment import Packing, checksums, save_chunk
+from qurl.rollout.vllm.start import (
+    FIXED,
+    check_head_size,
+    check_options,
+    choose_method,
+    environment,
+    import_vllm,
+    memory,
+    shared_memory,
+)
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
-METHODS: Mapping[tuple[str, bool], str | None] = {
-    ("none", False): None,
-    ("int8", False): "qurl_codes",
-    ("int8", True): "qurl_int8",
-    ("fp8", False): "fp8_per_channel",
-}
-"""vLLM's quantization by our format and whether vLLM is to quantize INT8 itself."""
-_FIXED: Mapping[str, Any] = {
-    "skip_tokenizer_init": True,
-    "generation_config": "vllm",  # no defaults for sampling from the model's folder
-    "logprobs_mode": "processed_logprobs",
-    "weight_transfer_config": {"backend": "qurl"},
-    "disable_log_stats": True,
-    "enable_prefix_caching": True,
-}
-_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
-"""Arguments of ours that options may replace."""
 _NUM_DECODED = 8
-_CPU_CACHE_BYTES = 2**30
-"""Of keys and values on a CPU, where vLLM would take most of the memory."""
 
 
 class VllmEngine:
@@ -84,21 +71,21 @@ class VllmEngine:
         device = next(model.parameters()).device
         # vLLM's FP8 wants 16 bits around it, also on a CPU.
         self.dtype = dtype or (torch.bfloat16 if quant == "fp8" else default_dtype(device))
-        method = _choose_method(quant, online, model)
+        method = choose_method(quant, online, model)
         format = None if quant == "none" else get_format(quant)
         # On a CPU a head has a packed copy of its own, which vLLM forgets if it is tied.
         is_cpu = device.type == "cpu"
         self._packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype, is_cpu)
         self._is_remote = own_process or tensor_parallel > 1
         arguments: dict[str, Any] = {
-            **_FIXED,
+            **FIXED,
             "quantization": method,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tensor_parallel_size": tensor_parallel,
             "max_num_seqs": max_batch,
-            **_memory(device, kv_memory_frac),
+            **memory(device, kv_memory_frac),
         }
-        _check_options(options or {}, arguments)
+        check_options(options or {}, arguments)
         arguments |= options or {}
         self._yardstick = Yardstick()
         self._is_sound = False
@@ -111,9 +98,9 @@ class VllmEngine:
         self, model: Any, arguments: dict[str, Any], own_process: bool, device: torch.device
     ) -> None:
         """Load version 0 from a folder, as vLLM loads any model."""
-        vllm = _import_vllm()
+        vllm = import_vllm()
         if device.type == "cpu":
-            _check_head_size(model)
+            check_head_size(model)
         prefix = {"prefix": "qurl-vllm-", "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(**prefix) as name:
             folder = Path(name)
@@ -123,7 +110,7 @@ class VllmEngine:
             config.save_pretrained(folder)
             for index, chunk in enumerate(self._packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
-            with _environment(own_process, device), torch.random.fork_rng():
+            with environment(own_process, device), torch.random.fork_rng():
                 self.llm: Any = vllm.LLM(model=name, **arguments)
         config = self.llm.llm_engine.vllm_config
         self._max_length: int = config.model_config.max_model_len
@@ -148,7 +135,7 @@ class VllmEngine:
         num_bytes, llm = 0, self.llm
         try:
             llm.start_weight_update()
-            with tempfile.TemporaryDirectory(prefix="qurl-sync-", dir=_shared_memory()) as folder:
+            with tempfile.TemporaryDirectory(prefix="qurl-sync-", dir=shared_memory()) as folder:
                 for chunk in self._packing.pack(model):
                     update = self._wrap(chunk, Path(folder, "chunk.safetensors"))
                     llm.update_weights({"update_info": {"version": version, **update}})
@@ -269,83 +256,3 @@ class VllmEngine:
 def _logprobs(token_ids: Sequence[int], rows: Sequence[Mapping[int, Any]]) -> Tensor:
     pairs = zip(token_ids, rows, strict=True)
     return torch.tensor([row[token].logprob for token, row in pairs])
-
-
-def _choose_method(quant: str, online: bool, model: nn.Module) -> str | None:
-    if (quant, online) not in METHODS:
-        known = ", ".join(name + (" online" if is_online else "") for name, is_online in METHODS)
-        asked = quant + (" online" if online else "")
-        raise ConfigError(f"quant.format = {asked!r} is not one of vLLM's: {known}")
-    if quant == "int8":
-        check_quantizable(model)
-    return METHODS[quant, online]
-
-
-def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    taken = [name for name in options if name == "model" or (name in ours and name not in _MEMORY)]
-    if taken:
-        raise ConfigError(
-            f"rollout.vllm.options.{taken[0]} = {options[taken[0]]!r} is set by QuRL itself; "
-            "remove it, and use the keys of quant and rollout"
-        )
-
-
-def _import_vllm() -> Any:
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtra("vllm", "vllm", "rollout.engine = 'vllm'") from error
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if "qurl" not in plugins.names:
-        raise EngineError(
-            "vLLM does not see QuRL's plug-in, which is an entry point of the installed package; "
-            "install QuRL into this environment (pip install -e .), or update the installation"
-        )
-    return vllm
-
-
-def _memory(device: torch.device, frac: float) -> dict[str, Any]:
-    """How much vLLM may take."""
-    if device.type != "cuda":
-        return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}
-    free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": frac * free / total}
-
-
-@contextmanager
-def _environment(own_process: bool, device: torch.device) -> Iterator[None]:
-    """vLLM reads these when it starts; those that are already set win, but for the first."""
-    changed = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
-    defaults = {"VLLM_LOGGING_LEVEL": "WARNING"}
-    if device.type == "cpu" and not own_process:
-        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # these threads are the trainer's, too
-    before = dict(os.environ)
-    os.environ.update({**defaults, **before, **changed})
-    try:
-        yield
-    finally:
-        for name in (*changed, *defaults):
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
-
-
-def _shared_memory() -> str | None:
-    """A folder in memory for what other processes read; None: the usual folder for such files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def _check_head_size(model: Any) -> None:
-    """vLLM notices on a CPU only when it computes."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
-        raise ModelError(
-            f"heads of {size} channels have no attention kernel in vLLM on a CPU, which knows "
-            f"{', '.join(map(str, sizes))}; choose another model, or for model.path = 'scratch' "
-            "a smaller model.scratch.heads"
-        )

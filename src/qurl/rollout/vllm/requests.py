@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,9 +72,8 @@ class Requests:
 
     def ask(self, token_ids: Sequence[int], **params: Any) -> Any:
         """vLLM's output for one prompt, decoded greedily."""
-        from vllm import SamplingParams as VllmParams
-
-        greedy = VllmParams(temperature=0.0, ignore_eos=True, detokenize=False, **params)
+        vllm = importlib.import_module("vllm")
+        greedy = vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **params)
         self._answers[id := self._submit(token_ids, greedy)] = None
         while self._answers[id] is None:
             self.step()
@@ -165,11 +165,10 @@ class VllmStream:
 
 def vllm_params(params: SamplingParams, stop: StopRule, seed: int) -> Any:
     """vLLM's words for ours. It has no tokenizer: ends are token ids, and we look for strings."""
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
+    vllm = importlib.import_module("vllm")
+    kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
     is_greedy = params.temperature == 0
-    return VllmParams(
+    return vllm.SamplingParams(
         temperature=params.temperature,
         # A greedy row takes the most likely token: no filter changes that, nor its log-prob.
         top_p=1.0 if is_greedy else params.top_p,
@@ -180,5 +179,5 @@ def vllm_params(params: SamplingParams, stop: StopRule, seed: int) -> Any:
         ignore_eos=True,
         logprobs=0,  # of the sampled token only
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if stop.strings else RequestOutputKind.FINAL_ONLY,
+        output_kind=kinds.DELTA if stop.strings else kinds.FINAL_ONLY,
     )

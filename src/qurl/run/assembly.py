@@ -28,7 +28,7 @@ from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
-from qurl.rollout.engine import context_length
+from qurl.rollout.engine import close, context_length
 from qurl.rollout.episode import Episode, EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
@@ -153,7 +153,8 @@ class Parts:
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
         is_only = self.full_engine is self.engine
-        self.engine = self.build_engine()
+        old, self.engine = self.engine, self.build_engine()
+        close(old)
         if is_only:
             self.full_engine = self.engine
 
@@ -236,7 +237,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         )
         _set_aside(damaged, first_step, run)
         run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-        yield parts
+        try:
+            yield parts
+        finally:
+            close(parts.engine)
+            close(parts.full_engine)
 
 
 def _try_grader(config: Config, task: Task, pool: Pool, run: Run) -> None:

@@ -31,6 +31,7 @@ from qurl.rollout.vllm.requests import Requests, VllmStream
 from qurl.rollout.vllm.shipment import Packing, checksums, save_chunk
 from qurl.rollout.vllm.start import (
     FIXED,
+    Companions,
     check_head_size,
     check_options,
     choose_method,
@@ -110,8 +111,12 @@ class VllmEngine:
             config.save_pretrained(folder)
             for index, chunk in enumerate(self._packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
-            with environment(own_process, device), torch.random.fork_rng():
+            devices = [device] if device.type == "cuda" else []
+            with environment(own_process, device), torch.random.fork_rng(devices):
                 self.llm: Any = vllm.LLM(model=name, **arguments)
+        self._is_open, self._is_companion = True, not own_process
+        if self._is_companion:
+            Companions.add(self.llm)
         config = self.llm.llm_engine.vllm_config
         self._max_length: int = config.model_config.max_model_len
         self._block_size: int = config.cache_config.block_size
@@ -229,9 +234,12 @@ class VllmEngine:
         )
 
     def close(self) -> None:
-        """End vLLM's processes and give its memory back."""
-        self._is_sound = False
-        self.llm.llm_engine.engine_core.shutdown()
+        """End vLLM, or in this process the last of several, and give its memory back."""
+        was_open, self._is_open, self._is_sound = self._is_open, False, False
+        if was_open and self._is_companion:
+            Companions.close_one()
+        elif was_open:
+            self.llm.llm_engine.engine_core.shutdown()
 
     def _sound_version(self) -> int:
         if not self._is_sound:

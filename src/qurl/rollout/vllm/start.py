@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,27 @@ _MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 """Arguments of ours that options may replace."""
 _CPU_CACHE_BYTES = 2**30
 """Of keys and values on a CPU, where vLLM would take most of the memory."""
+
+
+class Companions:
+    """vLLMs that run in this process. They share groups, which the first to end would destroy.
+
+    So they end together: one that is closed stays until all are.
+    """
+
+    _all: ClassVar[list[Any]] = []
+    _num_open: ClassVar[int] = 0
+
+    @classmethod
+    def add(cls, llm: Any) -> None:
+        cls._all.append(llm)
+        cls._num_open += 1
+
+    @classmethod
+    def close_one(cls) -> None:
+        cls._num_open -= 1
+        while cls._num_open == 0 and cls._all:
+            cls._all.pop().llm_engine.engine_core.shutdown()
 
 
 def choose_method(quant: str, online: bool, model: nn.Module) -> str | None:

@@ -156,7 +156,7 @@ class SyncReport:
     """Size of the engine's copy of the synchronised weights."""
     code_flip_frac: float
     """Share of quantized codes that changed since the last sync; 0 on the first and without
-    quantization."""
+    quantization, NaN in engines that do not count them (vLLM)."""
     verified: bool
     """Trainer and engine agree on the canary prompt within the bound, and the rows that were looked
     at are exact copies. A sync that fails this raises instead."""

@@ -20,7 +20,7 @@ GENERATED = ("arithmetic", "countdown")
 BUILT_IN: Mapping[str, Sequence[str]] = {
     "algo.objective": tuple(OBJECTIVES),
     "algo.advantage": tuple(ADVANTAGES),
-    "rollout.engine": ("local", "hf"),
+    "rollout.engine": ("local", "hf", "vllm"),
     "rollout.episode": ("",),
     "sampling.select": ("shuffle", "greso", "dots"),
     "sampling.budget": ("uniform", "e3"),
@@ -77,6 +77,7 @@ def find_mistakes(
         *_algorithm_mistakes(config, objective, advantage),
         *_correction_mistakes(config, objective, advantage),
         *_precision_mistakes(config),
+        *_vllm_mistakes(config),
         *_lora_mistakes(config, advantage),
         *_parallel_mistakes(config),
         *_data_mistakes(config),
@@ -180,7 +181,7 @@ def _correction_mistakes(
 
 def _precision_mistakes(config: Config) -> Iterator[str]:
     quant, is_compiled = config.quant, config.model.compile
-    if quant.kv != "none" and config.rollout.engine == "hf":
+    if quant.kv != "none" and config.rollout.engine in ("hf", "vllm"):
         yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
     if quant.full_layers and quant.format == "none":
         yield f"quant.full_layers = {quant.full_layers} needs a quant.format other than 'none'"
@@ -197,6 +198,27 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
     for name in (name for name, action in vars(config.alarms).items() if action == "full"):
         remedy = "a trainer in 8 bits needs a sampler in 8 bits; use 'warn' or 'stop'"
         yield f"alarms.{name} = 'full' does not go with quant.unified = true: {remedy}"
+
+
+def _vllm_mistakes(config: Config) -> Iterator[str]:
+    rollout, quant = config.rollout, config.quant
+    options = rollout.vllm
+    if rollout.engine != "vllm":
+        if options.tensor_parallel > 1:
+            parallel = f"rollout.vllm.tensor_parallel = {options.tensor_parallel}"
+            yield f"{parallel} needs rollout.engine = 'vllm', not {rollout.engine!r}"
+        return
+    if quant.format not in ("none", "int8", "fp8"):
+        yield f"quant.format = {quant.format!r}: rollout.engine = 'vllm' has none, int8 and fp8"
+    if options.online and quant.format != "int8":
+        yield f"rollout.vllm.online = true needs quant.format = 'int8', not {quant.format!r}"
+    refused = {
+        "quant.full_layers": quant.full_layers > 0,
+        "quant.unified": quant.unified,
+        "rollout.deterministic": rollout.deterministic,
+    }
+    for key in (key for key, is_set in refused.items() if is_set):
+        yield f"{key} does not go with rollout.engine = 'vllm'; use 'local'"
 
 
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
@@ -318,6 +340,11 @@ def _unused(
     if rollout.engine == "hf":
         for key in ("max_batch", "kv_tokens", "kv_memory_frac", "release_kv", "deterministic"):
             yield f"rollout.{key}", "rollout.engine = 'hf' has no cache of its own"
+    if rollout.engine == "vllm":
+        for key in ("kv_tokens", "release_kv"):
+            yield f"rollout.{key}", "rollout.engine = 'vllm' keeps a cache that it sizes itself"
+    else:
+        yield "rollout.vllm", f"rollout.engine = {rollout.engine!r}"
     if not config.eval.samples:
         for key in ("eval.temperature", "eval.top_p"):
             yield key, "eval.samples = 0: only greedy completions are evaluated"
@@ -374,6 +401,9 @@ def find_warnings(
     if quant.unified and is_users_own(config.rollout.engine):
         engine = f"rollout.engine = {config.rollout.engine!r}"
         yield f"quant.unified: {engine} must quantize as qurl.quant does, or a mismatch remains"
+    if config.rollout.engine == "vllm" and config.has_full_engine:
+        remedy = "set eval.precision = 'quantized' if there is no room for it"
+        yield f"evaluations in full precision start a second vLLM; {remedy}"
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization only changes the learning rate of the scaled layers"
     if quant.update_scale > 1 and optim.lr >= 1e-5:

@@ -312,11 +312,25 @@ class QuantConfig(Section):
 
 
 @dataclass(frozen=True)
+class VllmConfig(Section):
+    """What only `rollout.engine = "vllm"` reads ([vllm.md](vllm.md))."""
+
+    tensor_parallel: Count = 1
+    """GPUs that share each layer; more than one makes processes of their own."""
+    own_process: Flag = False
+    """Run vLLM in a process of its own, not in the trainer's."""
+    online: Flag = False
+    """Let vLLM code INT8 weights itself; otherwise it gets our codes, which are fewer bytes."""
+    options: Table[bool | int | float | str] = ()
+    """Arguments of `vllm.LLM` by name, such as max_model_len."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section):
     """The rollout engine."""
 
     engine: str = "local"
-    """local (ours, continuous batching), hf (transformers, the reference), or module:name."""
+    """local (ours, continuous batching), hf (transformers, the reference), vllm, or module:name."""
     episode: str = ""
     """module:name of a function that plays the turns of one problem; empty = one completion."""
     max_batch: Count = 256
@@ -329,6 +343,7 @@ class RolloutConfig(Section):
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 @dataclass(frozen=True)

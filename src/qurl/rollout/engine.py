@@ -119,6 +119,11 @@ def _take(rollouts: list[Rollout], problem: Problem) -> Rollout:
     return rollouts.pop(0)
 
 
+def close(engine: Any) -> None:
+    """Let an engine end what it started, if it started anything."""
+    getattr(engine, "close", lambda: None)()
+
+
 def context_length(config: Any) -> int | None:
     """The number of positions that a model was made for; None if its config does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

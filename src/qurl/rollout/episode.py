@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
-from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, generate
+from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, close, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
 Episode = Callable[[Problem, Any], Generator[Sequence[int], Completion, None]]
@@ -44,6 +44,9 @@ class EpisodeEngine:
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         return self.engine.score(token_ids)
+
+    def close(self) -> None:
+        close(self.engine)
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         return generate(self, problems, params)

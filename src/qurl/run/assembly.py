@@ -26,6 +26,7 @@ from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
+from qurl.rollout.engine import close
 from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
@@ -88,7 +89,8 @@ class Parts:
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
         is_only = self.full_engine is self.engine
-        self.engine = self.build_engine()
+        old, self.engine = self.engine, self.build_engine()
+        close(old)
         if is_only:
             self.full_engine = self.engine
 
@@ -167,7 +169,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             )
             _set_aside(damaged, first_step, run)
             run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-            yield parts
+            try:
+                yield parts
+            finally:
+                close(parts.engine)
+                close(parts.full_engine)
 
 
 def make_learner(
@@ -361,10 +367,15 @@ def build_actor(
     options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
-    if engine is None:
+    if engine is None and rollout.engine == "vllm":
+        options |= {"max_batch": rollout.max_batch, "kv_memory_frac": rollout.kv_memory_frac}
+        options |= vars(rollout.vllm) | {"options": dict(rollout.vllm.options)}
+        options["online"] = rollout.vllm.online and quant == "int8"
+    elif engine is None:
         options["full_layers"] = config.quant.full_layers
     if engine is None and rollout.engine == "local":
-        options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
+        others = ("engine", "episode", "vllm")
+        options |= {k: v for k, v in vars(rollout).items() if k not in others}
         is_main = quant == config.quant.format
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"

@@ -45,7 +45,7 @@ class WeightSync:
         self._transfer: Transfer | None = None
         self._copies: dict[str, Tensor] = {}
         self._copied: list[tuple[Tensor, Tensor]] = []
-        """Tensors that are copied as they are, ours and the trainer's."""
+        """Tensors other than projections that are copied as they are, ours and the trainer's."""
         self._has_loaded = False
 
     @torch.no_grad()
@@ -97,6 +97,7 @@ class WeightSync:
         """What a sync from this model writes. What it shares is set at once."""
         weights, body = self.weights, model.model
         copies: list[tuple[Tensor, Tensor]] = []
+        unquantized: list[tuple[Tensor, Tensor]] = []
 
         def share(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
             """The parameter's own storage where dtype and device agree, else our copy of it."""
@@ -118,7 +119,7 @@ class WeightSync:
                     if isinstance(view.weight, Quantized) or is_parametrized(module, "weight"):
                         writings.append((module, view.weight))
                     else:
-                        copies.append((view.weight, module.weight.detach()))
+                        unquantized.append((view.weight, module.weight.detach()))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
@@ -130,7 +131,7 @@ class WeightSync:
         weights.norm = share("norm", body.norm.weight, torch.float32)
         weights.lm_head = share("lm_head", model.lm_head.weight, weights.dtype)
         self._copied = copies
-        return Transfer(writings, copies, weights.compute_dtype, weights.device)
+        return Transfer(writings, copies + unquantized, weights.compute_dtype, weights.device)
 
 
 class Transfer:

@@ -45,7 +45,7 @@ def test_every_key_has_a_docstring():
     """They feed `--help` and the docs; a section is described by its class."""
     tree = ast.parse(Path(schema.__file__).read_text())
     sections = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
-    assert len(sections) == len(dataclasses.fields(Config)) - 5 + 2
+    assert len(sections) == len(dataclasses.fields(Config)) - 5 + 3
     for section in sections:
         assert ast.get_docstring(section), section.name
         for field, after in zip(section.body, [*section.body[1:], None], strict=True):
@@ -212,7 +212,10 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "module:name",
         ),
         ({"algo": {"advantage": "gea"}}, "algo.advantage = 'gea' is not one of gae, grpo, dr_grpo"),
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm' is not one of local, hf, nor"),
+        (
+            {"rollout": {"engine": "sglang"}},
+            "rollout.engine = 'sglang' is not one of local, hf, vllm, nor",
+        ),
         ({"rollout": {"episode": "x"}}, "rollout.episode = 'x' is not empty, nor module:name"),
         ({"sampling": {"select": "x"}}, "sampling.select = 'x' is not one of shuffle, nor"),
         ({"algo": {"objective": "no_such:f"}}, "algo.objective = 'no_such:f': there is no module"),

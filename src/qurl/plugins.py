@@ -78,7 +78,9 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
     """Import a module of an optional package, or say which extra of ours installs it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:  # it is there, and lacks something itself
+            raise
         raise MissingExtra(package, extra, purpose) from error
 
 

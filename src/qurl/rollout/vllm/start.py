@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from qurl.errors import ConfigError, EngineError, MissingExtra, ModelError
+from qurl.errors import ConfigError, EngineError, ModelError
+from qurl.plugins import import_extra
 from qurl.quant.linear import check_quantizable
 
 METHODS: Mapping[tuple[str, bool], str | None] = {
@@ -76,12 +77,7 @@ def check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def import_vllm() -> Any:
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtra("vllm", "vllm", "rollout.engine = 'vllm'") from error
+    vllm = import_extra("vllm", "vllm", "vllm", "rollout.engine = 'vllm'")
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if "qurl" not in plugins.names:
         raise EngineError(

@@ -79,7 +79,8 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:  # it is there, and lacks something itself
+        missing = (error.name or "").partition(".")[0]
+        if missing not in (package, module.partition(".")[0]):  # it is there and lacks another one
             raise
         raise MissingExtra(package, extra, purpose) from error
 

@@ -207,12 +207,13 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     stream = ProblemStream(task, config.seed, choices.select)
     tracker = _build_tracker(config, policy, run)
     first_step = 0
+    if not checkpoint:
+        _prepare_masters(config, learner, run)
+    learner.narrow_masters_()
     if checkpoint:
         state = load_checkpoint(checkpoint, learner)
         _warn_of_changed_data(state, prints, run)
         first_step = _resume(state, stream, tracker, run)
-    else:
-        _prepare_masters(config, learner, run)
     graded = () if choices.reward else data.values()
     with build_pool(config, choices.reward or task.reward, *graded) as pool:
         if first_step == 0 and choices.reward is None:

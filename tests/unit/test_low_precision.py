@@ -265,7 +265,7 @@ def test_a_learner_does_the_same_with_narrow_masters(moments):
     start = dict(tiny_policy().model.named_parameters())
     for name, master in narrow.items():
         gap, moved = (master - wide[name]).norm(), (wide[name] - start[name].detach()).norm()
-        assert float(gap) < 0.05 * float(moved), name
+        assert float(gap) < 0.15 * float(moved), name
 
 
 def test_a_trainer_in_fp32_refuses_narrow_masters():

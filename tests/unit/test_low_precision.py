@@ -12,6 +12,7 @@ from torch import nn
 from qurl.config import OptimConfig, build_config
 from qurl.config.rules import find_mistakes
 from qurl.errors import ConfigError
+from qurl.rollout import build_engine
 from qurl.trainer.hadam import FIRST_SCALE, HAdam, hypot
 from qurl.trainer.masters import REST, add_compensated_, join, narrow_masters_, split, widen
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, optimizer_metrics
@@ -266,6 +267,25 @@ def test_a_learner_does_the_same_with_narrow_masters(moments):
     for name, master in narrow.items():
         gap, moved = (master - wide[name]).norm(), (wide[name] - start[name].detach()).norm()
         assert float(gap) < 0.15 * float(moved), name
+
+
+@pytest.mark.parametrize("engine", ["local", "hf"])
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_engines_copy_narrow_masters(engine, quant):
+    """And sample the codes, or the numbers, of FP32 masters that round to the same."""
+    model, optimizer = narrowed()
+    wide = tiny_llama(hidden_size=64)
+    with torch.no_grad():
+        for p, own in zip(model.parameters(), wide.parameters(), strict=True):
+            own.copy_(p)
+    built = [
+        build_engine(engine, m, quant=quant, compute_dtype=torch.bfloat16) for m in (model, wide)
+    ]
+    ids = list(range(5, 25))
+    found, expected = (e.score(ids) for e in built)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1 if engine == "hf" else 1e-4)
+    step(model, optimizer, 0)
+    assert built[0].sync(model, version=1).canary_gap < 1.0
 
 
 def test_a_trainer_in_fp32_refuses_narrow_masters():

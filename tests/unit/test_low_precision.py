@@ -300,7 +300,10 @@ def test_a_trainer_in_fp32_refuses_narrow_masters():
         ({"optim": {"name": "hadam", "moments": "8bit"}}, "8-bit codes are made for adamw"),
         ({"model": {"lora_rank": 8}}, "does not go with model.lora_rank = 8: adapters are small"),
         ({"model": {"compile": True}}, "does not go with model.compile = true"),
-        ({"model": {"compute_dtype": "float32"}}, "would see rounded weights; use 'bfloat16'"),
+        (
+            {"model": {"compute_dtype": "float32"}},
+            "the trainer would see rounded weights; use 'fp32'",
+        ),
         ({"experimental": {"dither": True}}, "does not go with experimental.dither = true"),
     ],
 )

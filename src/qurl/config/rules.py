@@ -217,23 +217,17 @@ def _optimizer_mistakes(config: Config) -> Iterator[str]:
         yield f"{chosen}: FP16 cannot hold squares of gradients; use 'hadam', which keeps none"
     if (optim.name, optim.moments) == ("hadam", "8bit"):
         yield f"{chosen}: 8-bit codes are made for adamw; use 'adamw', or moments = 'fp16'"
-    if optim.masters == "fp32":
-        return
-    is_set = {
-        f"model.lora_rank = {model.lora_rank}": (model.lora_rank, "adapters are small; use 'fp32'"),
-        "model.compile = true": (model.compile, "compiled layers are not tried with it"),
-        "model.compute_dtype = 'float32'": (
-            model.compute_dtype == "float32",
-            "the trainer would see rounded weights; use 'bfloat16'",
-        ),
-        "experimental.dither = true": (
-            config.experimental.dither,
-            "BF16 masters have no place within their cells; use one of them",
-        ),
+    reasons = {
+        f"model.lora_rank = {model.lora_rank}": "adapters are small" if model.lora_rank else "",
+        "model.compile = true": "compiled layers are not tried with it" if model.compile else "",
+        "model.compute_dtype = 'float32'": "the trainer would see rounded weights"
+        if model.compute_dtype == "float32"
+        else "",
+        "experimental.dither = true": "it moves FP32 masters" if config.experimental.dither else "",
     }
-    for setting, (is_given, reason) in is_set.items():
-        if is_given:
-            yield f"optim.masters = 'bf16' does not go with {setting}: {reason}"
+    for setting, reason in reasons.items():
+        if reason and optim.masters == "bf16":
+            yield f"optim.masters = 'bf16' does not go with {setting}: {reason}; use 'fp32'"
 
 
 def _data_mistakes(config: Config) -> Iterator[str]:

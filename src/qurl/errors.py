@@ -22,6 +22,9 @@ from typing import Any
 class QurlError(Exception):
     """Base of all errors raised on purpose."""
 
+    is_agreed: bool = False
+    """Whether all trainer ranks raise it together, so that they can go on together."""
+
 
 class ConfigError(QurlError, ValueError):
     """A recipe or a flag is wrong."""

@@ -47,7 +47,12 @@ def load_plugin(spec: str, key: str) -> Any:
     module, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a module of yours may raise anything
+        raise ConfigError(
+            f"{key} = {spec!r}: {module} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     plugin = getattr(found, name, None)
     if not callable(plugin):
         what = "has no" if plugin is None else "has, but cannot call,"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -102,13 +104,24 @@ class ProblemStream:
 
     def take(self, count: int) -> list[Problem]:
         size = len(self.task)
-        indices = self._select(count, size, self.position, self._accuracies, self.seed)
+        try:
+            chosen = self._select(count, size, self.position, self._accuracies, self.seed)
+        except Exception as error:  # code of yours may raise anything
+            *_, place = extract_tb(error.__traceback__)
+            raise ConfigError(
+                f"sampling.select failed: {type(error).__name__}: {error} ({place.filename}, line "
+                f"{place.lineno})"
+            ) from error
+        try:
+            indices = [operator.index(index) for index in chosen]
+        except TypeError:  # no list, or not of whole numbers
+            indices = []
         if len(indices) != count or not all(0 <= index < size for index in indices):
             raise ConfigError(
-                f"sampling.select returned {list(indices)}; it must return {count} indices from 0 "
-                f"to {size - 1}"
+                f"sampling.select returned {str(chosen)[:200]}; it must return {count} indices "
+                f"from 0 to {size - 1}"
             )
-        return [self._hand_out(int(index)) for index in indices]
+        return [self._hand_out(index) for index in indices]
 
     def _hand_out(self, index: int) -> Problem:
         problem = self.task[index]

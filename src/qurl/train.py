@@ -22,7 +22,8 @@ from qurl.ops.device import peak_memory
 from qurl.rewards import Reward
 from qurl.rollout.canary import check_copy
 from qurl.rollout.episode import Episode
-from qurl.run.assembly import Choices, EngineFactory, Parts, assemble
+from qurl.run.assembly import Parts, assemble, follow_driver
+from qurl.run.choices import Choices, EngineFactory
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run
 from qurl.run.evaluation import evaluate
@@ -52,7 +53,10 @@ def train(
     Make the config with `load_config`, which adds all that `algo.name` sets; `Config(...)` has the
     plain defaults. Parts given here take the place of those that the recipe names; they have the
     same form (docs/extending.md). `trackers` are called besides those that the recipe asks for.
+    Under torchrun, rank 0 trains, and the other ranks do what it says until it is done.
     """
+    if follow_driver(config):
+        return Path(config.run_dir).expanduser()
     choices = Choices.of(config, objective, advantage, engine, task, reward, select, episode)
     config = choices.record_in(config)
     opened = Run.open(config, trackers=trackers)
@@ -108,8 +112,9 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
 
 def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     """Quantize the weights into the engine, and see how much of the last update arrived."""
-    model, quant = parts.learner.policy.model, "none" if parts.is_full else config.quant.format
+    quant = "none" if parts.is_full else config.quant.format
     with run.timer("sync"):
+        model = parts.learner.whole_model()
         synced = parts.actor.sync(model, version=step)
         gap = synced.canary_gap
         if not synced.verified:
@@ -131,9 +136,10 @@ def evaluate_policy(
     """Held-out accuracy of the present weights, in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
+        model = parts.learner.whole_model()
         for precision in config.eval_precisions:
             engine = parts.full_engine if precision == "full" else parts.engine
-            engine.sync(parts.learner.policy.model, version=num_updates)
+            engine.sync(model, version=num_updates)
             result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()

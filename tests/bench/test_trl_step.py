@@ -1,19 +1,21 @@
 """`benchmarks/trl_step.py`, as far as it goes without TRL."""
 
 import pytest
+import torch
 
 from benchmarks.trl_step import TrlStep, summarize, trl_options
 from qurl.errors import ConfigError, EngineError
 
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
 
 def test_tuned_options():
     """64 sequences an update, 16384 // 1040 = 15 fit into a pass, of which 8 divides 64."""
-    options = trl_options(TrlStep("1.5B"))
+    options = trl_options(TrlStep("1.5B"), CUDA)
     assert options["per_device_train_batch_size"] == 8
     assert options["gradient_accumulation_steps"] == 8
     assert options["steps_per_generation"] == 32
     assert options["max_steps"] == 5 * 4
-    assert options["model_init_kwargs"] == {"dtype": "float32"}
     assert not options["gradient_checkpointing"]
     assert options["use_liger_kernel"]
     assert options["generation_kwargs"]["ignore_eos"]
@@ -22,18 +24,29 @@ def test_tuned_options():
 
 def test_default_options_are_trls_own():
     bench = TrlStep("1.5B", sequences=64, tokens=4096, lengths="mixed", setting="defaults")
-    options = trl_options(bench)
+    options = trl_options(bench, CUDA)
     assert options["per_device_train_batch_size"] == 8
     assert options["gradient_accumulation_steps"] == 2
     assert options["steps_per_generation"] == 8
     # 2 * 151936 / 4096 = 74.2
     assert len(options["generation_kwargs"]["stop_token_ids"]) == 75
-    assert not {"gradient_checkpointing", "use_liger_kernel", "model_init_kwargs"} & set(options)
+    assert "gradient_checkpointing" not in options
+    assert not options["use_liger_kernel"]
+
+
+def test_on_a_cpu_transformers_samples():
+    bench = TrlStep("tiny", tokens=64)
+    options = trl_options(bench, CPU)
+    assert not {"use_vllm", "use_liger_kernel"} & set(options)
+    assert options["generation_kwargs"] == {"min_new_tokens": 64}
+    mixed = trl_options(TrlStep("tiny", tokens=64, lengths="mixed"), CPU)
+    # 2 * 1024 / 64
+    assert len(mixed["generation_kwargs"]["eos_token_id"]) == 32
 
 
 def test_mini_batches_must_be_equal():
     with pytest.raises(ConfigError, match="3 equal mini-batches"):
-        trl_options(TrlStep("1.5B", minibatches=3))
+        trl_options(TrlStep("1.5B", minibatches=3), CPU)
 
 
 def test_figures():

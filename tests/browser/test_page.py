@@ -125,6 +125,9 @@ def test_a_newcomer_finds_the_three_answers(report, open_page):
     assert "1 warning" in verdict.inner_text()
     assert "+40.0 points" in verdict.inner_text()
     assert re.search(r"update\s*54", page.locator("#time").inner_text())  # 150 of 276 seconds
+    assert "new weights are quantized for the sampler" in page.locator("#time").inner_text()
+    summary = page.locator("#samples .summary").inner_text()  # 50 of 1400 tokens are off by 5
+    assert "within a factor of 5 on 99% of these 1400 tokens" in summary
     first = page.locator("#samples table tbody tr").first.inner_text()
     assert "\u00d75" in first
     assert "rescued" in first  # R = 1.3 is above 1.2 and below 1.2 / (2 / 5) = 3
@@ -153,6 +156,13 @@ def test_log_ticks_can_be_read(report, open_page):
     assert ticks == ["10⁻⁵", "3\u00d710⁻⁵", "10⁻⁴", "3\u00d710⁻⁴", "0.001"]
     assert page.evaluate("logTicks(0.8, 1.3)") == [0.8, 1, 1.2]
     assert page.evaluate("logTicks(1e-9, 10).length") <= 6
+
+
+def test_shares_can_be_read_near_both_ends(report, open_page):
+    page = open_page(report)
+    shares = page.evaluate("[0, 0.0004, 0.27, 0.9996, 1].map(share)")
+    assert shares == ["0%", "0.04%", "27%", "99.96%", "100%"]
+    assert page.evaluate("rangeOf({ scale: 'share' }, 0, 0)") == [0, 0.1], "nothing below 0%"
 
 
 def test_curves_over_wall_clock(report, open_page):
@@ -282,6 +292,10 @@ def test_several_runs(run, tmp_path, open_page):
     legend = page.locator("figure", has_text="Reward").first.locator(".u-legend").inner_text()
     assert "demo-run" in legend
     assert "other" in legend
+    figure = page.locator("figure", has_text="Response length").first
+    lines = figure.locator(".u-series:not([hidden]) .u-marker")
+    styles = lines.evaluate_all("nodes => nodes.map((node) => node.style.borderStyle)")
+    assert styles[1:] == ["solid", "dashed", "solid", "dashed"], "as the curves are drawn"
     page.locator("select[name=run]").select_option("1")
     assert page.locator(".filters output").inner_text() == "120 of 320 samples"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
@@ -25,7 +26,7 @@ from qurl.losses import tis
 from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
 from qurl.rewards import GradingPool
-from qurl.run.assembly import Choices
+from qurl.run.choices import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
 from qurl.train import train
@@ -485,6 +486,8 @@ def flags(tmp_path, **keys):
     return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
 
 
+NEED_A_HOST = ("trl_grpo",)
+"""Run where their host is installed: make test-trl."""
 TRAINED = ("custom_advantage", "custom_engine", "custom_objective", "custom_tracker")
 
 
@@ -518,7 +521,9 @@ def test_a_recipe_names_a_part_of_ones_own(part, monkeypatch, tmp_path):
 
 def test_every_example_is_run_here():
     here = {name for mark in test_examples_run.pytestmark for name, _ in mark.args[1]}
-    assert here | set(TRAINED) == {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert here | set(TRAINED) | set(NEED_A_HOST) == {
+        path.stem for path in (ROOT / "examples").glob("*.py")
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*_*.py")), ids=lambda p: p.stem)
@@ -566,3 +571,27 @@ def test_an_object_is_recorded_in_place_of_the_name_that_it_replaces(monkeypatch
     assert given.record_in(config).algo.objective == "tis"
     recorded = Choices.of(config, own).record_in(config).algo.objective
     assert recorded.startswith("__main__:")
+
+
+def pins(file):
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_tested_versions_are_those_that_the_package_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["dev"], *extras["data"], *extras["gguf"]]
+    wanted = [Requirement(line) for line in asked if not line.startswith("qurl-rl")]
+    for file in ("cpu-py311.txt", "gpu-py312.txt"):
+        found = pins(file)
+        known = [r for r in wanted if r.name in found]
+        assert len(known) >= 3
+        assert all(found[r.name] in r.specifier for r in known), file
+    assert {r.name for r in wanted} <= pins("cpu-py311.txt").keys()
+
+
+def test_versions_of_the_gpu_are_those_of_the_measurements():
+    results = "".join(p.read_text() for p in (ROOT / "benchmarks" / "results").rglob("*.json"))
+    for name, version in pins("gpu-py312.txt").items():
+        assert f'"{name}": "{version}"' in results

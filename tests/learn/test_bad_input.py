@@ -15,6 +15,7 @@ import qurl.trainer.policy
 from qurl.cli import main
 from qurl.config import build_config, load_config
 from qurl.errors import ConfigError, EngineError
+from qurl.run.checkpoint import replace_state
 from qurl.run.directory import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
 
@@ -185,7 +186,7 @@ def test_a_data_file_that_changes_under_a_run_is_told(train, llama, folder):
 def test_a_data_file_replaced_by_another_of_the_same_length_is_told(train, llama, folder):
     assert train(*llama, "--steps", "1")[0] == 0
     assert train(*llama, "--steps", "2")[0] == 0
-    changed = "the file of task.path has changed since the run was saved"
+    changed = "the training data has changed since the run was saved"
     assert not any(changed in message for message in warnings(folder))
     (folder / "data.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n' * 4)
     assert train(*llama, "--steps", "3")[0] == 0
@@ -493,6 +494,28 @@ def test_a_damaged_checkpoint_without_checksums(train, folder, file, content):
     assert code == 1
     assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
     assert "Remove that folder" in error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}],
+)
+def test_a_state_that_no_run_writes(train, folder, change):
+    assert train("--steps", "1") == (0, "")
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
+    replace_state(checkpoint, **change)
+    code, error = train()
+    assert code == 1
+    assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
+    assert "its state.pt " in error
+
+
+def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):
+    assert train() == (0, "")
+    (folder / "run" / "checkpoints" / "step-000003").mkdir()
+    assert train("--steps", "4") == (0, "")
+    assert checkpoints(folder) == ["damaged-step-000003", "step-000002", "step-000004"]
+    assert warnings(folder)[0].startswith("step-000003 is damaged (policy is missing)")
 
 
 def test_another_recipe_in_the_same_run_dir(train, folder):

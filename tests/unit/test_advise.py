@@ -102,7 +102,7 @@ def test_a_step_by_hand():
     assert found.total == pytest.approx(found.rollout + found.forwards + found.update + rest)
     unified = step_seconds(SMALL, Arm.of("fp8-unified-dgrad"), ROUND, work)
     assert found.forwards - unified.forwards == pytest.approx(3 * 1.5 * 0.66 * linears / 2)
-    assert found.update - unified.update == pytest.approx(2 * 3 * 2 * 0.45 * linears)
+    assert found.update - unified.update == pytest.approx(2 * 3 * 2 * 0.04 * linears)
 
 
 def test_the_rates_are_those_that_fit_the_measurements():
@@ -126,9 +126,40 @@ def test_the_errors_that_are_shown_are_those_of_the_measurements():
 
 def test_training_is_forecast_for_shapes_that_set_no_rate():
     errors = {name: abs(error) for name, error in check.train_errors().items()}
+
+    def largest(model, *ends):
+        return max(
+            e for name, e in errors.items() if name.startswith(model) and name.endswith(ends)
+        )
+
     assert errors["3B none update"] < 0.03
-    assert max(error for name, error in errors.items() if name.startswith("1.5B")) < 0.02
+    assert largest("1.5B", "update", "prox") < 0.02, "these set the rates"
+    assert largest("1.5B", "step", "training") < 0.05
+    assert largest("3B", "step") < 0.02
+    assert largest("7B", "step") < 0.02
     assert max(errors.values()) < 0.2, "0.5B"
+
+
+def test_the_prox_forward_is_skipped_where_it_was_in_measured_steps():
+    """With correction.mode = "auto", BF16 steps were faster than steps with INT8 rollouts."""
+    config = recipe(correction={"mode": "auto"}, algo={"kl_coef": 0.0, "objective": "ppo_prox"})
+    found = {arm: scenario(config).work(Arm.of(arm)).num_forwards for arm in ("none", "int8")}
+    assert found == {"none": 0, "int8": 0.75}
+    assert scenario(config).work(Arm.of("int8-unified-dgrad")).num_forwards == 0
+    steps = check.read_bench_steps()
+    arms = ("int8-unified-dgrad", "none", "int8+kv")
+    measured, computed = zip(*(steps["1.5B", arm, "256x16+1024"] for arm in arms), strict=True)
+    for fastest, base, slowest in (measured, computed):
+        assert fastest.total < base.total < slowest.total
+
+
+def test_adapters_take_what_the_measured_step_took():
+    config = recipe(model={"path": "nowhere", "lora_rank": 32})
+    plain, adapted = (scenario(c).forecast(Arm.of("int8")) for c in (recipe(), config))
+    assert adapted.forwards == pytest.approx(2.4 * plain.forwards)
+    assert 2 * plain.update < adapted.update < 3.3 * plain.update
+    notes = advise(config, shape="1.5B").notes
+    assert any("training with adapters is scaled from one step" in note for note in notes)
 
 
 def test_the_range_covers_nine_of_ten_measured_gains():
@@ -205,6 +236,13 @@ def test_choices(gains, answer, arm):
         assert recommended.get("quant.kv", "none") == expected["kv"]
 
 
+def test_training_in_8_bits_is_named_where_it_would_gain():
+    rows = [row(BASE, 1.0), row("int8", 1.0), row("int8-unified-dgrad", 1.25, step=8.0)]
+    assert "int8-unified-dgrad would add 1.25x, and is unproven" in choose(rows)[2][1]
+    rows[2] = row("int8-unified-dgrad", 0.9, step=11.0)
+    assert choose(rows)[2][1].endswith("Train in BF16.")
+
+
 def test_memory_can_decide():
     rows = [row(BASE, 1.0, fits=False), row("int8", 1.0)]
     assert choose(rows)[0] == "yes"
@@ -250,7 +288,7 @@ def test_gpus_share_the_work_and_add_up_gradients():
 
 def test_hardware_that_is_not_here():
     advice = advise(recipe(), gpu="rtx 3090", gpus=2, shape="0.5B")
-    assert {row.arm for row in advice.rows} == {"none", "int8", "int8-unified"}, "it has no FP8"
+    assert {row.arm for row in advice.rows} == {"none", "int8", "int8-unified-dgrad"}, "no FP8"
     assert "on 2 x RTX 3090 (computed)" in advice.setting
     assert sum(note.startswith("extrapolated:") for note in advice.notes) == 2
     advice = advise(recipe(), shape="0.5B")

@@ -349,8 +349,12 @@ def test_a_step_that_learns_nothing_is_not_measured():
 def test_trl_that_is_missing(tmp_path, monkeypatch):
     bench = StepBench(**SMALL, against="trl")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"trl and vllm cannot be found.*pip install"):
+    with pytest.raises(ConfigError, match=r"trl cannot be found.*pip install 'trl'"):
         plan_step(bench)
+    with monkeypatch.context() as patch:
+        patch.setattr("qurl.bench.step.pick_device", lambda name: torch.device("cuda"))
+        with pytest.raises(ConfigError, match=r"trl and vllm cannot be found.*trl\[vllm,liger\]"):
+            plan_step(bench)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="call it in a checkout"):

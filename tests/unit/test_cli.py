@@ -1,7 +1,9 @@
 """The command line: what it prints, where, and with which exit code."""
 
+import importlib
 import json
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -99,6 +101,10 @@ def test_unknown_command(capsys):
         (["export", "a"], 2, "ConfigError: expected RUN|CHECKPOINT OUT, got a"),
         (["export", "a", "b", "--fast"], 2, "ConfigError: expected RUN|CHECKPOINT OUT, got a b --"),
         (["export", "a", "b", "--dtype"], 2, "ConfigError: --dtype '' is not one of float32"),
+        (["train", ""], 2, "ConfigError: the name of the recipe is empty"),
+        (["doctor", "x"], 2, "ConfigError: expected no arguments, got x"),
+        (["fork", "a"], 2, "ConfigError: expected RUN --at STEP, got a"),
+        (["fork", "a", "--at"], 2, "ConfigError: --at '' is not the number of a step"),
         (["export", "nowhere", "b"], 1, "CheckpointError: nowhere is neither a run"),
     ],
 )
@@ -239,8 +245,10 @@ def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
     assert "FAIL  model: " in failure
     assert "has no tokenizer" in failure
     build_tokenizer().save_pretrained(small)
-    failures = validate(recipe, capsys, "--model.path", str(small))
-    assert failures[0].endswith("its tokenizer has 100 tokens, and the model only 90")
+    assert main(["validate", str(recipe), "--model.path", str(small)]) == 0
+    printed = capsys.readouterr().out
+    note = f"note  model.path = {str(small)!r}: its tokenizer has 100 tokens, and the model only 90"
+    assert note in printed, "models with a token for images have such tokenizers"
 
 
 def test_validate_asks_about_a_reward_that_knows_no_difference(
@@ -275,7 +283,8 @@ def test_validate_finds_a_grader_that_hangs(recipe, tmp_path, capsys, monkeypatc
     assert main(["validate", str(recipe), *flags]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("FAIL")] == [
-        "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s"
+        "FAIL  grader: 'slow:score' was killed at task.grade_timeout = 0.2 s, or ran out of "
+        "task.grade_memory"
     ]
 
 
@@ -352,16 +361,19 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
     (model / "model.safetensors").touch()
     assert "has no tokenizer" in without_torch(tmp_path, *train)[1]
     (model / "tokenizer.json").touch()
+    assert (
+        "model.safetensors cannot be read: it has no header" in without_torch(tmp_path, *train)[1]
+    )
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert "d.jsonl does not exist" in without_torch(tmp_path, *train)[1]
     data.write_text('{"question": 3, "answer": 1}\n')
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        code, error = without_torch(tmp_path, *train)
-        seconds.append(time.perf_counter() - start)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, error = without_torch(tmp_path, *train)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert code == 2
     assert error.startswith(f"DataError: {data} line 1: 'question' is 3; it must be text")
-    assert min(seconds) < 1
+    # What the processor took: other programs of a busy machine do not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
 def test_a_reader_that_goes_away_is_no_error():
@@ -394,7 +406,7 @@ def test_a_nul_in_an_argument(capsys):
 
 @pytest.mark.parametrize("command", ["report", "export"])
 def test_a_file_that_may_not_be_written(tmp_path, capsys, monkeypatch, command):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "run/report.html")
 
     monkeypatch.setattr("qurl.run.report.write_report", refuse)
@@ -429,3 +441,44 @@ def test_validate_finds_what_train_would(recipe, tmp_path, capsys, monkeypatch, 
     monkeypatch.setattr("qurl.run.validate.find_spec", lambda name: None)
     [found] = validate(recipe, capsys, *flags)
     assert found.startswith(f"FAIL  {failure}")
+
+
+def test_validate_finds_a_place_that_cannot_hold_a_run(recipe, capsys):
+    [found] = validate(recipe, capsys, "--run-dir", "a" * 300)
+    assert found.endswith("File name too long")
+    [found] = validate(recipe, capsys, "--run-dir", "/proc/run")
+    assert found.startswith("FAIL  run directory: run_dir = '/proc/run': ")
+
+
+def test_validate_reads_the_logs_of_a_run(recipe, tmp_path, capsys):
+    flags = ["--model.scratch.warm-start-steps", "1", "--batch.problems", "4", "--steps", "1"]
+    assert main(["train", str(recipe), *flags]) == 0
+    (tmp_path / "run" / "samples.jsonl").write_text("[]\n")
+    for command in ("validate", "train"):
+        assert main([command, str(recipe), *flags]) == 2
+        printed = capsys.readouterr()
+        assert "samples.jsonl, line 1 is no record of a run: []" in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("code", "key", "reason"),
+    [
+        ("def a(:", "algo.objective", ": own cannot be imported: SyntaxError: invalid syntax"),
+        ("import no", "rollout.engine", ": own cannot be imported: ModuleNotFoundError: No module"),
+        ("def a(*_): return 'x'", "sampling.select", "sampling.select returned x; it must return"),
+        ("def a(*_): return None", "sampling.select", "sampling.select returned None; it must"),
+        ("def a(*_): return None", "task.name", "task own:a drew None, not a qurl.tasks.Draft"),
+        (
+            "def a(texts, *_): return [1]",
+            "task.reward",
+            "the reward returned [1] for 2 texts",
+        ),
+    ],
+)
+def test_validate_tries_parts_of_your_own(recipe, tmp_path, capsys, monkeypatch, code, key, reason):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    importlib.invalidate_caches()
+    (tmp_path / "own.py").write_text(code)
+    found = validate(recipe, capsys, f"--{key}", "own:a")
+    assert reason in found[0]

@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from models import tiny_policy
 
+from qurl.config import build_config
 from qurl.errors import DataError, RewardError
 from qurl.rewards import GradingPool
 from qurl.rewards.code import find_program, load, make_reward
 from qurl.rewards.sandbox import Limits, Ran, Subprocess
+from qurl.run.inputs import check_inputs
 from qurl.tasks import load_task
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -282,3 +285,57 @@ def test_the_task_asks_for_a_program(tmp_path):
     path.write_text(json.dumps({"question": "Add.", "solution": ADD}))
     with pytest.raises(DataError, match="line 1: no tests for the reward 'code'; one of tests, te"):
         load_task("code", path=path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"inputs": "12", "outputs": "34"}, "'inputs' and 'outputs' must be lists of texts"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"tests": [1, 2]}, "the row has no tests: [1, 2]"),
+        ({"tests": ["assert add(1"]}, "the test 'assert add(1' is not Python: SyntaxError"),
+        ({"tests": ["assert '\0'"]}, "is not Python"),
+        ({"test": {"a": 1}}, "the row has no tests"),
+        ({"test": "def check(f): pass", "entry_point": 5}, "entry_point = 5 must be the name of a"),
+        ({**TESTS, "time_limit": "2 s"}, "time_limit = 2 s must be a number of seconds from 0 to"),
+        ({**TESTS, "time_limit": -3}, "time_limit = -3 must be"),
+        ({**TESTS, "time_limit": float("inf")}, "time_limit = inf must be"),
+        ({"answer": '{"a":' * 30_000}, "the truth is not valid JSON"),
+        ({"answer": '{"tests": ["\\ud800"]}'}, "is not valid text (a lone surrogate)"),
+    ],
+)
+def test_tests_that_no_program_could_pass_are_found_when_the_file_is_read(
+    tmp_path, columns, reason
+):
+    path = tmp_path / "code.jsonl"
+    rows = [{"question": "Add.", **TESTS}, {"question": "Add.", **columns}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError) as caught:
+        load_task("code", path=path)
+    assert f"{path} line 2: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_row_has_its_own_time(sandbox):
+    class Patient:
+        seconds = None
+
+        def run(self, program, stdin, limits):
+            self.seconds = limits.seconds
+            return Ran("ok", "7")
+
+    patient = Patient()
+    make_reward(patient)("x", "", {"inputs": [""], "outputs": ["7"], "time_limit": 9})
+    assert patient.seconds == 9
+
+
+def test_a_file_of_programs_is_an_input(tmp_path):
+    """What is looked at before torch is imported agrees with the task."""
+    path = tmp_path / "code.jsonl"
+    path.write_text(json.dumps({"question": "Add.", **TESTS}))
+    tiny_policy().save(tmp_path / "model")
+    tree = {"model": {"path": str(tmp_path / "model")}, "task": {"name": "code", "path": str(path)}}
+    check_inputs(build_config(tree))
+    path.write_text(json.dumps({"question": "Add.", "tests": ["assert ("]}))
+    with pytest.raises(DataError, match="is not Python"):
+        check_inputs(build_config(tree))

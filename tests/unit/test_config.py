@@ -193,6 +193,13 @@ def test_all_mistakes_of_the_values_at_once():
         ({"algo": {"whiten": "maybe"}}, "algo.whiten = 'maybe': must be a valid boolean"),
         ({"quant": {"update_scale": 0.5}}, "quant.update_scale = 0.5: must be greater than or"),
         ({"task": {"path": 3}}, "task.path = 3: must be a valid string"),
+        (
+            {"task": {"mix": {"a": 1, "b": 0.0}}},
+            "task.mix.'b' = 0.0: must be greater than or equal",
+        ),
+        ({"task": {"mix": {"a": 1e308}}}, "task.mix.'a' = 1e+308: must be less than or equal to"),
+        ({"task": {"eval_sets": {"a": 3}}}, "task.eval_sets.'a' = 3: must be a valid string"),
+        ({"task": {"mix": ["a"]}}, "task.mix.0 = 'a': must be a valid list"),
     ],
 )
 def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
@@ -276,6 +283,12 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             {"task": {"name": "file", "eval_path": "x.jsonl", "eval_sets": {"y": "y.jsonl"}}},
             "task.eval_path = 'x.jsonl' and task.eval_sets exclude each other; keep one",
         ),
+        (
+            {"task": {"name": "x.jsonl", "path": "y.jsonl"}},
+            "task.name = 'x.jsonl' and task.path = 'y.jsonl' both name a file; keep one",
+        ),
+        ({"task": {"name": "file", "mix": {"": 1}}}, "task.mix has an empty name; give each file"),
+        ({"task": {"name": "file", "eval_sets": {"a": ""}}}, "task.eval_sets has an empty name"),
         (
             {"task": {"name": "file", "eval_sets": {"a/b": "y.jsonl"}}},
             "task.eval_sets.'a/b': a name has letters",

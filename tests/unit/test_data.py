@@ -9,8 +9,9 @@ from models import tiny_policy
 from qurl.config import build_config, load_config
 from qurl.errors import DataError, RewardError
 from qurl.rewards import GradingPools
-from qurl.run.assembly import build_pool, held_out_problems, load_split
+from qurl.run.assembly import build_pool
 from qurl.run.directory import read_jsonl
+from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import ProblemStream, mix
 from qurl.tasks import load_task
 from qurl.train import train

@@ -137,6 +137,49 @@ def test_incomplete_weights_are_not_made_up(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+# Under UAQ, for other frameworks
+
+
+def test_a_model_is_rescaled_and_comes_back(tmp_path, original):
+    """The scale survives a trainer that loads and saves the folder with transformers."""
+    original.save(tmp_path / "model")
+    assert main(["rescale", str(tmp_path / "model"), str(tmp_path / "scaled")]) == 0
+    scaled = load(tmp_path / "scaled")
+    assert scaled.config.qurl_uaq["scale"] == 1.5
+    assert {p.dtype for p in scaled.parameters()} == {torch.float32}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(scaled.state_dict()[name], original.model.state_dict()[name] / 1.5)
+    torch.testing.assert_close(logits(scaled), logits(original.model), atol=1e-4, rtol=1e-5)
+    scaled.save_pretrained(tmp_path / "trained")
+    assert main(["export", str(tmp_path / "trained"), str(tmp_path / "plain")]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    expected = original.model.state_dict()[name].to(torch.bfloat16)
+    assert torch.equal(plain.state_dict()[name], expected)
+    assert not hasattr(plain.config, "qurl_uaq")
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--scale", "x"], "--scale x is not a number"),
+        (["--scale", "0"], "--scale 0.0 must be finite and positive"),
+        (["--scale", "nan"], "--scale nan must be finite and positive"),
+    ],
+)
+def test_bad_scales_are_refused(tmp_path, original, capsys, flags, error):
+    original.save(tmp_path / "model")
+    assert main(["rescale", str(tmp_path / "model"), str(tmp_path / "out"), *flags]) == 2
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_rescaled_twice(tmp_path, original, capsys):
+    rescale_(original.model)
+    original.save(tmp_path / "model")
+    assert main(["rescale", str(tmp_path / "model"), str(tmp_path / "out")]) == 1
+    assert "UAQ was applied already" in capsys.readouterr().err
+
+
 # Quantized folders
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import pytest
@@ -137,6 +138,9 @@ def test_instructions(tmp_path):
         ('{"question": "q", "answer": -Infinity}', r"line 3: 'answer' is -inf"),
         ('{"question": "q"', r"line 3: is not valid JSON"),
         ("[1, 2]", r"line 3: is a list, not an object"),
+        ('{"question": "q", "answer": "1", "qurl_reward": []}', "'qurl_reward' is a name of QuRL"),
+        ('{"question": "q", "answer": "1", "reward": ["math"]}', "'reward' is .*math.*, not one"),
+        ('{"question": "q", "answer": "1", "accepted_answers": [{}]}', "'accepted_answers' is {};"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, line, message):
@@ -202,7 +206,7 @@ def test_a_missing_file_says_what_to_do(name, path, message):
     [
         ("x.csv", b"a,b\n", "not one of .jsonl, .jsonl.gz, .json, .parquet"),
         ("x.jsonl", b"\n", "it is empty"),
-        ("x.jsonl", b'{"question": "\xff"}', "cannot be read"),
+        ("x.jsonl", b'{"question": "\xff"}', "cannot be read: .*; save the file as UTF-8"),
         ("x.jsonl.gz", b"not gzip", "cannot be read"),
         ("x.json", b'{"question": "q"}', "must hold a list"),
         ("x.json", b"{", "not valid JSON"),
@@ -241,6 +245,12 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, suffix):
     assert load_task(path)[0].answer == "42"
 
 
+NUMBER = (
+    "cannot be read: ValueError: Exceeds the limit (4300 digits) for integer string conversion: "
+    "value has 5000 digits; write such a number as text"
+)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -252,6 +262,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, suffix):
         ),
         ('{"prompt": "a", "answer": "1", "x": [{"\\udc00": 1}]}', "'\\udc00' is not valid text"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "cannot be read: ValueError: Exceeds"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", NUMBER),
     ],
 )
 def test_what_json_allows_and_no_tokenizer_takes(tmp_path, line, reason):
@@ -332,3 +343,21 @@ def test_a_chat_template_that_fails_names_the_row(tmp_path, template, reason):
         task[0]
     assert "d.jsonl line 1: the model's chat template " in str(caught.value)
     assert reason in str(caught.value)
+
+
+def test_accepted_answers_may_have_a_column(tmp_path):
+    row = {"question": "1/2?", "answer": "1/2", "accepted_answers": [0.5, "50 %", "1/2"]}
+    [problem] = load_task(write(tmp_path / "x.jsonl", [row]), reward="exact")
+    assert problem.answer == "1/2"
+    assert problem.extra["accepted_answers"] == ["0.5", "50 %"]
+
+
+def test_a_score_of_another_run_is_no_reward(tmp_path):
+    row = {"question": "q", "answer": "1", "reward": 0.5}
+    assert load_task(write(tmp_path / "x.jsonl", [row])).rewards == {"math"}
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(DataError, match=r"x.jsonl is not a regular file; set task.path to"):
+        load_task("file", path=tmp_path / "x.jsonl")

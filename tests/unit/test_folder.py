@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from qurl.config import ModelConfig
 from qurl.errors import ModelError
-from qurl.trainer.folder import check_finite, check_folder, check_shapes
+from qurl.trainer.folder import check_folder
 from qurl.trainer.policy import load_empty_model, load_model, load_policy, load_tokenizer
+from qurl.trainer.weight_files import check_finite, check_shapes
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -162,3 +163,89 @@ def test_a_tokenizer_that_knows_nothing(model):
     tree["model"]["unk_token"] = "<unk>"
     (model / "tokenizer.json").write_text(json.dumps(tree))
     refusal(model)
+
+
+def to_bin(folder, change=lambda weights: weights, **options):
+    """Replace the weights by a .bin file."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(change(weights), folder / "pytorch_model.bin", **options)
+
+
+def test_a_bin_file_of_the_old_format(model):
+    to_bin(model, _use_new_zipfile_serialization=False)
+    assert check_finite(model) == "24,992 numbers are finite"
+    load_model(model)
+
+
+def test_shapes_of_a_bin_file(model):
+    to_bin(model, lambda weights: weights | {UP: weights[UP][:-1]})
+    with pytest.raises(ModelError, match=r"have the shape \[63, 32\], and config.json gives"):
+        check_shapes(model, load_empty_model(model))
+    refusal(model)
+
+
+@pytest.mark.parametrize("wrap", [lambda weights: [1, 2], lambda weights: {"state_dict": weights}])
+def test_a_bin_file_that_holds_something_else(model, wrap):
+    to_bin(model, wrap)
+    with pytest.raises(ModelError, match=r"that is not a table of tensors; save model.state"):
+        check_finite(model)
+    refusal(model)
+
+
+def test_a_bin_file_that_would_run_code(model):
+    to_bin(model, lambda weights: {"weights": shutil.rmtree})
+    with pytest.raises(ModelError, match="Python objects other than weights, which are never load"):
+        check_finite(model)
+    assert "weights_only" not in refusal(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_without_their_description_are_not_taken_for_weights(model, dtype):
+    edit_weights(model, lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))
+    with pytest.raises(ModelError, match=f"{UP} is stored as .*, so the weights are quantized"):
+        check_folder(model)
+    assert "the weights are quantized already" in refusal(model)
+
+
+def test_a_pointer_in_place_of_the_weights(model):
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"is a pointer of Git LFS, not the weights; `git lfs pu"):
+        check_folder(model)
+
+
+def test_a_download_that_broke_off(model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: it has \d+ bytes and"):
+        check_folder(model)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ({UP: "model-2.safetensors"}, "names model-2.safetensors, which is not there"),
+        ({UP: "../model.safetensors"}, "'../model.safetensors', which is not the name of a file"),
+        ({}, "has no 'weight_map'"),
+        (None, "has no 'weight_map'"),
+    ],
+)
+def test_an_index_of_files_that_are_not_there(model, table, reason):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(ModelError, match=reason):
+        check_folder(model)
+
+
+def test_weights_that_are_all_zero_get_a_word(model):
+    edit_weights(model, lambda tensors: tensors[UP].zero_())
+    note = f"all numbers of {UP} are 0: is the file damaged?"
+    assert check_finite(model).endswith(note)
+    assert load_policy(model, ModelConfig(), torch.device("cpu")).notes == (note,)
+
+
+@pytest.mark.parametrize("value", [-1e-6, 2, 1e300])
+def test_an_epsilon_that_no_norm_has(model, value):
+    edit(model / "config.json", rms_norm_eps=value)
+    with pytest.raises(ModelError, match=r"rms_norm_eps = .* must be from 0 to 1"):
+        check_folder(model)

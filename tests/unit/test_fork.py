@@ -1,6 +1,7 @@
 """A fork repeats the rest of its run to the bit, or differs by its keys alone."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,11 +100,12 @@ def test_rollouts_of_another_precision(original, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "step", "message"),
     [
-        ([], "3", r"has those of steps 2, 4 and no checkpoint of step 3"),
+        ([], "3", "has no checkpoint of step 3, only those of steps 2, 4"),
         (["--model.lora_rank", "4"], "2", "a fork cannot change model.lora_rank: its checkpoint"),
         (["--algo.advantage", "gae"], "2", "a fork cannot change algo.advantage"),
         (["--steps", "1"], "2", "steps = 1, but the fork starts after 2 steps already"),
-        ([], "two", "expected RUN --at STEP"),
+        ([], "two", "--at 'two' is not the number of a step"),
+        (["--task.grade_timeout", "0"], "2", "task.grade_timeout = 0.0: must be greater than 0"),
     ],
 )
 def test_what_cannot_be_forked(original, tmp_path, capsys, flags, step, message):
@@ -115,3 +117,16 @@ def test_what_cannot_be_forked(original, tmp_path, capsys, flags, step, message)
 def test_an_existing_run_is_not_overwritten(original, capsys):
     assert fork(original, original) == 2
     assert "exists already; choose another --run-dir" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_forked(original, tmp_path, capsys):
+    source = shutil.copytree(original, tmp_path / "source")
+    (source / "checkpoints" / "step-000002" / "optimizer.pt").write_bytes(b"x")
+    assert fork(source, tmp_path / "never") == 1
+    assert "is damaged: optimizer.pt does not match its checksum; fork" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
+def test_what_is_no_run_is_not_forked(tmp_path, capsys):
+    assert fork(tmp_path / "nowhere", tmp_path / "never") == 2
+    assert "there is no recipe and no run at" in capsys.readouterr().err

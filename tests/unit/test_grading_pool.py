@@ -345,3 +345,14 @@ def test_a_grader_that_writes_into_descriptors_it_did_not_open(tmp_path, monkeyp
             pool.grade([("all", "42", {"bytes": junk})])
         [grade] = pool.grade([("low", "42", {"bytes": junk})])
         assert grade == Grade(1.0)
+
+
+def test_a_reward_that_is_imported_for_long_gets_a_word(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qurl.rewards.pool._QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("qurl.rewards.pool._START_SECONDS", 1.0)
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(100)\n")
+    with pytest.raises(RewardError, match="it could not be imported in 120 s"):
+        GradingPool("slow_import:score", workers=1)
+    said = "reward 'slow_import:score' is still being imported; it is given up after 1 s"
+    assert said in capfd.readouterr().err

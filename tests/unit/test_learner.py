@@ -14,7 +14,7 @@ from qurl.config import build_config
 from qurl.errors import TrainingError
 from qurl.losses import aggregate, kl_penalty, policy_loss
 from qurl.seeds import generator
-from qurl.trainer.learner import Meter
+from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.policy import Policy
 
@@ -418,9 +418,12 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
 def test_meter_by_hand():
     """Pieces of 1 and 3 tokens in one update, then an update of one piece."""
     meter = Meter()
-    meter.add({"a": torch.tensor(4.0), "loss_sum": 1.0, "x/max_upper": 2.0}, weight=1)
-    meter.add({"a": 8.0, "loss_sum": 2.0, "x/max_upper": 5.0}, weight=3)
+    meter.add(
+        {"a": torch.tensor(4.0), "loss_sum": 1.0, "x/max_upper": 2.0, "is_min": 0.3}, weight=1
+    )
+    meter.add({"a": 8.0, "loss_sum": 2.0, "x/max_upper": 5.0, "is_min": 0.1}, weight=3)
     meter.finish_update({"norm": 1.0})
     meter.add({"a": 0.0, "loss_sum": 7.0, "x/max_upper": 1.0}, weight=4)
     meter.finish_update({"norm": 3.0})
-    assert meter.summary() == {"a": 3.5, "loss": 5.0, "norm": 2.0, "x/max_upper": 5.0}
+    bounds = {"x/max_upper": 5.0, "is_min": 0.1}
+    assert meter.summary() == {"a": 3.5, "loss": 5.0, "norm": 2.0, **bounds}

@@ -305,6 +305,14 @@ def test_a_trainer_in_fp32_refuses_narrow_masters():
             "the trainer would see rounded weights; use 'fp32'",
         ),
         ({"experimental": {"dither": True}}, "does not go with experimental.dither = true"),
+        (
+            {"parallel": {"trainers": 2}},
+            "optim.masters = 'bf16' is not built for parallel.trainers",
+        ),
+        (
+            {"parallel": {"trainers": 2}, "optim": {"name": "hadam"}},
+            "optim.name = 'hadam' is not built for parallel.trainers = 2",
+        ),
     ],
 )
 def test_refused_combinations(sections, message):

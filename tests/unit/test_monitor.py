@@ -348,6 +348,84 @@ def test_a_metric_that_is_nan_stops_the_run_if_asked_to(folder, monkeypatch, cap
     assert alarms(folder)[0]["threshold"] is None
 
 
+class Breaking:
+    """A tracker that makes the file `broken` after step 3."""
+
+    def log(self, step, metrics):
+        if step == 3:
+            Path("broken").touch()
+
+    def close(self):
+        pass
+
+
+def stop_in_mid_run(folder, body, *flags):
+    """Train with a fault that appears after step 3; returns (alarm, step) pairs and the error."""
+    flags = [*write_reward(folder, body), "--alarms.no_signal", "off", *flags]
+    with pytest.raises(TrainingError) as error:
+        train(load_config("recipe.toml", flags), trackers=[Breaking()])
+    return {event["name"]: event["step"] for event in alarms(folder)}, str(error.value)
+
+
+def test_a_grader_that_breaks_in_mid_run(folder):
+    """It accepts everything, then nothing. A held-out accuracy is judged at once."""
+    body = 'return 0.0 if __import__("os").path.exists("broken") else 1.0'
+    evals = ["--eval.every", "1", "--eval.problems", "8", "--eval.precision", "full"]
+    found, error = stop_in_mid_run(folder, body, *evals, "--alarms.reward_collapse", "stop")
+    assert found == {"held_out_collapse": 4, "reward_collapse": 5}
+    assert error.startswith("the alarm reward_collapse stopped the run after step 5")
+    assert "All 6 steps are saved" in error
+    assert checkpoints(folder) == ["step-000006"]
+
+
+def one_answer(patch):
+    """From step 4 on the policy's logits are a hundred times as large: it explores no more."""
+    real = qurl.train.sync
+
+    def sync(config, parts, run, step):
+        if step == 4:
+            parts.learner.policy.model.get_output_embeddings().weight.data *= 100
+        return real(config, parts, run, step)
+
+    patch.setattr(qurl.train, "sync", sync)
+
+
+def early_ends(patch):
+    """From step 4 on every completion ends after one token."""
+    real = qurl.train.Sampler
+
+    def sampler(config, stream, engine, pool, step):
+        sampling = dataclasses.replace(config.sampling, max_tokens=1 if step > 3 else 8)
+        return real(dataclasses.replace(config, sampling=sampling), stream, engine, pool, step)
+
+    patch.setattr(qurl.train, "Sampler", sampler)
+
+
+def wrong_log_probs(patch):
+    """Once broken, the engine overstates the log-probs of four tokens in five."""
+    real = qurl.train.pad
+
+    def pad(graded):
+        batch = real(graded)
+        draws = torch.rand(batch.logp_behav.shape, generator=torch.Generator().manual_seed(0))
+        wrong = 6.0 * (draws < 0.8) * Path("broken").exists()
+        return dataclasses.replace(batch, logp_behav=batch.logp_behav + wrong)
+
+    patch.setattr(qurl.train, "pad", pad)
+
+
+def test_a_policy_and_a_sampler_that_break_in_mid_run(folder, monkeypatch):
+    """Each fault sets off the alarms of its own metrics, in the second step that it lasts."""
+    for fault in (one_answer, early_ends, wrong_log_probs):
+        fault(monkeypatch)
+    flags = ["--optim.lr", "1e-6", "--alarms.reward_collapse", "off"]
+    found, error = stop_in_mid_run(folder, LETTERS, *flags, "--alarms.sample_size", "stop")
+    faults = {"entropy_collapse", "length_collapse", "sample_size", "mismatch_growth", "truncated"}
+    assert found == dict.fromkeys(faults, 5)
+    assert error.startswith("the alarm sample_size stopped the run after step 5")
+    assert checkpoints(folder) == ["step-000006"]
+
+
 def break_syncs(patch, engines):
     """From version 3 on, quantized engines of this list keep their old weights."""
     real = LocalEngine.sync

@@ -280,6 +280,9 @@ def test_a_folder_that_cannot_be_loaded_is_named(tmp_path, kind):
     assert message.startswith(f"model.path = {str(path)!r} ")
     if kind.startswith("no "):
         assert f"has {kind}: " in message
+    elif kind == "torn weights":
+        assert "model.safetensors cannot be read: " in message
+        assert message.endswith("use an undamaged copy")
     else:
         assert "cannot be loaded as a causal LM; give a folder with config.json, weights" in message
 

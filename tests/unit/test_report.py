@@ -502,6 +502,13 @@ def test_events_by_severity(kinds, level, answer):
     assert found[1].startswith(answer)
 
 
+def test_alarms_are_named():
+    events = [{"kind": "alarm", "name": name} for name in ("truncated", "no_signal", "truncated")]
+    _, checks = judged([row(0)], events)
+    answer = checks["Did anything go wrong?"][1]
+    assert answer == "3 alarms. See the events below: truncated, no_signal."
+
+
 # Intervals and comparison
 
 

@@ -170,7 +170,10 @@ def test_exact():
     assert score_exact("b", "a", {"accepted_answers": ["b"]}) == 1.0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", {"accuracy": 1.0}, [1]])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), None, "1", {"accuracy": 1.0}, [1], 1j, 1e308, -1e10, 10**400],
+)
 def test_what_is_no_reward(value):
     with pytest.raises(RewardError, match="the reward returned"):
         read_grade(value)

@@ -191,6 +191,14 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
         read_jsonl(path)
 
 
+@pytest.mark.parametrize("line", ["5", "[]", '{"step": "x"}', '{"step": null}', "[" * 100_000])
+def test_a_line_that_no_run_writes_is_an_error(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is no"):
+        read_jsonl(path)
+
+
 def test_resume_with_the_same_recipe(config):
     open_run(config).log(1, {"x": 1.0})
     run = open_run(config)

@@ -308,10 +308,16 @@ def test_the_history_of_a_problem_is_bounded():
     assert stream.state_dict()["accuracies"] == {0: [0.0, 0.5] * 4}
 
 
-@pytest.mark.parametrize("indices", [[0], [0, 4], [-1, 0]])
+@pytest.mark.parametrize("indices", [[0], [0, 4], [-1, 0], None, "ab", [0.5, 1.0], 3])
 def test_a_selector_that_returns_nonsense_is_an_error(indices):
     stream = ProblemStream(Numbers(4), seed=0, select=lambda *_: indices)
     with pytest.raises(ConfigError, match="it must return 2 indices from 0 to 3"):
+        stream.take(2)
+
+
+def test_a_selector_that_raises_is_an_error_with_its_place():
+    stream = ProblemStream(Numbers(4), seed=0, select=lambda *_: 1 // 0)
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: .*test_sampling\.py, line \d+"):
         stream.take(2)
 
 

@@ -32,15 +32,11 @@ from qurl.bench.scenario import (
 )
 from qurl.config import Config
 from qurl.ops.device import pick_device
-from qurl.run.budget import (
-    GIB,
-    ModelSize,
-    find_savings,
-)
+from qurl.run.budget import GIB, ModelSize, find_savings
 from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
-UNIFIED_ARMS = ("int8-unified", "fp8-unified-dgrad")
+UNIFIED_ARMS = ("int8-unified-dgrad", "fp8-unified-dgrad")
 SMALL_GAIN = 1.03
 """A step that gains less is not worth a mismatch."""
 CACHE_GAIN = 1.03
@@ -178,7 +174,8 @@ def choose(
     if base.fits and gain < SMALL_GAIN:
         first = f"No: the best format, {best.arm}, runs a step {range_text} as fast as BF16."
         second = (
-            'Keep quant.format = "none": nothing to correct, and evaluations mean what they say.'
+            'Keep quant.format = "none": nothing to correct, and evaluations mean what they say. '
+            + describe_unified(rows, base)
         )
         return "no", {"quant.format": BASE}, (first, second)
     recommended = {f"quant.{key}": value for key, value in keys.items()}
@@ -209,15 +206,15 @@ def pick_rollout(rows: Sequence[Row]) -> Row:
     return fastest
 
 
-def describe_unified(rows: Sequence[Row], best: Row) -> str:
+def describe_unified(rows: Sequence[Row], chosen: Row) -> str:
     """What training in 8 bits would add, which no run on a pretrained model has shown yet."""
     unified = [row for row in rows if "unified" in row.arm and row.fits]
-    if not unified:
+    fastest = min(unified, key=lambda row: row.step_s, default=chosen)
+    gain = chosen.step_s / fastest.step_s
+    if gain < SMALL_GAIN:
         return "Train in BF16."
-    base = rows[0]
-    saved = max((base.train_s - row.train_s, row.arm) for row in unified)
-    gain = best.step_s / (best.step_s - max(saved[0], 0.0))
-    return f"Train in BF16: {saved[1]} would add {gain:.2f}x, and is unproven on pretrained models."
+    proof = "and is unproven on pretrained models"
+    return f"Train in BF16: {fastest.arm} would add {gain:.2f}x, {proof}."
 
 
 def print_advice(advice: Advice, *, as_json: bool = False) -> None:
@@ -240,11 +237,11 @@ def build_table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         low, gain, high = row.gain
+        times = [_short(seconds) for seconds in (row.rollout_s, row.train_s, row.step_s)]
+        gains = [f"{gain:.2f}", "" if row.arm == BASE else f"{low:.2f}-{high:.2f}"]
         table.add_row(
             row.arm,
-            *(_short(seconds) for seconds in (row.rollout_s, row.train_s, row.step_s)),
-            f"{gain:.2f}",
-            "" if row.arm == BASE else f"{low:.2f}-{high:.2f}",
+            *([*times, *gains] if row.fits else "-----"),  # an arm that cannot run takes no time
             f"{row.peak_gib:.1f}" + ("" if row.fits else "!"),
             "-" if row.gap is None else f"{row.gap:.3f}",
         )

@@ -42,11 +42,13 @@ from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
-from qurl.run.assembly import Choices, Parts, assemble, build_actor
+from qurl.run.assembly import Parts, assemble, build_actor
+from qurl.run.choices import Choices
 from qurl.run.directory import Run
 from qurl.run.fork import fork
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import microbatches, pad, padded_microbatches
+from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Graded, Problem, SamplingParams, Trainable
 
@@ -133,6 +135,7 @@ def opened(options: Audit) -> Iterator[Auditor]:
     """The parts of the run at its checkpoint, in a copy that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="qurl-audit-") as work:
         flags = ["--run-dir", str(Path(work, "run")), "--track.wandb", "", "--eval.every", "0"]
+        flags += ["--parallel.trainers", "1"]
         config = load_config(fork(options.run, options.at, flags))
         if config.quant.unified:
             raise ConfigError(
@@ -279,6 +282,7 @@ class Auditor:
         """Make `num_updates` mini-batch updates as the run would."""
         assert batch is not None
         learner, config = self.parts.learner, self.config
+        assert isinstance(learner, Learner)  # on one device: see `opened`
         num_all = max(self.options.updates)
         rows = torch.arange(len(batch) * num_updates // num_all, device=batch.mask.device)
         counts = dataclasses.replace(config.batch, epochs=1, minibatches=num_updates)

@@ -15,9 +15,13 @@ own rollouts are left out of the fit:
 
 A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an update three times the
 products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B (its profile gives u0,
-`attention_training.json` u1), so errors are those of other shapes: 3B 2.5 %, 0.5B 11 to 15 %. 8-bit
-training is measured with 1.5B only. Gains between whole steps (0.5B, two pairs) are 3 % and 5.5 %
-off.
+`attention_training.json` u1). Errors of what set no rate:
+
+    updates            3B 2.5 %, 0.5B 11 to 15 %
+    whole steps        BF16, INT8 and unified INT8 of 1.5B, 3B and 7B: 5 % at most
+    gains of steps     two pairs of 0.5B, four arms of 1.5B: 5.5 % at most
+
+LoRA and unified FP8 have one measured step each, which set their rates: nothing checks them.
 """
 
 from __future__ import annotations
@@ -42,10 +46,17 @@ REST_SECONDS = 0.25
 HOST_SECONDS = 2e-6
 """Per sampled token: texts and records, which rollout benchmarks do without. In whole steps,
 rollouts took so much longer than forecast: 1.8 us (1.5B) and 2.0 us (0.5B, GRPO)."""
-SAVED_FORWARD = {"fp8": 0.66, "int8": 0.62}
+SAVED_FORWARD = {"fp8": 0.66, "int8": 0.53}
 """Share of a forward's ideal saving, half the time of its linears, that 8-bit linears reach."""
-SAVED_UPDATE = {("fp8", 1): 0.17, ("int8", 1): 0.05, ("fp8", 2): 0.45}
-"""The same of an update, by format and by how many of its three products are in 8 bits."""
+SAVED_UPDATE = {("int8", 1): 0.16, ("int8", 2): 0.25, ("int8", 3): -0.16, ("fp8", 2): 0.04}
+"""The same of an update, by format and by how many of its three products are in 8 bits. INT8 with
+two is between updates alone (0.32) and those of whole steps; coding a third costs more than it
+saves. FP8 is from the one step whose products have a fixed order of sums."""
+UNIFIED_ROLLOUT = {"fp8": 1.8}
+"""How much longer decoding takes in a unified flow, whose FP8 products are not cut."""
+LORA_FORWARD, LORA_UPDATE = 2.4, 3.3
+"""How much longer training takes with adapters, which are merged for every micro-batch. From one
+step (1.5B, rank 32, micro-batches of 4096 tokens)."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out
@@ -68,6 +79,7 @@ class Work:
     num_forwards: float = 0.75  # without gradients: prox, reference, values
     num_networks: int = 1  # that are trained
     has_checkpointing: bool = False
+    has_lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,13 +152,22 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         format = arm.quant["format"]
         update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
         forward -= SAVED_FORWARD[format] * linears / 2
+    if work.has_lora:
+        forward, update = LORA_FORWARD * forward, LORA_UPDATE * update
     optimizer = work.num_updates * shape.num_parameters * OPTIMIZER_BYTES / speed.bandwidth
+    slowdown = UNIFIED_ROLLOUT.get(arm.quant["format"], 1.0) if arm.is_unified else 1.0
     return StepSeconds(
-        rollout=rollout_seconds(shape, arm, speed, work),
+        rollout=slowdown * rollout_seconds(shape, arm, speed, work),
         forwards=work.sequences * work.num_forwards * forward,
         update=work.num_networks * (work.sequences * work.num_passes * update + optimizer),
         rest=REST_SECONDS + HOST_SECONDS * work.sequences * work.new_tokens,
     )
+
+
+def skips_prox(arm: Arm) -> bool:
+    """Whether `correction.mode = "auto"` saves the prox forward: it did in all measured steps of
+    BF16 and of unified flows, and in none of quantized rollouts with BF16 training."""
+    return arm.is_unified or arm.quant["format"] == "none"
 
 
 def gain_range(

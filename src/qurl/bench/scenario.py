@@ -16,7 +16,13 @@ import torch
 
 from qurl.bench import probe
 from qurl.bench.arms import Arm
-from qurl.bench.forecast import StepSeconds, Work, rollout_seconds, step_seconds
+from qurl.bench.forecast import (
+    StepSeconds,
+    Work,
+    rollout_seconds,
+    skips_prox,
+    step_seconds,
+)
 from qurl.bench.limits import Speed, find_speed, speed_of
 from qurl.bench.shapes import SHAPES, Shape, model_config
 from qurl.config import Config
@@ -24,9 +30,9 @@ from qurl.errors import ConfigError, QurlError
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
-from qurl.run.assembly import load_split
 from qurl.run.budget import ModelSize, measure, measure_model, memory_rows, peak_memory
 from qurl.run.cards import find_card
+from qurl.run.splits import load_split
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.policy import load_model_config, load_tokenizer
@@ -78,7 +84,10 @@ def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
 
 
 def _not_here(gpu: str | None) -> str:
-    return "" if gpu else "; there is no GPU here, so one is assumed (--gpu names another)"
+    if gpu:
+        return ""
+    reason = "--gpus plans elsewhere" if torch.cuda.is_available() else "there is no GPU here"
+    return f"; {reason}, so one is assumed (--gpu names another)"
 
 
 def find_size(config: Config, shape: str | None) -> ModelSize:
@@ -205,8 +214,8 @@ class Scenario:
         # Sequences of a batch have all lengths up to the longest, about.
         capacity = max(1.0, tokens / (self.prompt_tokens + self.new_tokens / 2))
         advantage = ADVANTAGES.get(config.algo.advantage, Advantage())
-        prox = 0.0
-        if config.correction.mode != "bypass":
+        mode, prox = config.correction.mode, 0.0
+        if mode == "decoupled" or (mode == "auto" and not skips_prox(arm)):
             prox = 1.0 if advantage.needs_prox else 1 - 1 / config.batch.minibatches
         return Work(
             sequences=sequences,
@@ -219,6 +228,7 @@ class Scenario:
             num_forwards=prox + (config.algo.kl_coef > 0) + advantage.needs_critic,
             num_networks=1 + advantage.needs_critic,
             has_checkpointing=config.model.gradient_checkpointing,
+            has_lora=config.model.lora_rank > 0,
         )
 
     def compute(self, arms: Sequence[Arm]) -> dict[str, StepSeconds]:
@@ -273,6 +283,16 @@ class Scenario:
         notes = []
         if self.config.algo.dynamic_sampling:
             notes.append("dynamic sampling: only one round of rollouts is counted")
+        if self.config.correction.mode == "auto":
+            notes.append(
+                'correction.mode = "auto": BF16 and unified arms are taken to skip the prox '
+                "forward, int8 and fp8 to need it, as in all steps that we timed"
+            )
+        if self.config.model.lora_rank:
+            notes.append(
+                "extrapolated: training with adapters is scaled from one step (1.5B, rank 32); "
+                "the range does not cover this"
+            )
         if self.hardware.is_here and self.memory(Arm.of(BASE))[0] > self.hardware.memory:
             notes.append("training does not fit this GPU by estimate, so its time is computed")
         return notes

@@ -63,7 +63,7 @@ class StepBench(BatchBench):
     """equal: completions have --tokens; mixed: each token ends its completion with probability
     2 / --tokens, unless they reach that length; several with commas."""
     against: Literal["none", "trl"] = "none"
-    """Measure TRL's GRPOTrainer with vLLM in its process too, where both are installed."""
+    """Measure TRL's GRPOTrainer too: with vLLM in its process; on a CPU, with transformers."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,12 @@ def plan_step(bench: StepBench) -> tuple[list[Shape], list[Arm], list[str]]:
         step_config(bench, arm, Path("run"), Path("model"))
     lengths = split_list("lengths", bench.lengths, LENGTHS)
     if bench.against == "trl":
-        missing = [name for name in ("trl", "vllm") if importlib.util.find_spec(name) is None]
-        if missing:
+        is_cpu = pick_device(bench.device).type == "cpu"
+        needed = ("trl",) if is_cpu else ("trl", "vllm")
+        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             raise ConfigError(
-                f"--against trl: {' and '.join(missing)} cannot be found; install both with "
-                "pip install 'trl[vllm,liger]'"
+                f"--against trl: {' and '.join(missing)} cannot be found; run "
+                f"pip install '{'trl' if is_cpu else 'trl[vllm,liger]'}'"
             )
         if not Path("benchmarks", "trl_step.py").exists():
             raise ConfigError(

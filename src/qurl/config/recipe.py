@@ -60,6 +60,9 @@ MOVED: Mapping[str, str] = {
 }
 """Today's places of earlier keys; empty if the key is gone, which never changed a run's results."""
 
+TABLES = ("mix", "eval_sets", "rewards")
+"""Keys of [task] that hold a table of names which the user chooses."""
+
 SAFE_EVERY = 20
 """Steps between checkpoints, and between evaluations, if a recipe with data files says nothing."""
 
@@ -147,7 +150,7 @@ def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
-        mistakes = [_explain(e) for e in error.errors(include_url=False)]
+        mistakes = [_explain(e, tree) for e in error.errors(include_url=False)]
         raise ConfigError(_listed(list(dict.fromkeys(mistakes)), source)) from None
     if mistakes := list(find_unusable(to_dict(config))):
         raise ConfigError(_listed(mistakes, source))
@@ -210,9 +213,13 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
     return build_config(to_dict(changed), source)
 
 
-def _explain(error: Mapping[str, Any]) -> str:
+def _explain(error: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
     """One validation error as `path = value is wrong because ...`."""
     parts = [str(p) for p in error["loc"] if not (isinstance(p, str) and "[" in p)]
+    if parts[:1] == ["task"] and parts[2:] and parts[1] in TABLES:
+        table = tree["task"][parts[1]]
+        if isinstance(table, dict):  # kept as a list of pairs
+            parts = [*parts[:2], repr(list(table)[int(parts[2])])]
     path, value = ".".join(parts), shorten(error["input"])
     kind = error["type"]
     if path in MOVED:

@@ -74,6 +74,7 @@ def find_mistakes(
         *_precision_mistakes(config),
         *_lora_mistakes(config, advantage),
         *_optimizer_mistakes(config),
+        *_parallel_mistakes(config),
         *_data_mistakes(config),
         *_other_mistakes(config),
     ]
@@ -230,6 +231,21 @@ def _optimizer_mistakes(config: Config) -> Iterator[str]:
             yield f"optim.masters = 'bf16' does not go with {setting}: {reason}; use 'fp32'"
 
 
+def _parallel_mistakes(config: Config) -> Iterator[str]:
+    """What is not built for sharded models."""
+    if (trainers := config.parallel.trainers) == 1:
+        return
+    is_set = {
+        "model.compile = true": config.model.compile,
+        f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
+        f"optim.moments = {config.optim.moments!r}": config.optim.moments != "fp32",
+        f"optim.masters = {config.optim.masters!r}": config.optim.masters != "fp32",
+        f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
+    }
+    for setting in (setting for setting, is_given in is_set.items() if is_given):
+        yield f"{setting} is not built for parallel.trainers = {trainers}; use one trainer"
+
+
 def _data_mistakes(config: Config) -> Iterator[str]:
     task = config.task
     files = {key: getattr(task, key) for key in ("path", "mix", "eval_path", "eval_sets")}
@@ -240,6 +256,11 @@ def _data_mistakes(config: Config) -> Iterator[str]:
             drawn = f"task.name = {task.name!r} draws its problems"
             shown = dict(value) if isinstance(value, tuple) else value
             yield f"task.{key} = {shown!r}, but {drawn}; set it to 'file', 'gsm8k' or 'math'"
+    if "." in task.name and task.path:
+        yield f"task.name = {task.name!r} and task.path = {task.path!r} both name a file; keep one"
+    for key in ("mix", "eval_sets"):
+        if "" in (*dict(files[key]), *dict(files[key]).values()):
+            yield f"task.{key} has an empty name; give each file one"
     for one, several in (("path", "mix"), ("eval_path", "eval_sets")):
         if files[one] and files[several]:
             yield f"task.{one} = {files[one]!r} and task.{several} exclude each other; keep one"

@@ -22,6 +22,7 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Share = Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
 FilePath = Annotated[str, AfterValidator(expanduser)]
 T = TypeVar("T")
 # TOML has no null, so "none" stands for it.
@@ -88,7 +89,7 @@ class TaskConfig(Section):
     """File of training problems: JSONL (also .gz) or parquet."""
     eval_path: FilePath = ""
     """File of held-out problems. Generated tasks hold out some of their own."""
-    mix: Table[Positive] = ()
+    mix: Table[Share] = ()
     """Several training files and the share of each; replaces path."""
     eval_sets: Table[FilePath] = ()
     """Several held-out files, each with a name; replaces eval_path."""
@@ -329,6 +330,14 @@ class RolloutConfig(Section):
 
 
 @dataclass(frozen=True)
+class ParallelConfig(Section):
+    """Several GPUs (docs/parallel.md)."""
+
+    trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    """Processes that train one model, each with a share of its weights and on a GPU of its own."""
+
+
+@dataclass(frozen=True)
 class EvalConfig(Section):
     """Held-out accuracy."""
 
@@ -470,6 +479,7 @@ class Config(Section):
     optim: OptimConfig = field(default_factory=OptimConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     track: TrackConfig = field(default_factory=TrackConfig)

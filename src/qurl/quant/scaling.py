@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from qurl.errors import ModelError
 from qurl.ops.families import FAMILIES, Family
@@ -112,7 +113,12 @@ def unscaled_grad_norm(model: nn.Module) -> float:
             if part.parameter.grad is not None:
                 change = record["scale"] ** (2 * part.power) - 1
                 squares.append(change * part.cut(part.parameter.grad).double().square().sum())
-    return math.sqrt(max(0.0, float(torch.stack(squares).sum()))) if squares else 0.0
+    if not squares:
+        return 0.0
+    total = torch.stack(squares).sum()
+    if isinstance(total, DTensor):  # the sum of this rank's rows
+        total = total.full_tensor()
+    return math.sqrt(max(0.0, float(total)))
 
 
 def _record(model: nn.Module) -> dict[str, Any] | None:
@@ -158,7 +164,7 @@ def _scaled_parts(model: nn.Module, options: Mapping[str, Any]) -> list[ScaledPa
             offset, own = family.norm_offset if name in norms else 0.0, powers[_starred(name)]
             of_part = (f"layers.{i}.{name}", parameter)
             parts += [ScaledPart(*of_part, p, offset, j, len(own)) for j, p in enumerate(own)]
-    if len({part.cut(part.parameter.data).data_ptr() for part in parts}) < len(parts):
+    if len({(id(part.parameter), part.part) for part in parts}) < len(parts):
         raise ModelError(f"{type(model).__name__} shares weights between layers: UAQ cannot scale")
     return [part for part in parts if part.power]
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 from qurl.errors import ModelError
 from qurl.quant.formats import Format, dequantize, get_format, quantize
@@ -71,27 +72,42 @@ class UpdateTracker:
             new = torch.cat([self._snapshot[name] for name in names])
             old = torch.cat([before[name].to(new.device) for name in names])
             rows.append(update_sums(old, new, self.format, self.dtype))
-        totals: dict[str, Tensor] = {}
+        keys = list(dict.fromkeys(key for name in before for key in _keys_of(name)))
+        totals = {key: torch.zeros(8, dtype=torch.float64) for key in keys}
         # One table, so that a GPU is read once and not per stack.
-        for names, row in zip(stacks, torch.stack(rows).cpu(), strict=True):
-            for key in ("", "/" + GROUPS[names[0].rpartition(".")[2]]):
-                totals[key] = totals.get(key, torch.zeros_like(row)) + row
+        for names, row in zip(stacks, torch.stack(rows).cpu() if rows else (), strict=True):
+            for key in _keys_of(names[0]):
+                totals[key] += row
         return {
             f"uaq/{metric}{key}": value
-            for key, total in totals.items()
+            for key, total in zip(keys, _over_shards(model, [*totals.values()]), strict=True)
             for metric, value in update_ratios(total.tolist()).items()
         }
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._snapshot)
 
+    def collect(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds of a state: all of it."""
+        return state
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._snapshot = dict(state)
+
+    def load_share(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Of the state of a whole model, the rows that this rank of a sharded one holds."""
+        self._snapshot = {}
+        for name, layer in quantized_projections(model, self.full_layers) if state else ():
+            held, start = held_rows(layer.weight, self.format)
+            rows = watched_rows(len(layer.weight), self.rows, self.format)
+            self._snapshot[name] = state[name][(rows >= start) & (rows < start + len(held))]
 
     def _stacks(self) -> list[list[str]]:
         """Weights of one kind in all layers; one that does not fill its format's tiles is alone."""
         stacks: dict[tuple[object, ...], list[str]] = {}
         for name, weight in self._snapshot.items():
+            if not len(weight):  # a rank may hold no row that is watched
+                continue
             is_alone = weight.shape[0] % _strip(self.format) != 0
             key = (name,) if is_alone else (name.rpartition(".")[2], weight.shape, weight.device)
             stacks.setdefault(key, []).append(name)
@@ -99,13 +115,15 @@ class UpdateTracker:
 
     def _sample(self, model: nn.Module) -> dict[str, Tensor]:
         @functools.cache  # a copy to the device waits for it
-        def watched(num_rows: int, device: torch.device) -> Tensor:
-            return watched_rows(num_rows, self.rows, self.format).to(device)
+        def watched(num_rows: int, start: int, stop: int, device: torch.device) -> Tensor:
+            rows = watched_rows(num_rows, self.rows, self.format)
+            return (rows[(rows >= start) & (rows < stop)] - start).to(device)
 
         sample = {}
         for name, layer in quantized_projections(model, self.full_layers):
             weight = layer.weight.detach()  # one at a time, as adapters are merged here
-            sample[name] = weight[watched(len(weight), weight.device)]
+            held, start = held_rows(weight, self.format)
+            sample[name] = held[watched(len(weight), start, start + len(held), held.device)]
         if not sample:
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear named like {', '.join(PROJECTIONS)} to "
@@ -122,6 +140,37 @@ def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
     strips = torch.arange(taken) * num_strips // taken
     rows = (strips[:, None] * strip + torch.arange(strip)).flatten()
     return rows[rows < num_rows]
+
+
+def held_rows(weight: Tensor, format: Format | None) -> tuple[Tensor, int]:
+    """The rows of a weight that this process holds, and the number of the first.
+
+    Shards that cut through the tiles of a block format would have other codes than the whole.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, 0
+    length = -(-len(weight) // weight.device_mesh.size())  # as FSDP cuts
+    if length < len(weight) and length % _strip(format):
+        raise ModelError(
+            f"a weight of {len(weight)} rows on {weight.device_mesh.size()} trainers is cut every "
+            f"{length} rows, through the tiles of {_strip(format)} rows that {format} codes "
+            "together; use another parallel.trainers, or quant.track_rows = 0"
+        )
+    return weight.to_local(), min(weight.device_mesh.get_local_rank() * length, len(weight))
+
+
+def _over_shards(model: nn.Module, sums: Sequence[Tensor]) -> Tensor:
+    """Sums of this process added to those of the other ranks, if the model is sharded."""
+    table, parameter = torch.stack(list(sums)), next(model.parameters())
+    if not isinstance(parameter, DTensor):
+        return table
+    table = table.to(parameter.to_local().device)
+    return DTensor.from_local(table, parameter.device_mesh, [Partial()]).full_tensor().cpu()
+
+
+def _keys_of(name: str) -> tuple[str, str]:
+    """Suffixes of the metrics that a projection counts in: overall, and its group."""
+    return "", "/" + GROUPS[name.rpartition(".")[2]]
 
 
 def _strip(format: Format | None) -> int:

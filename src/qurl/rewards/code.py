@@ -1,10 +1,4 @@
-"""Does a program pass its tests? 1.0 if it passes all of them, else 0.0.
-
-A row has one of
-
-    inputs, outputs        lists of texts: what a program reads and must print
-    tests | test_list      Python statements such as "assert add(1, 2) == 3", a list or a text
-    test and entry_point   a text that defines check(candidate), as in HumanEval
+"""Does a program pass its tests (`qurl.programs`)? 1.0 if it passes all of them, else 0.0.
 
 Outputs never enter the sandbox. Statements run in the program's own process: a program that sets
 out to deceive them can, for instance with objects that equal everything.
@@ -16,9 +10,11 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from qurl.programs import read_tests
 from qurl.rewards.sandbox import Limits, Sandbox, Subprocess
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -49,11 +45,11 @@ class CodeReward:
     def __call__(self, text: str, answer: str, extra: Mapping[str, Any]) -> float:
         program, limits = find_program(text), self._limits
         del answer  # It may be a solution, of many.
-        pairs, statements = read_tests(extra)
+        pairs, statements, seconds = read_tests(extra)
         if program is None:
             return 0.0
-        if seconds := extra.get("time_limit"):
-            limits = Limits(float(seconds), limits.memory, limits.output, limits.processes)
+        if seconds is not None:
+            limits = replace(limits, seconds=seconds)
         if statements:
             token = secrets.token_hex()
             work = {"program": program, "tests": statements, "token": token}
@@ -85,28 +81,6 @@ def find_program(text: str) -> str | None:
     if blocks:
         return blocks[-1]
     return None if "```" in text else text
-
-
-def read_tests(extra: Mapping[str, Any]) -> tuple[Sequence[tuple[str, str]], list[str]]:
-    """(input, output) pairs, or statements; ValueError if a row has neither."""
-    if "inputs" in extra:
-        inputs, outputs = extra["inputs"], extra.get("outputs", ())
-        function = extra.get("fn_name")
-        if function or len(inputs) != len(outputs) or not inputs:
-            raise ValueError(
-                f"{len(inputs)} inputs and {len(outputs)} outputs, fn_name = {function!r}: as many "
-                "outputs as inputs are needed, at least one, and tests of functions as 'tests'"
-            )
-        return [(str(i), str(o)) for i, o in zip(inputs, outputs, strict=True)], []
-    if "test" in extra and "entry_point" in extra:
-        return [], [extra["test"], f"check({extra['entry_point']})"]
-    tests = extra.get("tests", extra.get("test_list"))
-    tests = [tests] if isinstance(tests, str) else tests
-    if not tests or not all(isinstance(test, str) for test in tests):
-        raise ValueError(
-            f"the row has no tests: {tests!r}; give 'tests', or 'inputs' and 'outputs'"
-        )
-    return [], [*filter(None, [extra.get("test_setup_code")]), *tests]
 
 
 def _words(text: str) -> list[list[str]]:

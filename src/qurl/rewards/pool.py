@@ -29,6 +29,8 @@ from qurl.plugins import name_of
 from qurl.rewards.reward import INLINE, Calls, Grade, Outcome, Scorer, failure, load_reward
 
 _START_SECONDS = 120.0  # imports may take long; they do not count against a grader's deadline
+_QUIET_SECONDS = 15.0  # until a word is said about that
+_NO_START = f"it could not be imported in {_START_SECONDS:g} s"
 _LARGEST_MESSAGE = 2**30
 _ASYNC_GRACE = 1.0  # seconds until a process that did not cancel its late async calls is killed
 
@@ -192,7 +194,10 @@ class _Worker:
     def wait_ready(self) -> tuple[bool, bool]:
         """Wait until the reward is loaded, or raise: is it async, is it grouped?"""
         if self._kind is None:
-            kind = self._receive(_START_SECONDS) or failure(self._reward, "it did not start")
+            if not self._socket.poll(_QUIET_SECONDS):
+                loading = f"reward {self._reward!r} is still being imported; it is given up after"
+                print(f"{loading} {_START_SECONDS:g} s", file=sys.stderr)
+            kind = self._receive(_START_SECONDS) or failure(self._reward, _NO_START)
             if isinstance(kind, RewardError):
                 self.kill()
                 raise kind

@@ -18,6 +18,8 @@ from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
 _GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LARGEST = 1e9
+"""Largest reward: sums and squares of a batch must stay numbers in FP32."""
 RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
@@ -179,15 +181,18 @@ def read_grade(value: Any) -> Grade:
     named = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in named:
         raise RewardError(f"the reward returned {value!r}; a mapping must hold 'score'")
+    number: Any
     for name, number in named.items():
         if name in RESERVED:
             raise RewardError(
                 f"the reward returned {value!r}; {name} would be logged under a name that the "
                 "framework's own metrics have, choose another"
             )
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(
-                f"the reward returned {name} = {number!r}; it must be a finite number"
-            )
+        is_number = isinstance(number, Real)
+        size: Any = abs(number) if is_number else math.nan
+        if not size <= LARGEST:
+            is_finite = is_number and size < math.inf
+            allowed = f"between -{LARGEST:g} and {LARGEST:g}" if is_finite else "a finite number"
+            raise RewardError(f"the reward returned {name} = {number!r}; it must be {allowed}")
     details = {str(name): float(number) for name, number in named.items()}
     return Grade(details.pop("score"), details)

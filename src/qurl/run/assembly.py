@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
-from qurl.config import AlgoConfig, Config, check_combinations
-from qurl.config.rules import BUILT_IN, NEEDS_EVAL_PATH, find_warnings, named_part, needs_file
+from qurl.advantages import Estimator, critic_advantages
+from qurl.config import AlgoConfig, Config
+from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError
-from qurl.losses import SURROGATES, Surrogate, facts_of
-from qurl.objectives import Advantage, Objective
+from qurl.losses import Surrogate
+from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin, name_of
+from qurl.plugins import is_users_own, load_plugin
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
-from qurl.rollout.engine import context_length
-from qurl.rollout.episode import Episode, EpisodeEngine
+from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
     load_checkpoint,
@@ -40,96 +37,33 @@ from qurl.run.checkpoint import (
     set_aside,
     staged_folder,
 )
+from qurl.run.choices import Choices, check_engine
 from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
-from qurl.sampling import ProblemStream, Selector
+from qurl.run.splits import held_out_problems, load_split
+from qurl.sampling import ProblemStream
 from qurl.seeds import derive_seed
-from qurl.tasks import Draw, GeneratedTask, JoinedTask, Task, load_task
+from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
+from qurl.trainer.parallel.group import GroupTracker, LearnerGroup, lead_learners
+from qurl.trainer.parallel.processes import follow, is_follower, num_launched
 from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
-EngineFactory = Callable[..., Engine]
-"""`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
-
-PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
-KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
-"""Key of the recipe that names each part of a run."""
-NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The parts that make one run different from another, as objects or by name."""
-
-    objective: Surrogate
-    advantage: Estimator
-    task: Task | Draw | str
-    select: Selector | str
-    engine: EngineFactory | None
-    reward: Reward | None
-    episode: Episode | None
-    """None for the last three: as the recipe says."""
-
-    @classmethod
-    def of(cls, config: Config, *parts: Any) -> Choices:
-        """Parts in the order of `train`; for None, what the recipe names. Refuses what clashes."""
-        given: dict[str, Any] = dict(zip_longest(PARTS, parts))
-        for part, value in given.items():
-            if isinstance(value, str):
-                remedy = f"a name belongs into the recipe, as {KEYS[part]}"
-                raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
-        built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
-        for part, functions in built_in.items():
-            name, key = named_part(config, KEYS[part]), KEYS[part]
-            if given[part] is None:
-                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
-        engine, methods = given["engine"], ("sync", "stream", "generate", "score")
-        lacks = ", ".join(method for method in methods if not hasattr(engine, method))
-        if isinstance(engine, type) and lacks:
-            raise ConfigError(
-                f"rollout.engine: {engine.__name__} lacks {lacks} (qurl.rollout.Engine)"
-            )
-        given["task"] = given["task"] or config.task.name
-        given["select"] = given["select"] or config.sampling.select
-        choices = cls(**given)
-        if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
-            raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
-        check_combinations(config, "config", *choices.facts)
-        return choices
-
-    def record_in(self, config: Config) -> Config:
-        """The config with the names of parts given as objects, as its run directory keeps it."""
-        for part, key in KEYS.items():
-            value, name = getattr(self, part), named_part(config, key)
-            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
-            if callable(value) and not is_named:
-                spec = (
-                    NAMES.get(value)
-                    or name_of(value)
-                    or f"__main__:{getattr(value, '__qualname__', 'part')}"
-                )
-                section, _, field = key.partition(".")
-                changed = dataclasses.replace(getattr(config, section), **{field: spec})
-                config = dataclasses.replace(config, **{section: changed})
-        return config
-
-    @property
-    def facts(self) -> tuple[Objective, Advantage]:
-        """Facts of the objective and of the advantage, which may carry none."""
-        return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
+AnyLearner = Learner | LearnerGroup
+AnyTracker = UpdateTracker | GroupTracker
 
 
 @dataclass
 class Parts:
     """What the loop works with."""
 
-    learner: Learner
+    learner: AnyLearner
     advantage: Estimator
     engine: Engine
     full_engine: Engine
@@ -137,7 +71,7 @@ class Parts:
     stream: ProblemStream
     held_out: list[Problem]
     pool: Pool
-    tracker: UpdateTracker | None
+    tracker: AnyTracker | None
     first_step: int
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
@@ -167,6 +101,8 @@ class Parts:
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
         folder, state = run.path / "checkpoints", state or self.state()
+        if self.tracker is not None:
+            state = {**state, "tracker": self.tracker.collect(state["tracker"])}
         path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
         run.event("checkpoint", f"saved {path.name}", step=step)
 
@@ -185,14 +121,92 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
     initial = initial_model(config, run.path, device)
     checkpoint, damaged = newest_sound(run.path / "checkpoints")
-    policy, reference = _load_policies(config, initial, checkpoint, device)
-    learner = Learner(
-        policy,
-        config,
-        reference=reference,
-        objective=choices.objective,
-        advantage=advantage,
+    make = functools.partial(
+        make_learner, config, initial, checkpoint, choices.objective, advantage
     )
+    with _open_learner(config, device, make) as learner:
+        policy = learner.policy
+        task, data, held_out = _load_data(config, policy, choices, run)
+        prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
+        for note in (*policy.notes, *task.notes):
+            run.warn(note)
+        stream = ProblemStream(task, config.seed, choices.select)
+        tracker = _build_tracker(config, learner, run)
+        first_step = 0
+        if checkpoint:
+            state = load_checkpoint(checkpoint, learner)
+            _warn_of_changed_data(state, prints, run)
+            first_step = _resume(state, stream, tracker, run)
+        graded = () if choices.reward else data.values()
+        with build_pool(config, choices.reward or task.reward, *graded) as pool:
+            if first_step == 0 and choices.reward is None:
+                _try_grader(config, task, pool, run)
+            build = functools.partial(build_actor, config, policy, config.quant.format, choices)
+            engine = full_engine = build()
+            if config.has_full_engine:
+                full_engine = build_actor(config, policy, "none", choices)
+            parts = Parts(
+                learner=learner,
+                advantage=_configured(choices.advantage, config.algo),
+                engine=engine,
+                full_engine=full_engine,
+                stream=stream,
+                held_out=held_out,
+                pool=pool,
+                tracker=tracker,
+                first_step=first_step,
+                build_engine=build,
+                fingerprints=prints,
+            )
+            _set_aside(damaged, first_step, run)
+            run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
+            yield parts
+
+
+def make_learner(
+    config: Config,
+    initial: str | Path,
+    checkpoint: Path | None,
+    objective: Surrogate,
+    advantage: Advantage,
+) -> Learner:
+    """The models and optimizers of a run, untrained or as saved; `load_checkpoint` comes after."""
+    policy, reference = _load_policies(config, initial, checkpoint, pick_device(config.device))
+    parts = {"objective": objective, "advantage": advantage}
+    learner = Learner(policy, config, reference=reference, **parts)
+    if checkpoint is None:
+        _prepare_masters(config, learner)
+    learner.narrow_masters_()
+    return learner
+
+
+def _open_learner(
+    config: Config, device: torch.device, make: Callable[[], Learner]
+) -> AbstractContextManager[AnyLearner]:
+    """A learner in this process, or on as many ranks as the recipe asks for."""
+    if config.parallel.trainers == 1:
+        return nullcontext(make())
+    return lead_learners(config.parallel.trainers, device, config.threads, make)
+
+
+def follow_driver(config: Config) -> bool:
+    """Serve the driver of this run, if torchrun started this process for that; else False."""
+    size, trainers = num_launched(), config.parallel.trainers
+    if size not in (None, trainers):
+        raise ConfigError(
+            f"parallel.trainers = {trainers}, but torchrun started {size} processes; use the same "
+            "number"
+        )
+    if not is_follower():
+        return False
+    follow(prepare_torch(config).type, config.threads)
+    return True
+
+
+def _load_data(
+    config: Config, policy: Policy, choices: Choices, run: Run
+) -> tuple[Task, dict[str, Task], list[Problem]]:
+    """The training task, all splits by name, and the held-out problems."""
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
     held_out, data = [], {"train": task}
@@ -201,43 +215,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         held_out = held_out_problems(config, data["eval"])
         if note := compare_splits(task, data["eval"]):
             run.warn(note)
-    prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
-    for note in (*policy.notes, *task.notes):
-        run.warn(note)
-    stream = ProblemStream(task, config.seed, choices.select)
-    tracker = _build_tracker(config, policy, run)
-    first_step = 0
-    if not checkpoint:
-        _prepare_masters(config, learner, run)
-    learner.narrow_masters_()
-    if checkpoint:
-        state = load_checkpoint(checkpoint, learner)
-        _warn_of_changed_data(state, prints, run)
-        first_step = _resume(state, stream, tracker, run)
-    graded = () if choices.reward else data.values()
-    with build_pool(config, choices.reward or task.reward, *graded) as pool:
-        if first_step == 0 and choices.reward is None:
-            _try_grader(config, task, pool, run)
-        build = functools.partial(build_actor, config, policy, config.quant.format, choices)
-        engine = full_engine = build()
-        if config.has_full_engine:
-            full_engine = build_actor(config, policy, "none", choices)
-        parts = Parts(
-            learner=learner,
-            advantage=_configured(choices.advantage, config.algo),
-            engine=engine,
-            full_engine=full_engine,
-            stream=stream,
-            held_out=held_out,
-            pool=pool,
-            tracker=tracker,
-            first_step=first_step,
-            build_engine=build,
-            fingerprints=prints,
-        )
-        _set_aside(damaged, first_step, run)
-        run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-        yield parts
+    return task, data, held_out
 
 
 def _try_grader(config: Config, task: Task, pool: Pool, run: Run) -> None:
@@ -266,11 +244,14 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
+    can_fuse = config.parallel.trainers == 1
     if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision)
+        policy = load_saved_policy(checkpoint, *precision, can_fuse=can_fuse)
     else:
-        policy = load_policy(initial, *precision)
-    return policy, load_policy(initial, *precision).freeze_() if has_reference else None
+        policy = load_policy(initial, *precision, can_fuse=can_fuse)
+    if not has_reference:
+        return policy, None
+    return policy, load_policy(initial, *precision, can_fuse=can_fuse).freeze_()
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
@@ -281,7 +262,7 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
 
 
-def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, run: Run) -> int:
+def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:
     """Take over the state of a checkpoint; returns the step to go on with."""
     num_problems = len(stream.task)
     stream.load_state_dict(state)
@@ -298,7 +279,8 @@ def _resume(state: dict, stream: ProblemStream, tracker: UpdateTracker | None, r
 def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
     """Say which data files have other contents than when the checkpoint was saved."""
     effects = {
-        "train": "the training data has changed since the run was saved: it goes on with others",
+        "train": "the training data has changed since the run was saved: the run goes on with "
+        "other problems",
         "eval": "the held-out data has changed since the run was saved: accuracies do not compare "
         "with those before",
     }
@@ -350,69 +332,6 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     return run_path / INITIAL
 
 
-def load_split(
-    config: Config,
-    split: str,
-    tokenizer: Any = None,
-    model_config: Any = None,
-    task: Task | Draw | str = "",
-) -> Task:
-    """A split of the recipe's task, or of a given one, whose prompts leave room for completions."""
-    options, is_eval = config.task, split == "eval"
-    if not isinstance(task, str) and not callable(task):
-        if not is_eval:
-            return task
-        task = "file"  # a `Task` object is its own training split only
-    task = task or options.name
-    several, one = ("eval_sets", "eval_path") if is_eval else ("mix", "path")
-    key = several if getattr(options, several) else one
-    if is_eval and isinstance(task, str) and needs_file(task) and not getattr(options, key):
-        raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
-    section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards", "system")
-    same += ("chat_template_kwargs",)
-    load = functools.partial(
-        load_task,
-        task,
-        path_key=f"task.{key}",
-        split=split,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        **{key: getattr(options, key) for key in same},
-        **_prompt_limit(config, section, model_config),
-    )
-    if key == one:
-        return load(path=getattr(options, one))
-    if is_eval:
-        sets = options.held_out_files.items()
-        return JoinedTask({name: load(path=path) for name, path in sets}, [1.0] * len(sets))
-    shares = options.training_files
-    return JoinedTask({path: load(path=path) for path in shares}, [*shares.values()])
-
-
-def held_out_problems(config: Config, task: Task) -> list[Problem]:
-    """The first problems of the held-out split, as many as are evaluated; so many of each set."""
-    starts = [0, *accumulate(task.sizes)] if isinstance(task, JoinedTask) else [0, len(task)]
-    num = config.eval.problems
-    return [task[i] for a, b in pairwise(starts) for i in range(a, min(a + num, b))]
-
-
-def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:
-    """Room for completions in the model's context: too long a prompt is found before training."""
-    max_tokens = getattr(config, section).max_tokens
-    context = context_length(model_config) if model_config is not None else None
-    stated = config.task.max_prompt_tokens
-    if context is None or context - max_tokens >= stated:
-        return {"max_prompt_tokens": stated}
-    if max_tokens >= context:
-        raise ConfigError(
-            f"{section}.max_tokens = {max_tokens} leaves no room for a prompt: the model's "
-            f"max_position_embeddings is {context}; lower {section}.max_tokens"
-        )
-    limited_by = f"max_position_embeddings - {section}.max_tokens = {context} - {max_tokens}"
-    return {"max_prompt_tokens": context - max_tokens, "limited_by": limited_by}
-
-
 def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     """The grading processes of a reward, and of those that rows of the tasks name."""
     task = config.task
@@ -445,13 +364,15 @@ def build_actor(
         options["unified"] = config.quant.unified and is_main
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
+    check_engine(actor)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
         policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | None:
+def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker | None:
+    policy = learner.policy
     if config.quant.track_rows == 0:
         return None
     if not any(projections(policy.model)):
@@ -462,17 +383,17 @@ def _build_tracker(config: Config, policy: Policy, run: Run) -> UpdateTracker | 
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
     quant = config.quant
-    return UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers)
+    return learner.watch(UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers))
 
 
-def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
+def _prepare_masters(config: Config, learner: Learner) -> None:
     """Change weights once, before training: UAQ and dither. Outputs stay, up to rounding."""
     quant, options, policy = config.quant, config.experimental, learner.policy
     if (carried := uaq_scale(policy.model)) != 1:
         unscale_(policy.model)
-        run.warn(
+        policy.notes += (
             f"model.path = {config.model.path!r} carried UAQ with s = {carried:g} from an earlier "
-            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts"
+            f"run; it was folded back, and quant.update_scale = {quant.update_scale:g} counts",
         )
     if quant.update_scale > 1:
         also = {"o_proj": options.scale_o_proj, "down_proj": options.scale_down_proj}
@@ -485,6 +406,6 @@ def _prepare_masters(config: Config, learner: Learner, run: Run) -> None:
             'which sees every update; leave it off, or set model.compute_dtype = "bfloat16"'
         )
     if kept := dither_(policy.model, config.seed):
-        run.warn(f"experimental.dither left on their grid: {', '.join(kept)}")
+        policy.notes += (f"experimental.dither left on their grid: {', '.join(kept)}",)
     if learner.critic is not None:
         dither_(learner.critic.backbone, config.seed)

@@ -6,6 +6,7 @@ checkpoints/step-000123/
                        with LoRA a folder of adapters, as peft writes it
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic, and the rests of BF16 masters
+    optimizer/         in place of it, the shards of several trainers
     state.pt           step, data position, update tracker, random state
     checksums.json     SHA-256 of each file above
 """
@@ -23,22 +24,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.optim import Optimizer
 
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
-from qurl.trainer.folder import UNREADABLE
 from qurl.trainer.learner import Learner
-from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
 from qurl.trainer.lora import load_adapters_
+from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.policy import PLAIN, Policy, load_policy
+from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE
 
 CHECKSUMS = "checksums.json"
+NEEDED = (("policy",), ("optimizer.pt", "optimizer"), ("state.pt",))
+"""What a checkpoint must have, each under one of its names."""
 
 
 def save_checkpoint(
-    folder: Path, step: int, learner: Learner, state: Mapping[str, Any], *, keep: int
+    folder: Path, step: int, learner: Learner | LearnerGroup, state: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
@@ -65,26 +67,34 @@ def staged_folder(target: Path) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{target} could not be written: {error}. Nothing else was changed; make room on the "
-            "disk, then run the same command again"
+            "disk or choose another place, then run the same command again"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_state(folder: Path, learner: Learner, state: Mapping[str, Any]) -> None:
+def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint and flush them to the disk."""
-    learner.policy.save(folder / "policy")
-    optimizers = {"policy": learner.optimizer.state_dict()}
-    if learner.critic is not None and learner.critic_optimizer is not None:
-        torch.save(learner.critic.state_dict(), folder / "critic.pt")
-        optimizers["critic"] = learner.critic_optimizer.state_dict()
-    torch.save(optimizers, folder / "optimizer.pt")
+    learner.save(folder)
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
-    sums = {str(path.relative_to(folder)): _checksum(path) for path in _files(folder)}
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
+    _write_checksums(folder)
     for path in _files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def replace_state(folder: Path, **changes: Any) -> None:
+    """Change entries of a checkpoint's state.pt."""
+    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    torch.save(state | changes, folder / "state.pt")
+    if (folder / CHECKSUMS).exists():
+        _write_checksums(folder)
+
+
+def _write_checksums(folder: Path) -> None:
+    files = (path for path in _files(folder) if path.name != CHECKSUMS)
+    sums = {str(path.relative_to(folder)): _checksum(path) for path in files}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=2))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -99,8 +109,11 @@ def _checksum(path: Path) -> str:
 def find_damage(folder: Path, under: str = "") -> str | None:
     """What is wrong with a checkpoint, or with its files `under` a folder; None if nothing is.
 
-    Checkpoints of versions without checksums count as sound.
+    Of checkpoints of versions without checksums, only the presence of the files is known.
     """
+    for names in () if under else NEEDED:
+        if not any((folder / name).exists() for name in names):
+            return f"{names[0]} is missing"
     if not (folder / CHECKSUMS).exists():
         return None
     try:
@@ -146,11 +159,15 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def load_saved_policy(
-    folder: Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
     """Load the policy of a checkpoint."""
     with _naming_unreadable(folder):
-        return load_policy(folder / "policy", config, device, quant)
+        return load_policy(folder / "policy", config, device, quant, **options)
 
 
 def load_saved_adapters(folder: Path, policy: Policy) -> None:
@@ -159,27 +176,27 @@ def load_saved_adapters(folder: Path, policy: Policy) -> None:
         load_adapters_(policy.model, folder / "policy")
 
 
-def load_checkpoint(folder: Path, learner: Learner) -> dict[str, Any]:
+def load_checkpoint(folder: Path, learner: Learner | LearnerGroup) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
-    device = learner.policy.device
     with _naming_unreadable(folder):
-        optimizers = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(learner.optimizer, optimizers["policy"])
-        if learner.critic is not None and learner.critic_optimizer is not None:
-            weights = torch.load(folder / "critic.pt", map_location=device, weights_only=True)
-            learner.critic.load_state_dict(weights)
-            _load_optimizer(learner.critic_optimizer, optimizers["critic"])
+        learner.load(folder)
         torch.set_rng_state(state.pop("torch_rng"))
+        _check_state(state, checkpoint_step(folder))
     return state
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load all but `fused`, which depends on the device."""
-    if "fused" in optimizer.defaults:
-        for group in state["param_groups"]:
-            group["fused"] = optimizer.defaults["fused"]
-    optimizer.load_state_dict(state)
+def _check_state(state: Mapping[str, Any], step: int) -> None:
+    """Raise ValueError unless the run can go on from it, at `step`."""
+    position, accuracies = state.get("position", 0), state.get("accuracies", {})
+    if state["step"] != step:
+        raise ValueError(f"its state.pt is of step {state['step']!r}")
+    if not isinstance(position, int) or position < 0:
+        raise ValueError(f"its state.pt has position = {position!r}")
+    if not isinstance(accuracies, dict) or not all(
+        isinstance(a, list) for a in accuracies.values()
+    ):
+        raise ValueError("its state.pt has accuracies that no run writes")
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from safetensors import SafetensorError
 
 from qurl.config import Config
 from qurl.errors import CheckpointError, QurlError, RewardError, SyncError, TrainingError
-from qurl.run.assembly import Parts
+from qurl.run.assembly import AnyLearner, Parts
 from qurl.run.checkpoint import write_state
 from qurl.run.directory import Run
-from qurl.trainer.learner import Learner
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
         raise
 
 
-def _write_evidence(folder: Path, step: int, learner: Learner, error: Exception) -> None:
+def _write_evidence(folder: Path, step: int, learner: AnyLearner, error: Exception) -> None:
     is_foreseen = isinstance(error, QurlError)
     trace = [f"{type(error).__name__}: {error}\n"] if is_foreseen else format_exception(error)
     (folder / "error.txt").write_text("".join(trace))

@@ -41,7 +41,7 @@ OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
-    "alarms",
+    *("alarms", "parallel"),
     *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("task.grade_workers", "task.grade_timeout", "task.grade_memory"),
@@ -191,11 +191,22 @@ def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):  # only the last line of a file has no end
                     return
                 raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
+            if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
+                raise DataError(f"{path}, line {number} is no record of a run: {record!r:.100}")
+            yield record
+
+
+def check_logs(path: Path) -> None:
+    """Raise DataError if a log of the run at `path`, which a resume reads, is damaged."""
+    for name in (METRICS, SAMPLES, EVALS, EVENTS):
+        if (path / name).is_file():
+            for _ in iter_jsonl(path / name):
+                pass
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

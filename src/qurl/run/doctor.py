@@ -23,12 +23,12 @@ from qurl.errors import QurlError
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.rollout import build_engine
+from qurl.run.budget import GIB
 from qurl.run.finding import Finding
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.scratch import build_tiny_llama
 
 DISTRIBUTION = "qurl-rl"
-GIB = 2**30
 LITTLE_DISK, NO_DISK = 20 * GIB, GIB
 """A checkpoint of 1.5B takes 18 GB: FP32 weights and moments."""
 BUSY_SHARE = 0.1

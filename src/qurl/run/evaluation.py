@@ -18,9 +18,10 @@ from qurl.errors import ConfigError, DataError
 from qurl.rewards import Grade, Grading
 from qurl.rewards.pool import Pool
 from qurl.rollout.engine import Engine
-from qurl.run.assembly import build_actor, build_pool, held_out_problems, load_split, prepare_torch
+from qurl.run.assembly import build_actor, build_pool, prepare_torch
 from qurl.run.checkpoint import find_policy
 from qurl.run.intervals import Z, wilson_interval
+from qurl.run.splits import held_out_problems, load_split
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_policy
 from qurl.types import Problem, Rollout, SamplingParams

@@ -1,5 +1,7 @@
 """`qurl export`: a Hugging Face folder from a trained policy, plain or quantized, or from GGUF.
 
+`qurl rescale` writes one under UAQ, for frameworks that train a folder.
+
 A quantized folder has the format of compressed-tensors, which vLLM loads:
 
     X.weight         the codes [N, K] of `qurl.quant.quantize`, INT8 or FP8 E4M3
@@ -9,6 +11,7 @@ A quantized folder has the format of compressed-tensors, which vLLM loads:
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from importlib.util import find_spec
@@ -21,11 +24,11 @@ from torch import Tensor, nn
 from qurl.errors import ConfigError, MissingExtra, ModelError
 from qurl.quant import quantize
 from qurl.quant.linear import check_quantizable, quantized_projections
-from qurl.quant.scaling import uaq_scale, unscale_
+from qurl.quant.scaling import rescale_, uaq_scale, unscale_
 from qurl.run.card import read_run, write_card
 from qurl.run.checkpoint import find_policy, staged_folder
-from qurl.trainer.lora import CONFIG as ADAPTER_CONFIG
-from qurl.trainer.policy import load_model
+from qurl.trainer.policy import load_model, load_tokenizer
+from qurl.trainer.weight_files import ADAPTER_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUANTS = ("none", "int8", "fp8")
@@ -60,6 +63,19 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
             is_model = ".safetensors" in path.name or path.name == ADAPTER_CONFIG
             if not (folder / path.name).exists() and not is_model:
                 shutil.copy2(path, folder / path.name)
+    return target
+
+
+def rescale(source: str, target: Path, scale: float = 1.5) -> Path:
+    """Write a model, from a folder or the hub, under UAQ and in FP32; `export` folds it back."""
+    _check_arguments(target, "float32")
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"--scale {scale} must be finite and positive; the paper uses 1.5")
+    model, tokenizer = load_model(source, "MODEL"), load_tokenizer(source)
+    rescale_(model, scale)
+    with staged_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return target
 
 

@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qurl.config import Config, load_config, to_json
 from qurl.errors import CheckpointError, ConfigError
 from qurl.objectives import ADVANTAGES
-from qurl.run.checkpoint import checkpoint_step, list_checkpoints, staged_folder
+from qurl.run.checkpoint import (
+    checkpoint_step,
+    find_damage,
+    list_checkpoints,
+    replace_state,
+    staged_folder,
+)
 from qurl.run.directory import (
     CONFIG,
     EVALS,
@@ -27,6 +31,7 @@ from qurl.run.directory import (
     forget_steps,
     log_event,
 )
+from qurl.run.inputs import check_inputs
 
 FIXED = (
     *("model.path", "model.scratch", "model.lora_rank", "model.lora_alpha"),
@@ -44,20 +49,22 @@ def fork(source: Path, step: int, flags: Sequence[str]) -> Path:
 
     Its name is `run_dir`, by default that of the source with "-at-STEP" behind it.
     """
-    checkpoint = _find_checkpoint(source, step)
     original = load_config(source)
+    checkpoint = _find_checkpoint(source, step)
     default = f"{str(source).rstrip('/')}-at-{step}"
     config = load_config(source, ["--run-dir", default, *flags])
     changes = compare_recipes(original, config)
     changes.pop("run_dir", None)
     _check(config, changes, checkpoint)
+    check_inputs(config)
     target = Path(config.run_dir).expanduser()
     if target.exists():
         raise ConfigError(f"run_dir = {config.run_dir!r} exists already; choose another --run-dir")
     with staged_folder(target) as folder:
         shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
         if any(key in changes for key in TRACKED):
-            _restart_tracker(folder / "checkpoints" / checkpoint.name / "state.pt")
+            # Other weights are watched now.
+            replace_state(folder / "checkpoints" / checkpoint.name, tracker={})
         if (source / INITIAL).exists():
             shutil.copytree(source / INITIAL, folder / INITIAL)
         for name in (METRICS, SAMPLES, EVALS):
@@ -73,13 +80,15 @@ def fork(source: Path, step: int, flags: Sequence[str]) -> Path:
 
 def _find_checkpoint(source: Path, step: int) -> Path:
     found = {checkpoint_step(path): path for path in list_checkpoints(source / "checkpoints")}
-    if step in found:
-        return found[step]
-    has = f"has those of steps {', '.join(map(str, found))}" if found else "has none"
-    raise CheckpointError(
-        f"{source} {has} and no checkpoint of step {step}; save.every and save.keep of a run say "
-        "which are kept"
-    )
+    if step not in found:
+        others = f"those of steps {', '.join(map(str, found))}" if found else "none at all"
+        raise CheckpointError(
+            f"{source} has no checkpoint of step {step}, only {others}; save.every and save.keep "
+            "of a run say which are kept"
+        )
+    if damage := find_damage(found[step]):
+        raise CheckpointError(f"{found[step]} is damaged: {damage}; fork at another step")
+    return found[step]
 
 
 def _check(config: Config, changes: Mapping[str, Any], checkpoint: Path) -> None:
@@ -94,9 +103,3 @@ def _check(config: Config, changes: Mapping[str, Any], checkpoint: Path) -> None
         )
     if config.steps < (step := checkpoint_step(checkpoint)):
         raise ConfigError(f"steps = {config.steps}, but the fork starts after {step} steps already")
-
-
-def _restart_tracker(path: Path) -> None:
-    """Let the update tracker begin anew: other weights are watched now."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    torch.save(state | {"tracker": {}}, path)

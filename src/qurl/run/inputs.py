@@ -7,6 +7,7 @@ from pathlib import Path
 from qurl.config import Config
 from qurl.config.rules import needs_file
 from qurl.errors import ConfigError
+from qurl.tasks import reward_of_file
 from qurl.tasks.files import FORMATS, read_rows
 from qurl.trainer.folder import check_folder
 
@@ -25,10 +26,11 @@ def check_inputs(config: Config) -> None:
     if config.eval.every:
         key = "task.eval_sets" if task.eval_sets else "task.eval_path"
         keys |= dict.fromkeys(task.held_out_files.values(), key)
+    reward = reward_of_file(task.name, task.reward)
     for path, key in keys.items():
         first = None if path.endswith(".parquet") else _FIRST_ROWS
         if path:
-            read_rows(Path(path), task.reward, dict(task.rewards), path_key=key, first=first)
+            read_rows(Path(path), reward, dict(task.rewards), path_key=key, first=first)
 
 
 def check_model_path(config: Config) -> None:

@@ -82,8 +82,8 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
     return Finding(
         float(steps),
         f"for {steps} steps no reward differed from those it is compared with (they are {same}), "
-        "so nothing is learned. Look at the answers in samples.jsonl: is the task too hard or too "
-        "easy, or does the reward not accept the form of the answers?",
+        "so nothing is learned. Look at the answers in samples.jsonl: the task may be too hard or "
+        "too easy, or the reward may not accept the form of the answers",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from qurl.errors import ConfigError
 from qurl.plugins import is_users_own
 from qurl.rewards import Pool
+from qurl.rewards.pool import wait_for
 from qurl.tasks import Task
 from qurl.types import Problem
 
@@ -45,7 +46,10 @@ class Rehearsal:
     def check(self, timeout: float) -> str | None:
         """A note for the user, or None; raises ConfigError if the grader cannot be right."""
         if self.num_killed:
-            raise ConfigError(f"{self.reward!r} was killed at task.grade_timeout = {timeout:g} s")
+            raise ConfigError(
+                f"{self.reward!r} was killed at task.grade_timeout = {timeout:g} s, or ran out of "
+                "task.grade_memory"
+            )
         if not self.refused:
             return None
         if len(self.refused) < self.num_tried:
@@ -65,20 +69,23 @@ def rehearse(task: Task, pool: Pool) -> Rehearsal:
     """Grade a right and a wrong answer to some problems of a task."""
     spread = range(0, len(task), max(1, len(task) // NUM_PROBLEMS))
     problems = [task[i] for i in spread[:NUM_PROBLEMS]]
-    tries = [(p, text) for p in problems for text in _right_answers(task, p, pool.reward)]
-    grades = pool.grade([(text, p.answer, p.extra) for p, text in tries])
-    wrong = pool.grade([(WRONG, p.answer, p.extra) for p in problems])
+    texts = [[*_right_answers(task, p, pool.reward), WRONG] for p in problems]
+    # All of a problem's answers in one call, as in training: a reward may compare them.
+    asked = [pool.submit(t, p.answer, p.extra) for t, p in zip(texts, problems, strict=True)]
+    grades = [wait_for(futures) for futures in asked]
     best: dict[str, float] = {}
-    for (problem, _), grade in zip(tries, grades, strict=True):
-        best[problem.id] = max(best.get(problem.id, grade.score), grade.score)
-    worst = {problem.id: grade.score for problem, grade in zip(problems, wrong, strict=True)}
+    worst: dict[str, float] = {}
+    for problem, [*right, wrong] in zip(problems, grades, strict=True):
+        worst[problem.id] = wrong.score
+        if right:
+            best[problem.id] = max(grade.score for grade in right)
     return Rehearsal(
         reward=pool.reward,
         truth=max(best.values(), default=float("nan")),
         wrong=max(worst.values()),
         refused=tuple(id for id, score in best.items() if score <= worst[id]),
         num_tried=len(best),
-        num_killed=sum(grade.timed_out for grade in (*grades, *wrong)),
+        num_killed=sum(grade.timed_out for group in grades for grade in group),
     )
 
 

@@ -1,4 +1,4 @@
-"""`qurl validate`: finds what `qurl train` would refuse. Loads no model and writes nothing."""
+"""`qurl validate`: finds what `qurl train` would refuse. Loads no model, leaves no file behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +22,20 @@ from qurl.quant.scaling import uaq_scale
 from qurl.rollout.engine import check_prompts_for
 from qurl.rollout.local.architecture import read_architecture
 from qurl.rollout.stop import StopRule
-from qurl.run.assembly import Choices, build_pool, held_out_problems, load_split
+from qurl.run.assembly import build_pool
 from qurl.run.budget import GIB, find_savings, measure_model, memory_rows, peak_memory, total_memory
 from qurl.run.checkpoint import newest_sound
-from qurl.run.directory import find_changes
+from qurl.run.choices import Choices
+from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
+from qurl.run.splits import held_out_problems, load_split
+from qurl.sampling import ProblemStream
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
-from qurl.trainer.folder import check_finite, check_folder, check_shapes
+from qurl.trainer.folder import check_folder
 from qurl.trainer.policy import load_empty_model, load_model_config, load_tokenizer
+from qurl.trainer.weight_files import check_finite, check_shapes
 from qurl.types import SamplingParams
 
 NUM_PROMPTS = 32
@@ -100,7 +105,16 @@ class Recipe:
             raise ConfigError(
                 f"run_dir = {str(path)!r} cannot be written: no permission in {place}"
             )
-        changes = find_changes(path, self.config)
+        try:
+            with TemporaryDirectory(
+                dir=place, prefix=".qurl-"
+            ):  # a system may refuse what it allows
+                changes = find_changes(path, self.config)
+        except OSError as error:
+            if isinstance(error, QurlError):
+                raise
+            raise ConfigError(f"run_dir = {str(path)!r}: {error.strerror}") from error
+        check_logs(path)
         _, damaged = newest_sound(path / "checkpoints")
         self.notes += [f"{found} is damaged: {damage}" for found, damage in damaged.items()]
         return f"{self.config.run_dir}, {'a new run' if changes is None else 'a run to resume'}"
@@ -124,9 +138,9 @@ class Recipe:
         self.model_config = load_model_config(path)
         kind = self.model_config.model_type
         vocabulary = self.model_config.get_text_config().vocab_size
-        if num_tokens > vocabulary:
+        if num_tokens > vocabulary:  # prompts that hold the others are refused by themselves
             sizes = f"its tokenizer has {num_tokens} tokens, and the model only {vocabulary}"
-            raise ModelError(f"model.path = {path!r}: {sizes}")
+            self.notes.append(f"model.path = {path!r}: {sizes}")
         return f"{kind}, {tokens}"
 
     def check_precision(self) -> str:
@@ -182,6 +196,7 @@ class Recipe:
         self.task = task = load_split(self.config, "train", self.tokenizer, self.model_config)
         spread = range(0, len(task), max(1, len(task) // NUM_PROMPTS))
         problems = [task[i] for i in spread[:NUM_PROMPTS]]
+        ProblemStream(task, self.config.seed, self.config.sampling.select).take(1)
         first = ""
         if self.tokenizer:
             self.prompt = problems[0].extra.get("prompt", "")

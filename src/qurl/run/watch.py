@@ -24,7 +24,6 @@ from urllib.parse import parse_qs
 
 from qurl.errors import ConfigError, QurlError
 from qurl.run.report import open_runs, page_title
-from qurl.run.report.charts import chart_specs
 from qurl.run.report.compare import compare
 from qurl.run.report.page import render_page
 
@@ -53,8 +52,8 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, run_dirs: Sequence[str | Path], host: str = "127.0.0.1", port: int = 0):
         self.run_dirs = list(run_dirs)
         runs = open_runs(self.run_dirs)  # complains before anything is served
-        data = {"live": True, "charts": chart_specs(), "runs": [None] * len(runs)}
-        self.page, policy = render_page(page_title(runs), data | {"comparison": None})
+        data = {"live": True, "runs": [None] * len(runs), "comparison": None}
+        self.page, policy = render_page(page_title(runs), data)
         self.policy = f"{policy}; frame-ancestors 'none'"
         self.is_local = _is_loopback(host)
         self.token = "" if self.is_local else secrets.token_urlsafe(24)

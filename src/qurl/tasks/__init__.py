@@ -70,14 +70,20 @@ def load_task(
                 f"columns {_EXPECTED_COLUMNS[name]}; nothing is downloaded"
             )
         label = name if name in ("gsm8k", "math") else Path(source).name.split(".")[0]
-        if reward == "auto":
-            reward = "code" if name == "code" else "math"
+        reward = reward_of_file(name, reward)
         return FileTask(source, label, reward, path_key, prompts, dict(rewards))
     draw, own_instruction, own_reward = _generator(name_or_path, split, seed, difficulty)
     # A model without a chat template completes `37+85=`; an instruction would only lengthen that.
     own_instruction = own_instruction if prompts.is_chat else ""
     reward = own_reward if reward == "auto" else reward
     return GeneratedTask(name, reward, draw, split, prompts, own_instruction)
+
+
+def reward_of_file(task: str, reward: str) -> str:
+    """What grades the rows of a task's file that name no reward; `auto` is the task's own."""
+    if reward != "auto":
+        return reward
+    return "code" if task == "code" else "math"
 
 
 def _generator(

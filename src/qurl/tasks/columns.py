@@ -18,6 +18,7 @@ from qurl.answers import last_boxed
 from qurl.config.rules import ROW_REWARDS
 from qurl.errors import DataError
 from qurl.plugins import is_users_own
+from qurl.programs import read_tests
 from qurl.tasks.task import Messages
 
 INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
@@ -28,6 +29,8 @@ INSTRUCTIONS = {
 }
 """What is asked instead where the reward reads something else."""
 
+RESERVED = ("qurl_reward", "qurl_set")
+"""What QuRL itself adds to the columns of a row."""
 TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 _DEEPEST = 50
@@ -54,13 +57,14 @@ def find_reward(columns: Any, where: str, default: str, named: Mapping[str, str]
     """
     columns = columns if isinstance(columns, Mapping) else {}
     label, source = columns.get("reward"), columns.get("data_source")
-    if isinstance(label, str) and label:
-        if label in named or label in ROW_REWARDS:
+    is_score = label is None or isinstance(label, int | float)  # of another run, say
+    if not is_score and label != "":
+        if isinstance(label, str) and (label in named or label in ROW_REWARDS):
             return named.get(label, label)
         known = ", ".join([*ROW_REWARDS, *named])
         raise DataError(
-            f"{where}: 'reward' is {label!r}, not one of {known}; add it to task.rewards, or "
-            "rename the column if it means something else"
+            f"{where}: 'reward' is {str(label)[:100]!r}, not one of {known}; add it to "
+            "task.rewards, or rename the column if it means something else"
         )
     return named.get(source, default) if isinstance(source, str) else default
 
@@ -75,14 +79,19 @@ def with_tests(row: Row) -> Row:
     if row.answers and row.answers[0].startswith("{"):
         try:
             tests = json.loads(row.answers[0])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{row.where}: the truth is not valid JSON: {error}") from error
+        _check_text(tests, row.where)
         row = replace(row, columns={**row.columns, **tests}, answers=())
     if not any(row.columns.get(name) for name in TEST_COLUMNS):
         raise DataError(
             f"{row.where}: no tests for the reward 'code'; one of {', '.join(TEST_COLUMNS)} must "
             f"be there (found: {', '.join(map(str, row.columns))})"
         )
+    try:
+        read_tests(row.columns)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {error}") from error
     return row
 
 
@@ -91,6 +100,8 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
     _check_text(columns, where)
+    if own := next((name for name in columns if name in RESERVED), None):
+        raise DataError(f"{where}: {own!r} is a name of QuRL's own; rename that column")
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
     truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
     nested = columns.get("reward_model")
@@ -102,12 +113,16 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
             f"{where}: no {what}; one of {', '.join(names)} must be there "
             f"(found: {', '.join(map(str, columns)) or 'nothing'})"
         )
+    answers = _read_answers(truths, where)
+    if answers and columns.get("accepted_answers") is not None:
+        others = _read_answers({"accepted_answers": columns["accepted_answers"]}, where)
+        answers = tuple(dict.fromkeys([*answers, *others]))
     return Row(
         id=_read_id(columns),
         where=where,
         messages=_read_messages(columns[column], f"{where}: {column!r}"),
         instruction="" if column == "prompt" else INSTRUCTION,
-        answers=_read_answers(truths, where),
+        answers=answers,
         columns=columns,
     )
 
@@ -160,6 +175,8 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
     """Refuse text that cannot be written as UTF-8, and columns of columns without an end."""
     parts: list[Any] = [columns]
     for _ in range(_DEEPEST):
+        if not parts:
+            return
         if broken := next((p for p in parts if isinstance(p, str) and not _is_text(p)), None):
             raise DataError(
                 f"{where}: {broken[:80]!r} is not valid text (a lone surrogate); remove that "
@@ -168,8 +185,7 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
         keys = [key for part in parts if isinstance(part, Mapping) for key in part]
         values = [v for part in parts if isinstance(part, Mapping) for v in part.values()]
         parts = [*keys, *values, *(v for part in parts if isinstance(part, list) for v in part)]
-    if parts:
-        raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
+    raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
 
 
 def _is_text(value: str) -> bool:

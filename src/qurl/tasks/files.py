@@ -144,7 +144,9 @@ def check_file(path: Path, path_key: str) -> None:
     """Raise DataError unless there is a file that can be read."""
     remedy = f"set {path_key} to a file that is there"
     if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else f"does not exist (seen from {Path.cwd()})"
+        what = f"does not exist (seen from {Path.cwd()})"
+        if os.path.lexists(path):
+            what = "is a folder" if os.path.isdir(path) else "is not a regular file"
         raise DataError(f"data file {path} {what}{sources.hint(path.name)}; {remedy}")
     if not os.access(path, os.R_OK):
         raise DataError(f"data file {path} cannot be read: no permission; {remedy}")
@@ -171,10 +173,19 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield number, json.loads(line)
-    except RecursionError as error:
-        raise DataError(f"{path} line {number}: is nested too deeply") from error
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
-        is_json = isinstance(error, json.JSONDecodeError)
-        what = "is not valid JSON" if is_json else f"cannot be read: {type(error).__name__}"
-        raise DataError(f"{where}: {what}: {error}") from error
+        raise DataError(f"{where}: {_explain(error)}") from error
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not valid JSON: {error}"
+    what = f"cannot be read: {type(error).__name__}: {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{what}; save the file as UTF-8"
+    if "int_max_str_digits" in str(error):
+        return f"{what.partition(';')[0]}; write such a number as text"
+    return what

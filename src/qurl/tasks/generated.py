@@ -61,6 +61,8 @@ class GeneratedTask:
         index = range(len(self))[index]
         for attempt in range(_MAX_ATTEMPTS):
             draft = self.draw(index, attempt)
+            if not isinstance(draft, Draft):
+                raise DataError(f"task {self.name} drew {draft!r}, not a qurl.tasks.Draft")
             if split_of(draft.key or draft.question) != self.split:
                 continue
             messages = [{"role": "user", "content": draft.question}]

@@ -18,6 +18,8 @@ def write_data(name: str, folder: Path) -> Iterator[str]:
     """Write the files of a data set that `folder` lacks; yields a line for each."""
     if name not in SOURCES:
         raise ConfigError(f"{name!r} is not one of the data sets {', '.join(SOURCES)}")
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; name a folder to write the data into")
     for file, source in SOURCES[name].items():
         path = folder / file
         if path.exists():

@@ -58,14 +58,14 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     tokens = sum(min(length, max_tokens) for length in lengths)
     count = -(-tokens // max_tokens)
     while True:
-        pieces = _level(lengths, count)
+        pieces = level(lengths, count)
         shared = (rows for rows in pieces if len(rows) > 1)
         if all(sum(lengths[row] for row in rows) <= max_tokens for rows in shared):
             return pieces
         count += 1  # at the latest, when every row is alone, they fit
 
 
-def _level(lengths: Sequence[int], count: int) -> list[list[int]]:
+def level(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Rows in `count` pieces: the longest first, each where the fewest tokens are so far."""
     pieces: list[list[int]] = [[] for _ in range(count)]
     fullness = [(0, index) for index in range(count)]  # a heap

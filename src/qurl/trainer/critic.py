@@ -36,4 +36,5 @@ class Critic(nn.Module):
         states = hidden_states(
             self.backbone, layout.token_ids, self.compute_dtype, **layout.options
         )
-        return layout.spread(self.head(layout.before(states).float()).squeeze(-1))
+        values = layout.spread(self.head(layout.before(states).float()).squeeze(-1))
+        return values.clone()  # a view would lose the hook of a sharded critic, if written to

@@ -8,15 +8,14 @@ leaves these rows out and `update` fills them in, unless something reads prox be
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qurl.config import Config
@@ -38,10 +37,12 @@ from qurl.losses import (
 from qurl.objectives import Advantage
 from qurl.quant.kv import set_kv_scales_
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
+from qurl.quant.tracking import UpdateTracker
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
 from qurl.trainer.masters import narrow_masters_
+from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -50,10 +51,12 @@ from qurl.trainer.optimizer import (
 )
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
+from qurl.trainer.ranks import ALONE
+from qurl.trainer.saving import Optimizers, load_optimizers, save_optimizers, share_of
 from qurl.types import Batch, KVScales, Scored, Stage, Trainable, Trained
 
-Number = Tensor | float
 ScoredStage = TypeVar("ScoredStage", bound=Scored)
+CRITIC = "critic.pt"
 K3_LIMIT = 10.0
 """Largest k3 of one token in the loss, as in verl: it grows exponentially, the others do not."""
 
@@ -66,43 +69,11 @@ class Piece(NamedTuple, Generic[Stage]):
     layout: BatchLayout
 
 
-class Meter:
-    """Statistics of many pieces as one: means weighted by tokens, and maxima of `max` names.
+class Found(NamedTuple):
+    """What forwards found of some rows of a batch, on all ranks; 0 in the other rows."""
 
-    `_sum` names add up over the pieces of an update; their mean over updates loses the suffix. The
-    device is read in `summary` only.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[Number]] = defaultdict(list)
-        self._weights: dict[str, list[float]] = defaultdict(list)
-        self._sums: dict[str, Number] = {}
-
-    def add(self, stats: Mapping[str, Number], weight: float = 1.0) -> None:
-        for name, value in stats.items():
-            if name.endswith("_sum"):
-                name = name.removesuffix("_sum")
-                value = value.double() if isinstance(value, Tensor) else value
-                self._sums[name] = self._sums.get(name, 0.0) + value
-            else:
-                self._values[name].append(value)
-                self._weights[name].append(weight)
-
-    def finish_update(self, stats: Mapping[str, Number]) -> None:
-        self.add({**self._sums, **stats})
-        self._sums.clear()
-
-    def summary(self) -> dict[str, float]:
-        numbers = (value for column in self._values.values() for value in column)
-        tensors = [value.double() for value in numbers if isinstance(value, Tensor)]
-        read = iter(torch.stack(tensors).tolist() if tensors else [])  # the device is asked once
-        summary = {}
-        for name, weights in self._weights.items():
-            column = [next(read) if isinstance(x, Tensor) else x for x in self._values[name]]
-            mean = sum(x * w for x, w in zip(column, weights, strict=True)) / sum(weights)
-            is_max = "max" in re.split("[/_]", name)
-            summary[name] = max(column) if is_max else mean
-        return summary
+    is_scored: Tensor  # [B] bool
+    scores: TokenScores
 
 
 class Learner:
@@ -123,14 +94,18 @@ class Learner:
     ) -> None:
         self.config, self.objective, self.advantage = config, objective, advantage
         self.policy, self.reference = policy, reference
-        scale = config.experimental.norm_fed_lr_scale
-        scales = {} if scale == 1 else learning_rate_scales(policy.model, scale)
-        self.optimizer = build_optimizer(
-            policy.model, config.optim, lr=config.optim.lr, scales=scales
-        )
         self.version: int | None = 0
         """Changes with the weights; None if they are between two steps, in or after a failure."""
         self.critic = Critic(policy) if advantage.needs_critic else None
+        self.ranks = ALONE
+        self.build_optimizers_()
+
+    def build_optimizers_(self) -> None:
+        """Fresh optimizers of the parameters that the models have now."""
+        model, config = self.policy.model, self.config
+        scale = config.experimental.norm_fed_lr_scale
+        scales = {} if scale == 1 else learning_rate_scales(model, scale)
+        self.optimizer = build_optimizer(model, config.optim, lr=config.optim.lr, scales=scales)
         self.critic_optimizer = None
         if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
@@ -149,6 +124,39 @@ class Learner:
             narrow_masters_(self.critic, self.critic_optimizer)
 
     @property
+    def optimizers(self) -> Optimizers:
+        found: Optimizers = {"policy": (self.policy.model, self.optimizer)}
+        if self.critic is not None and self.critic_optimizer is not None:
+            found = {**found, "critic": (self.critic, self.critic_optimizer)}
+        return found
+
+    def whole_model(self) -> nn.Module:
+        """The policy's weights as they are now, for an engine to copy."""
+        return self.policy.model
+
+    def watch(self, tracker: UpdateTracker) -> UpdateTracker:
+        """A tracker of this learner's weights."""
+        return tracker
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer states."""
+        self.policy.save(folder / "policy")
+        if self.critic is not None:
+            torch.save(self.critic.state_dict(), folder / CRITIC)
+        save_optimizers(folder, self.optimizers, self.ranks)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read all that `save` wrote but the policy, which is loaded before."""
+        if self.critic is not None:
+            device = self.policy.device
+            weights = torch.load(folder / CRITIC, map_location=device, weights_only=True)
+            own = self.critic.state_dict()
+            shares = {name: share_of(x, own[name]) for name, x in weights.items() if name in own}
+            self.critic.load_state_dict(weights | shares)
+        load_optimizers(folder, self.optimizers, self.ranks)
+
+    @property
     def cap(self) -> float | None:
         """C as the objective applies it."""
         return facts_of(self.objective).cap(self.config.algo.cap)
@@ -164,7 +172,7 @@ class Learner:
         """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
         ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            scores = self._score(batch, self._rows_to_score(len(batch), step))
+            found = self._score(batch, self._rows_to_score(len(batch), step))
             has_others = self.reference is not None or self.critic is not None
             for rows, part, layout in self._pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
@@ -173,9 +181,10 @@ class Learner:
                     ref[at] = self.reference.score(part, layout if is_alike else None).logp
                 if self.critic is not None:
                     values[at] = self.critic(part, layout)
+            ref, values = (self.ranks.add_up(x) for x in (ref, values))
         prox, has_prox = batch.logp_behav, torch.zeros_like(batch.lengths, dtype=torch.bool)
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
-        return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), scores)
+        return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
 
     def _rows_to_score(self, num_rows: int, step: int) -> Tensor:
         """The rows whose prox is computed before the update.
@@ -205,22 +214,30 @@ class Learner:
         return [part.to(self.policy.device) for part in rows]
 
     @torch.no_grad()
-    def _score(self, batch: Batch, rows: Tensor) -> list[tuple[Tensor, TokenScores]]:
-        """The policy's scores of these rows, piece by piece."""
+    def _score(self, batch: Batch, rows: Tensor) -> Found:
+        """The policy's scores of these rows, computed piece by piece."""
         pieces = self._pieces(batch.select(rows)) if len(rows) else []
-        return [(rows[p.rows], self.policy.score(p.batch, p.layout)) for p in pieces]
-
-    def _with_prox(
-        self, batch: ScoredStage, scores: Sequence[tuple[Tensor, TokenScores]]
-    ) -> ScoredStage:
-        """The batch with scores of some rows as their prox."""
-        prox, entropy, has_prox = (
-            x.clone() for x in (batch.logp_prox, batch.entropy, batch.has_prox)
+        return self._collect(
+            batch, [(rows[p.rows], self.policy.score(p.batch, p.layout)) for p in pieces]
         )
+
+    def _collect(self, batch: Batch, scores: Sequence[tuple[Tensor, TokenScores]]) -> Found:
+        """Scores of pieces at their places in the batch, with those of the other ranks."""
+        is_scored = torch.zeros_like(batch.lengths)
+        logp, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
         for rows, found in scores:
             at = (rows, slice(found.logp.shape[1]))
-            prox[at], entropy[at] = found
-            has_prox[rows] = True
+            logp[at], entropy[at] = found
+            is_scored[rows] = 1
+        is_scored, logp, entropy = (self.ranks.add_up(x) for x in (is_scored, logp, entropy))
+        return Found(is_scored.bool(), TokenScores(logp, entropy))
+
+    def _with_prox(self, batch: ScoredStage, found: Found) -> ScoredStage:
+        """The batch with what was found as the prox of its rows."""
+        is_new = found.is_scored[:, None]
+        prox = torch.where(is_new, found.scores.logp, batch.logp_prox)
+        entropy = torch.where(is_new, found.scores.entropy, batch.entropy)
+        has_prox = batch.has_prox | found.is_scored
         ref = prox if self.reference is None else batch.logp_ref
         return batch.replace(logp_prox=prox, entropy=entropy, has_prox=has_prox, logp_ref=ref)
 
@@ -268,13 +285,13 @@ class Learner:
             self.policy.free_copies_()  # the engine may need the memory
 
     def _update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
-        config, meter, num_skipped = self.config, Meter(), 0
-        logp = batch.logp_prox.clone()
+        config, meter, num_skipped = self.config, Meter(self.ranks), 0
+        logp = batch.logp_prox
         lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
             for rows in self._minibatches(len(batch), step, epoch):
                 minibatch = batch.select(rows)
-                pieces = [p for p in self._pieces(minibatch) if len(p.layout.scored)]
+                pieces = self._pieces(minibatch, is_scored=True)
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
@@ -284,15 +301,14 @@ class Learner:
                     scores: list[tuple[Tensor, TokenScores]] = []
                     terms = partial(self._policy_terms, scores=scores, **options)
                     self._accumulate(pieces, terms, step, meter)
-                    scores = [(rows[part], found) for part, found in scores]
-                    for part, found in scores:
-                        logp[part, : found.logp.shape[1]] = found.logp
+                    found = self._collect(batch, [(rows[part], x) for part, x in scores])
+                    logp = torch.where(found.is_scored[:, None], found.scores.logp, logp)
                     if lacks_prox:  # before the weights move
-                        batch, lacks_prox = self._complete(batch, rows, scores, meter), False
+                        batch, lacks_prox = self._complete(batch, rows, found, meter), False
                     self._apply("actor", self.optimizer, step, meter)
                 if self.critic_optimizer is not None:
                     num_tokens = sum(len(piece.layout.scored) for piece in pieces)
-                    terms = partial(self._critic_terms, denominator=num_tokens)
+                    terms = partial(self._critic_terms, denominator=self.ranks.total(num_tokens))
                     self._accumulate(pieces, terms, step, meter)
                     self._apply("critic", self.critic_optimizer, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
@@ -301,19 +317,13 @@ class Learner:
             metrics["critic/vf_explained_var"] = variance
         return batch.into(Trained, logp=logp), metrics
 
-    def _complete(
-        self,
-        batch: Trainable,
-        rows: Tensor,
-        scores: Sequence[tuple[Tensor, TokenScores]],
-        meter: Meter,
-    ) -> Trainable:
+    def _complete(self, batch: Trainable, rows: Tensor, found: Found, meter: Meter) -> Trainable:
         """The batch with the prox and the weights of `rows`, the first mini-batch.
 
         In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-5 on the
         first mini-batch; else their prox forward is made now, with weights that have not moved.
         """
-        batch = self._with_prox(batch, scores)
+        batch = self._with_prox(batch, found)
         if self.config.correction.mode == "auto":
             limit = math.log1p(self.config.algo.clip_high)
             tail = gap_tail(batch.select(rows), limit)
@@ -329,15 +339,31 @@ class Learner:
         weight, shrink = weigh(batch, cap=self.cap, **weighting)
         return batch.replace(weight=weight, shrink=shrink)
 
-    def _pieces(self, batch: Stage) -> list[Piece[Stage]]:
-        """All micro-batches of a batch, cut before the first forward."""
+    def _pieces(self, batch: Stage, *, is_scored: bool = False) -> list[Piece[Stage]]:
+        """This rank's micro-batches, cut before the first forward; every rank has as many.
+
+        With `is_scored`, those without a token to score are left out.
+        """
         cut = microbatches if self.policy.is_packed else padded_microbatches
+        lengths = batch.lengths.tolist()
+        own = self.ranks.deal(lengths)
         pieces = []
-        for indices in cut(batch.lengths.tolist(), self.config.batch.microbatch_tokens):
-            rows = torch.tensor(indices, device=batch.mask.device)
-            part = batch.select(rows)
-            pieces.append(Piece(rows, part, self.policy.layout(part)))
-        return pieces
+        for part in cut([lengths[row] for row in own], self.config.batch.microbatch_tokens):
+            rows = torch.tensor([own[i] for i in part], device=batch.mask.device)
+            pieces.append(self._piece(batch.select(rows), rows))
+        pieces = [p for p in pieces if len(p.layout.scored) or not is_scored]
+        num_missing = self.ranks.most(len(pieces)) - len(pieces)
+        return pieces + [self._idle_piece(batch) for _ in range(num_missing)]
+
+    def _piece(self, batch: Stage, rows: Tensor) -> Piece[Stage]:
+        return Piece(rows, batch, self.policy.layout(batch))
+
+    def _idle_piece(self, batch: Stage) -> Piece[Stage]:
+        """No row, and two tokens that are not scored, for a forward that other ranks need."""
+        idle = batch.map(lambda x: x[:1, :2] if x.dim() == 2 else x[:1])
+        lengths, mask = idle.lengths.clamp(max=2), torch.zeros_like(idle.mask)
+        idle = idle.replace(lengths=lengths, mask=mask, problem_ids=batch.problem_ids[:1])
+        return self._piece(idle, idle.group[:0])
 
     def _accumulate(
         self,
@@ -353,7 +379,8 @@ class Learner:
             loss.backward()
             results.append((loss.detach(), stats))
             meter.add(stats, weight=len(piece.layout.scored))
-        _check_finite(results, step)
+        with self.ranks.agreeing(TrainingError):
+            _check_finite(results, step)
 
     def _apply(
         self, name: Literal["actor", "critic"], optimizer: Optimizer, step: int, meter: Meter
@@ -364,7 +391,8 @@ class Learner:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         peak = config.optim.lr if name == "actor" else config.critic.lr
         lr = learning_rate(peak, step, config.steps, config.optim)
-        norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
+        with self.ranks.agreeing(TrainingError):
+            norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         if name == "actor":
             found = optimizer_metrics(optimizer)
             meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr, **found})

@@ -31,8 +31,8 @@ from qurl.quant.linear import PROJECTIONS, projections
 from qurl.quant.scaling import uaq_scale
 from qurl.seeds import generator
 from qurl.trainer.products import as_factor, multiply
+from qurl.trainer.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before a module's name."""
 VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -181,24 +181,26 @@ def save_adapters(model: Any, folder: Path) -> None:
         "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in found}),
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {
         f"{PREFIX}{name}.lora_{part}.weight": getattr(adapter, part).detach().cpu().contiguous()
         for name, adapter in found.items()
         for part in "AB"
     }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def load_adapters_(model: nn.Module, folder: Path) -> None:
     """Take over the factors that `save_adapters` wrote of a model with the same adapters."""
-    saved = load_file(folder / WEIGHTS)
+    saved = load_file(folder / ADAPTER_WEIGHTS)
     for name, adapter in adapters(model):
         for part in "AB":
             getattr(adapter, part).copy_(saved.pop(f"{PREFIX}{name}.lora_{part}.weight"))
     if saved:
-        raise ValueError(f"{folder / WEIGHTS} has {next(iter(saved))}, which the model lacks")
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} has {next(iter(saved))}, which the model lacks"
+        )
 
 
 def base_of(path: str | Path) -> str | Path:
@@ -213,8 +215,8 @@ def merge_adapters_(model: nn.Module, path: str | Path) -> None:
     if (config := _read_config(path)) is None:
         return
     if variants := [name for name in VARIANTS if config.get(name)]:
-        raise ValueError(f"{CONFIG} has {', '.join(variants)}; merge it with peft first")
-    saved = load_file(Path(path, WEIGHTS))
+        raise ValueError(f"{ADAPTER_CONFIG} has {', '.join(variants)}; merge it with peft first")
+    saved = load_file(Path(path, ADAPTER_WEIGHTS))
     parameters = dict(model.named_parameters())
     names = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in saved}
     for name in sorted(names):
@@ -224,5 +226,5 @@ def merge_adapters_(model: nn.Module, path: str | Path) -> None:
 
 
 def _read_config(path: str | Path) -> dict[str, Any] | None:
-    file = Path(path, CONFIG)
+    file = Path(path, ADAPTER_CONFIG)
     return json.loads(file.read_text()) if file.is_file() else None

@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, H hidden.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.linear import EngineCodes
-from qurl.trainer.folder import LARGEST_WEIGHT, UNREADABLE, check_folder, describe_broken
+from qurl.trainer.folder import check_folder
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
@@ -33,6 +34,13 @@ from qurl.trainer.lora import (
 )
 from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
 from qurl.trainer.unified import unify_
+from qurl.trainer.weight_files import (
+    LARGEST_WEIGHT,
+    NO_WEIGHTS,
+    UNREADABLE,
+    describe_broken,
+    describe_empty,
+)
 from qurl.types import Batch
 
 PLAIN = QuantConfig(format="none")
@@ -48,6 +56,25 @@ class TokenScores(NamedTuple):
     entropy: Tensor  # [B, T]
 
 
+class Scorer(nn.Module):
+    """The forward that is trained.
+
+    It is a module, so that the weights of a sharded model are gathered around all that reads them.
+    """
+
+    def __init__(self, model: nn.Module, logits_chunk: int, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.precision = model, (logits_chunk, compute_dtype)
+
+    def forward(
+        self, layout: BatchLayout, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs [M] and entropies [M] of the scored tokens."""
+        hidden = hidden_states(self.model, layout.token_ids, self.precision[1], **layout.options)
+        scoring = Scoring(temperature, *self.precision, needs_entropy_grad)
+        return score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+
+
 class Policy:
     """pi_theta: loads, scores tokens, saves as a normal Hugging Face folder."""
 
@@ -58,11 +85,13 @@ class Policy:
         config: ModelConfig,
         device: torch.device,
         quant: QuantConfig = PLAIN,
+        *,
+        can_fuse: bool = True,
     ) -> None:
+        """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
-        self.logits_chunk = config.logits_chunk
         name = config.compute_dtype
         self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
@@ -71,8 +100,10 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
-        notes = []
-        self.is_fused = device.type == "cuda" and not config.compile  # a compiler fuses by itself
+        empty = [name for name, weight in model.named_parameters() if not bool(weight.any())]
+        notes = [note] if (note := describe_empty(empty)) else []
+        # A compiler fuses by itself.
+        self.is_fused = device.type == "cuda" and can_fuse and not config.compile
         if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
@@ -89,6 +120,7 @@ class Policy:
             compile_layers_(self.model)
         if quant.unified:  # last: the checks above compare in full precision
             self._unify(quant)
+        self.scorer = Scorer(self.model, config.logits_chunk, self.compute_dtype)
 
     def _unify(self, quant: QuantConfig) -> None:
         if self.is_fused:
@@ -126,10 +158,7 @@ class Policy:
     ) -> TokenScores:
         """log pi_theta and entropy of each response token, at the batch's temperature."""
         layout = layout or self.layout(batch)
-        hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
-        precision = (self.logits_chunk, self.compute_dtype)
-        scoring = Scoring(batch.temperature, *precision, needs_entropy_grad)
-        scores = score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
+        scores = self.scorer(layout, batch.temperature, needs_entropy_grad)
         return TokenScores(*(layout.spread(values) for values in scores))
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
@@ -143,6 +172,13 @@ class Policy:
         """Make this a reference, never to be trained."""
         self.model.requires_grad_(False).eval()
         return self
+
+    def copy(self) -> Policy:
+        """The same with weights of its own, never to be trained."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.scorer = Scorer(twin.model, *self.scorer.precision)
+        return twin.freeze_()
 
     def save(self, folder: Path) -> None:
         if any(adapters(self.model)):
@@ -165,9 +201,13 @@ class Untrained:
 
 
 def load_policy(
-    path: str | Path, config: ModelConfig, device: torch.device, quant: QuantConfig = PLAIN
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    quant: QuantConfig = PLAIN,
+    **options: bool,
 ) -> Policy:
-    return Policy(load_model(path), load_tokenizer(path), config, device, quant)
+    return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -248,6 +288,10 @@ def _explain(error: Exception) -> str:
             "it brings Python code of its own, which is never run here; use a model whose "
             "architecture is part of transformers"
         )
+    if "weights_only" in str(error):
+        return f"of its .bin file: {NO_WEIGHTS}"
+    if isinstance(error, KeyError):
+        return f"KeyError: {error}"
     if "ignore_mismatched_sizes" in str(error):
         return "the shapes of its weights are not those that its config.json gives"
     kept = [line for line in str(error).splitlines() if line.strip() and "frame #" not in line]

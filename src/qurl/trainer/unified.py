@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qurl.config.schema import QuantConfig
+from qurl.errors import ModelError
 from qurl.quant.formats import (
     Format,
     Quantized,
@@ -47,6 +48,7 @@ from qurl.quant.linear import (
     quantized_projections,
     sum_of_products,
 )
+from qurl.trainer.coded import CodedShard, CodedWeight
 from qurl.trainer.lora import weight_version
 from qurl.trainer.packing import arithmetic_dtype
 
@@ -64,6 +66,22 @@ def unify_(model: nn.Module, quant: QuantConfig, compute_dtype: torch.dtype) -> 
         for attention in [module for module in model.modules() if hasattr(module, "k_proj")]:
             attention.kv_rounding = KVRounding()
     return model
+
+
+def code_shards_(model: nn.Module, num_shards: int) -> None:
+    """Make the weights of unified layers such that their shards are gathered as codes."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, UnifiedLinear) or not layer.is_unified:
+            continue
+        format, rows = layer.coder.format, len(layer.weight)
+        if rows % (num_shards * (format.block or 1)):
+            tiles = f", in whole tiles of {format.block}" if format.block else ""
+            raise ModelError(
+                f"{name} has {rows} rows, which {num_shards} trainers cannot share evenly{tiles}; "
+                "use another parallel.trainers, or quant.unified = false"
+            )
+        shard = CodedShard(layer.weight.detach(), (format, layer.compute_dtype))
+        layer.weight = nn.Parameter(shard, requires_grad=layer.weight.requires_grad)
 
 
 class Coder:
@@ -104,6 +122,8 @@ class UnifiedLinear(nn.Linear):
 
     def coded_weight(self) -> Quantized:
         """The weight in codes, made anew whenever the weight has changed."""
+        if isinstance(self.weight, CodedWeight):  # gathered from the shards of several ranks
+            return self.weight.coded
         version = weight_version(self)
         if self._coded is None or self._coded_version != version:
             rounded = self.weight.detach().to(self.compute_dtype)

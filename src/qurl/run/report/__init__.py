@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qurl.run.directory import replacing
-from qurl.run.report.charts import chart_specs
 from qurl.run.report.compare import compare
 from qurl.run.report.page import render_page
 from qurl.run.report.reader import RunReader
@@ -27,7 +26,7 @@ def write_report(*run_dirs: str | Path, out: str | Path | None = None) -> Path:
     updates = [run.read() for run in runs]
     default = Path("comparison.html") if len(runs) > 1 else runs[0].path / "report.html"
     path = Path(out) if out else default
-    data = {"live": False, "charts": chart_specs(), "runs": updates, "comparison": compare(runs)}
+    data = {"live": False, "runs": updates, "comparison": compare(runs)}
     page, _ = render_page(page_title(runs), data)
     with replacing(path) as file:
         file.write(page.encode())

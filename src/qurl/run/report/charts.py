@@ -23,6 +23,19 @@ class Chart:
     unit: str = ""
 
 
+PARTS: Mapping[str, tuple[str, str]] = {
+    "update": ("update", "gradient steps of the policy"),
+    "rollout": ("rollout", "the sampler, a quantized copy of the policy, writes completions"),
+    "prox": ("re-scoring", "the full-precision policy scores what the sampler wrote"),
+    "eval": ("evaluation", "answers to held-out problems"),
+    "sync": ("sync", "new weights are quantized for the sampler"),
+    "grade": ("grading", "waiting for graders after the last completion"),
+    "track": ("update tracking", "how much of an update the quantized copy sees"),
+    "save": ("checkpoint", "writing weights to the disk"),
+    "other": ("other", "what no part accounts for"),
+}
+"""Parts of a step, timing_s/*: name and meaning. Their order is that of their colours."""
+
 LEARNING, SAMPLER = "Does it learn?", "Is the sampler still the policy?"
 UPDATES, SPEED = "Are the updates sound?", "Where does the time go?"
 
@@ -67,29 +80,31 @@ CHARTS: Sequence[Chart] = (
     Chart(
         SAMPLER,
         "Mismatch KL",
-        "KL(behav || prox) per token: how far the quantized sampler is from the full-precision "
-        "policy.",
-        {"rollout_corr/k3_kl": "k3", "rollout_corr/kl": "k1"},
+        "How far the quantized sampler is from the full-precision policy: KL(behav || prox) per "
+        "token.",
+        {"rollout_corr/k3_kl": "mismatch KL"},
         "log",
     ),
     Chart(
         SAMPLER,
         "Effective sample size",
-        "What the importance weights leave of the batch. 100% means that they change nothing.",
+        "Share of the batch that counts after importance weighting. 100%: the weights change "
+        "nothing.",
         {"rollout_corr/rollout_is_eff_sample_size": "effective sample size"},
         "share",
     ),
     Chart(
         SAMPLER,
         "Largest and smallest ratio",
-        "pi_prox / pi_behav over the tokens of a step, before truncation.",
+        "Probability under the policy over that under the sampler, of the step's most extreme "
+        "tokens. 1: no difference.",
         {"rollout_corr/rollout_is_max": "largest", "rollout_corr/rollout_is_min": "smallest"},
         "log",
     ),
     Chart(
         SAMPLER,
         "Truncated weights",
-        "Share of tokens whose ratio is above the cap C, or below 1/C.",
+        "Share of tokens whose ratio is above the cap C, so that their weight is C, or below 1/C.",
         {
             "rollout_corr/rollout_is_ratio_fraction_high": "above C",
             "rollout_corr/rollout_is_ratio_fraction_low": "below 1/C",
@@ -99,7 +114,7 @@ CHARTS: Sequence[Chart] = (
     Chart(
         SAMPLER,
         "Probability gap",
-        "|pi_prox - pi_behav| of the sampled tokens.",
+        "Difference between policy and sampler in the probability of a sampled token.",
         {
             "training/rollout_probs_diff_mean": "mean",
             "training/rollout_probs_diff_max": "largest",
@@ -137,7 +152,7 @@ CHARTS: Sequence[Chart] = (
     Chart(
         UPDATES,
         "Loss",
-        "Of the objective; its level says little.",
+        "Of the objective. Its level says little, a jump a lot.",
         {"actor/pg_loss": "policy", "actor/kl_loss": "KL term", "critic/vf_loss": "critic"},
     ),
     Chart(

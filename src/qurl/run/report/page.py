@@ -10,6 +10,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from qurl.run.report.charts import PARTS, chart_specs
+from qurl.run.report.verdict import LEVELS
+
 SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "samples.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
 
@@ -20,6 +23,7 @@ def render_page(title: str, data: dict[str, Any]) -> tuple[str, str]:
     Only our own scripts and styles run, named by their hashes. All text from runs is in one block
     of JSON, which the scripts show as text.
     """
+    data = data | {"charts": chart_specs(), "parts": PARTS, "levels": LEVELS}
     scripts, styles = ([_read(name) for name in names] for names in (SCRIPTS, STYLES))
     policy = "; ".join(
         (

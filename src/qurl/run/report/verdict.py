@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from qurl.run.intervals import paired_difference
+from qurl.run.report.charts import PARTS
 
 Level = Literal["good", "info", "watch", "bad"]
 ORDER: Sequence[Level] = ("bad", "watch", "good", "info")
@@ -22,7 +23,7 @@ TITLES: Mapping[Level, str] = {
 }
 LEVELS: Mapping[str, Level] = {"alarm": "bad", "warning": "watch", "fallback": "watch"}
 """Severity of an event by its kind; all others inform."""
-NAMES = {"rollout": "rollouts", "update": "updates", "prox": "prox forwards", "eval": "evaluations"}
+PLURALS = {"rollout": "rollouts", "update": "updates", "eval": "evaluations"}
 
 
 class Check(NamedTuple):
@@ -43,6 +44,8 @@ class Facts:
     """Metrics that were not finite, and how often."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
+    alarms: dict[str, None] = field(default_factory=dict)
+    """Names of the alarms that went off, in their order."""
     evals: dict[str, list[tuple[int, list[bool]]]] = field(default_factory=dict)
     """(updates, outcomes) of each evaluation, by precision."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Facts:
             self._add_row(row)
         for event in events:
             self.kinds[str(event.get("kind"))] += 1
+            if event.get("kind") == "alarm" and "name" in event:
+                self.alarms[str(event["name"])] = None
             if machine := event.pop("machine", None):
                 self.machines.append(machine)
         for record in evals:
@@ -107,7 +112,8 @@ def _events(facts: Facts) -> Iterator[Check]:
     if counts:
         level: Level = "bad" if any(LEVELS[kind] == "bad" for kind in counts) else "watch"
         listed = ", ".join(f"{n} {kind}{'s'[: n > 1]}" for kind, n in counts.items())
-        yield Check(level, "Did anything go wrong?", f"{listed}. See the events below.")
+        named = f": {', '.join(facts.alarms)}" if facts.alarms else ""
+        yield Check(level, "Did anything go wrong?", f"{listed}. See the events below{named}.")
     elif facts.last_step >= 0:
         yield Check("good", "Did anything go wrong?", "No alarms, no warnings.")
     if facts.broken:
@@ -132,9 +138,10 @@ def _reward(facts: Facts) -> Iterator[Check]:
     jumps = [b - a for a, b in pairwise(values)]
     width = max(1, min(10, len(values) // 5))
     noise = 2 * statistics.pstdev(jumps) / math.sqrt(width)  # of a difference of two means
-    moved = "rose" if last - first > noise else "fell" if first - last > noise else "stayed level"
-    level: Level = {"rose": "good", "fell": "watch", "stayed level": "info"}[moved]  # type: ignore[assignment]
-    yield Check(level, question, f"It {moved}: {first:.3f} → {last:.3f} (means of {width} steps).")
+    level, moved = "info", "No clear change"
+    if abs(last - first) > noise:
+        level, moved = ("good", "It rose") if last > first else ("watch", "It fell")
+    yield Check(level, question, f"{moved}: {first:.3f} → {last:.3f} (means of {width} steps).")
 
 
 def _accuracy(facts: Facts) -> Iterator[Check]:
@@ -153,7 +160,7 @@ def _accuracy(facts: Facts) -> Iterator[Check]:
             level = "good" if change.value > 0 else "bad"
         elif statistics.fmean(last) == 1:
             level = "good"
-        unclear = "" if change.is_clear else f" {len(last)} problems cannot show a difference."
+        unclear = "" if change.is_clear else f" {len(last)} problems are too few to tell."
         answer = f"Held-out accuracy {_percent(first)} → {at}: {_points(change)}.{unclear}"
         yield Check(level, question, answer)
 
@@ -180,8 +187,8 @@ def _mismatch(facts: Facts) -> Iterator[Check]:
             yield Check("info", question, "Not measured: correction.mode = bypass.")
         return
     level: Level = "good" if size[1] >= 0.9 else "watch" if size[1] >= 0.5 else "bad"
-    answer = f"The weights leave {size[1]:.1%} of the batch (effective sample size). "
-    yield Check(level, question, answer + f"Mismatch KL {kl[0]:.1e} → {kl[1]:.1e}.")
+    answer = f"{size[1]:.1%} of the batch counts after importance weighting (effective sample size)"
+    yield Check(level, question, f"{answer}. Mismatch KL {kl[0]:.2g} → {kl[1]:.2g}.")
 
 
 def _completions(facts: Facts) -> Iterator[Check]:
@@ -198,7 +205,8 @@ def _time(facts: Facts) -> Iterator[Check]:
     if not total or not facts.series.get("reward/mean"):
         return
     parts = sorted(facts.seconds.items(), key=lambda part: -part[1])[:3]
-    listed = ", ".join(f"{NAMES.get(name, name)} {x / total:.0%}" for name, x in parts)
+    names = {name: PLURALS.get(name, PARTS.get(name, (name,))[0]) for name, _ in parts}
+    listed = ", ".join(f"{names[name]} {x / total:.0%}" for name, x in parts)
     share = facts.seconds.get("rollout", 0.0) / total
     gain = f" If rollouts took no time, the run would be {1 / (1 - share):.2f}x as fast."
     answer = f"{listed[:1].upper()}{listed[1:]}.{gain if share < 1 else ''}"

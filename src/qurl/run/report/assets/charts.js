@@ -2,6 +2,8 @@
 // The curves, drawn by uPlot.
 
 const SMOOTH_FROM = 40; // points; fewer are shown as they are
+const DASHES = [null, [6, 3], [2, 4]]; // of a run's metrics, if there are several runs
+const BORDERS = { 3: "dashed", 4: "dotted" }; // the same in the legend
 const QUIET = ["checkpoint", "start"]; // kinds of events without a marker
 const drawn = new Map(); // chart title → {plot, key, ...}
 
@@ -55,7 +57,7 @@ function curvesOf(chart, runs, axis) {
       const many = runs.length > 1;
       curve.label = many ? (metrics.length > 1 ? `${run.name} ${label}` : run.name) : label;
       curve.color = many ? runIndex : metricIndex;
-      curve.dash = many && metricIndex ? [6, 3 * metricIndex] : null;
+      curve.dash = many ? DASHES[metricIndex % DASHES.length] : null;
       curves.push(curve);
     });
   });
@@ -88,12 +90,12 @@ function parts(run, axis) {
   const rows = (run.columns.step ?? []).map((_, i) => i).filter((i) => run.columns.step[i] >= 0);
   if (!rows.length) return [];
   const below = rows.map(() => 0);
-  return columns.map(([label, column]) => {
+  return columns.map(([part, column]) => {
     const ys = rows.map((i, at) => (below[at] += column[i] ?? 0));
     return {
-      label,
+      label: partName(part),
       run: 0,
-      color: partColor(label),
+      color: partColor(part),
       xs: rows.map((i) => xOf(run, i, false, axis)),
       ys,
       own: rows.map((i) => column[i] ?? 0),
@@ -162,11 +164,8 @@ function rangeOf(chart, low, high) {
   if (low == null || high == null) return [0, 1];
   if (chart.scale === "log") return [low / 1.25, high * 1.25];
   if (chart.kind === "stack") return [0, high * 1.05 || 1];
-  if (low === high)
-    return [
-      low - Math.abs(low) * 0.1 - (low === 0 ? 0.5 : 0),
-      high + Math.abs(high) * 0.1 + (low === 0 ? 0.5 : 0),
-    ];
+  if (low === 0 && high === 0) return [0, chart.scale === "share" ? 0.1 : 1];
+  if (low === high) return [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
   const pad = 0.08 * (high - low);
   const isNearZero = low >= 0 && low < 0.4 * high;
   const top =
@@ -174,8 +173,7 @@ function rangeOf(chart, low, high) {
   return [isNearZero ? 0 : low - pad, top];
 }
 
-const format = (chart) =>
-  chart.scale === "share" ? (x) => percent(x, Math.abs(x) < 0.01 ? 2 : 1) : (x) => shown(x);
+const format = (chart) => (chart.scale === "share" ? share : (x) => shown(x));
 
 function clock(seconds) {
   if (seconds < 100) return `${Number(seconds.toPrecision(3))}s`;
@@ -325,7 +323,10 @@ function optionsOf(chart, entry, series, width, axis) {
     width,
     height: 190,
     padding: [10, 14, 0, 0],
-    legend: { live: true },
+    legend: {
+      live: true,
+      markers: { dash: (u, i) => (u.series[i].dash ? BORDERS[u.series[i].dash[1]] : "solid") },
+    },
     cursor: {
       sync: { key: "steps", scales: ["x", null] },
       y: false,
@@ -335,7 +336,11 @@ function optionsOf(chart, entry, series, width, axis) {
     scales: {
       x: {
         time: false,
-        range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]),
+        // A little room, so that the first and the last point are seen as a whole.
+        range: (u, low, high) => {
+          const room = low === high ? 1 : 0.02 * (high - low);
+          return [low - room, high + room];
+        },
       },
       y: {
         distr: isLog ? 3 : 1,
@@ -351,7 +356,9 @@ function optionsOf(chart, entry, series, width, axis) {
         size: 30,
         space: 60,
         values: (u, ticks) =>
-          ticks.map(axis === "step" ? (x) => (Number.isInteger(x) ? String(x) : "") : clock),
+          ticks.map((x) =>
+            x < 0 ? "" : axis === "seconds" ? clock(x) : Number.isInteger(x) ? String(x) : "",
+          ),
       },
       {
         stroke: ink,
@@ -443,9 +450,10 @@ function buildFigure(chart) {
   entry.note = el("div", { class: "eventnote" });
   entry.spoken = el("div", { class: "hidden", "aria-live": "polite" });
   entry.box = el("div", {
-    class: "plot",
+    class: chart.kind === "stack" ? "plot stack" : "plot",
     tabindex: "0",
-    role: "img",
+    role: "group",
+    "aria-roledescription": "chart",
     on: { keydown: (event) => moveCursor(entry, event), blur: () => (entry.at = null) },
   });
   const unit = chart.unit ? ` (${chart.unit})` : "";

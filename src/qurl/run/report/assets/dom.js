@@ -19,28 +19,44 @@ const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const NUM_COLORS = 9;
 const color = (index) => css(`--c${index % NUM_COLORS}`);
-const LEVELS = { alarm: "bad", warning: "watch", fallback: "watch" };
-const levelOf = (kind) => LEVELS[kind] || "info";
+const data = JSON.parse(byId("data").textContent);
+const levelOf = (kind) => data.levels[kind] ?? "info";
 const ICONS = { good: "✓", info: "i", watch: "!", bad: "✕" };
 const SPOKEN = { good: "good", info: "for information", watch: "look closer", bad: "bad" };
 
 const icon = (level) =>
   el("span", { class: `icon ${level}`, role: "img", "aria-label": SPOKEN[level] }, ICONS[level]);
 
+/** A table with a row of headings; columns of numbers, by index, are right-aligned. */
+function table(head, rows, { numeric = [], caption = null, ...attributes } = {}) {
+  const cells = head.map((text, i) =>
+    el("th", { scope: "col", class: numeric.includes(i) ? "num" : null }, text),
+  );
+  return el(
+    "table",
+    { class: "data", ...attributes },
+    caption && el("caption", { class: "hidden" }, caption),
+    el("thead", {}, el("tr", {}, cells)),
+    el("tbody", {}, rows),
+  );
+}
+
+/** A table of names and values. */
+function pairs(entries) {
+  const rows = entries.map(([name, value]) =>
+    el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, String(value))),
+  );
+  return el("table", { class: "data" }, el("tbody", {}, rows));
+}
+
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const superscript = (n) =>
   (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => SUPERSCRIPTS[d]).join("");
 
-const PARTS = ["update", "rollout", "prox", "eval", "sync", "grade", "track", "save", "other"];
-const partColor = (name) =>
-  PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length + name.length;
-const PART_NAMES = {
-  prox: "prox forward",
-  eval: "evaluation",
-  save: "checkpoint",
-  track: "update tracking",
-  grade: "grading",
-};
+const PARTS = Object.keys(data.parts);
+const partColor = (part) =>
+  PARTS.includes(part) ? PARTS.indexOf(part) : PARTS.length + part.length;
+const [partName, partMeaning] = [0, 1].map((i) => (part) => data.parts[part]?.[i] ?? (i ? "" : part));
 
 /** 0.0123 → "0.0123", 2e-5 → "2×10⁻⁵", 12345 → "12.3k". */
 function shown(value, digits = 3) {
@@ -59,6 +75,12 @@ function shown(value, digits = 3) {
 
 const percent = (value, digits = 1) =>
   value == null ? "–" : `${Number((100 * value).toFixed(digits))}%`;
+
+/** 0.5 → "50%"; more digits near 0% and near 100%, where they matter. */
+function share(value) {
+  const rest = Math.min(Math.abs(value), Math.abs(1 - value));
+  return percent(value, rest < 0.001 ? 3 : rest < 0.01 ? 2 : 1);
+}
 
 function duration(seconds) {
   if (seconds < 60) return `${Number(seconds.toPrecision(2))} s`;

@@ -2,7 +2,6 @@
 // The page: what is embedded at first, and what a live server pushes.
 
 const MAX_SAMPLES = 1000; // of a page that is open for long
-const data = JSON.parse(byId("data").textContent);
 const state = { runs: [], comparison: data.comparison, lastRow: Date.now() };
 
 /** Take over what is new of a run; returns it as it is now. */
@@ -21,12 +20,17 @@ function merge(run, update) {
   return Object.assign(run, { verdict, seconds, machines, num_samples });
 }
 
+/** "A model made from scratch, trained on arithmetic by GRPO with ACR; rollouts in INT8" */
+function summarize(c) {
+  const model = c["model.path"] === "scratch" ? "A model made from scratch" : c["model.path"];
+  const upper = (key) => String(c[key]).toUpperCase();
+  const format = c["quant.format"] === "none" ? "full precision" : upper("quant.format");
+  return `${model}, trained on ${c["task.name"]} by ${upper("algo.name")} with ${upper("algo.objective")}; rollouts in ${format}`;
+}
+
 function showHead(runs) {
   byId("title").textContent = runs.map((run) => run.name).join(" · ");
-  const texts = runs.map(
-    ({ config: c }) =>
-      `${c["model.path"]} on ${c["task.name"]}, ${c["algo.name"]} with ${c["algo.objective"]}, rollouts in ${c["quant.format"] === "none" ? "full precision" : c["quant.format"]}`,
-  );
+  const texts = runs.map((run) => summarize(run.config));
   byId("subtitle").textContent = [...new Set(texts)].join(" · ");
 }
 
@@ -78,14 +82,14 @@ function showVerdict(runs) {
 function showTime(runs) {
   const blocks = runs
     .filter((run) => Object.values(run.seconds).some((x) => x > 0))
-    .map((run) => {
+    .map((run, index) => {
       const parts = Object.entries(run.seconds).sort(
         (a, b) => (a[0] === "other") - (b[0] === "other") || b[1] - a[1],
       );
       const total = parts.reduce((sum, [, x]) => sum + x, 0);
       const paint = (name) => color(partColor(name));
       const label = parts
-        .map(([name, x]) => `${PART_NAMES[name] ?? name} ${percent(x / total, 0)}`)
+        .map(([name, x]) => `${partName(name)} ${percent(x / total, 0)}`)
         .join(", ");
       return el(
         "div",
@@ -105,14 +109,14 @@ function showTime(runs) {
           { class: "split", role: "img", "aria-label": label, style: { "margin-top": ".6rem" } },
           parts.map(([name, x]) =>
             el("span", {
-              title: `${PART_NAMES[name] ?? name} ${duration(x)}`,
+              title: `${partName(name)} ${duration(x)}`,
               style: { flex: `${x / total} 0 0`, background: paint(name) },
             }),
           ),
         ),
         el(
           "ul",
-          { class: "parts" },
+          { class: "parts wide" },
           parts
             .filter(([, x]) => x / total >= 0.0005)
             .map(([name, x]) =>
@@ -120,9 +124,14 @@ function showTime(runs) {
                 "li",
                 {},
                 el("span", { class: "swatch", style: { background: paint(name) } }),
-                `${PART_NAMES[name] ?? name} `,
-                el("b", {}, percent(x / total, 1)),
-                el("span", { class: "soft" }, ` ${duration(x)}`),
+                el(
+                  "span",
+                  {},
+                  `${partName(name)} `,
+                  el("b", {}, percent(x / total, 1)),
+                  ` ${duration(x)}`,
+                  index ? null : el("span", { class: "soft hint" }, partMeaning(name)),
+                ),
               ),
             ),
         ),
@@ -133,18 +142,6 @@ function showTime(runs) {
     .replaceChildren(
       ...(blocks.length ? blocks : [el("p", { class: "soft" }, "No step has been logged yet.")]),
     );
-}
-
-function table(head, rows, { numeric = false, ...attributes } = {}) {
-  const cells = head.map((text, i) =>
-    el("th", { scope: "col", class: numeric && i ? "num" : null }, text),
-  );
-  return el(
-    "table",
-    { class: "data", ...attributes },
-    el("thead", {}, el("tr", {}, cells)),
-    el("tbody", {}, rows),
-  );
 }
 
 function showComparison(comparison, runs) {
@@ -167,6 +164,7 @@ function showComparison(comparison, runs) {
         { class: "soft" },
         "These runs have no evaluation of trained weights at a common step.",
       );
+  const say = (name) => (name.startsWith("effective sample size") ? share : shown);
   const rows = Object.keys(comparison.numbers[0])
     .filter((name) => comparison.numbers.some((row) => row[name] != null))
     .map((name) =>
@@ -174,7 +172,7 @@ function showComparison(comparison, runs) {
         "tr",
         {},
         el("td", {}, name),
-        comparison.numbers.map((row) => el("td", { class: "num" }, shown(row[name]))),
+        comparison.numbers.map((row) => el("td", { class: "num" }, row[name] == null ? "–" : say(name)(row[name]))),
       ),
     );
   const differences = Object.entries(comparison.differences).map(([key, values]) =>
@@ -201,7 +199,7 @@ function showComparison(comparison, runs) {
         : el("p", {}, "Nothing: these recipes are the same."),
     ),
     heading("Numbers"),
-    el("div", { class: "card scroll" }, table(["", ...names], rows, { numeric: true })),
+    el("div", { class: "card scroll" }, table(["", ...names], rows, { numeric: names.map((_, i) => i + 1) })),
   );
 }
 
@@ -286,6 +284,7 @@ function showRecipe(runs) {
           ]
         : [["machine", "not recorded"]];
       const title = runs.length > 1 ? el("h3", {}, run.name) : null;
+      const recipe = Object.entries(run.config).map(([key, value]) => [el("code", {}, key), value]);
       const stride =
         run.stride > 1
           ? el(
@@ -296,41 +295,13 @@ function showRecipe(runs) {
           : null;
       return [
         title,
-        el(
-          "div",
-          { class: "card" },
-          el(
-            "table",
-            { class: "data" },
-            el(
-              "tbody",
-              {},
-              facts.map(([name, value]) =>
-                el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, String(value))),
-              ),
-            ),
-          ),
-        ),
+        el("div", { class: "card" }, pairs(facts)),
         stride,
         el(
           "details",
           { class: "card", style: { "margin-top": "1rem" } },
           el("summary", {}, "All keys of the recipe"),
-          el(
-            "div",
-            { class: "columns" },
-            el(
-              "table",
-              { class: "data" },
-              el(
-                "tbody",
-                {},
-                Object.entries(run.config).map(([key, value]) =>
-                  el("tr", {}, el("td", {}, el("code", {}, key)), el("td", {}, String(value))),
-                ),
-              ),
-            ),
-          ),
+          el("div", { class: "columns" }, pairs(recipe)),
         ),
       ].filter(Boolean);
     }),

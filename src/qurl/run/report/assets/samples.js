@@ -12,7 +12,7 @@ const SCALES = [1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100];
 const viewer = { samples: [], shownCount: PAGE_SIZE, current: null, active: 0, scale: 2 };
 
 const worst = (sample) => sample.gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0);
-const ratio = (gap) => `×${shown(Math.exp(gap))}`;
+const ratio = (gap) => `×${shown(Math.exp(gap), Math.abs(gap) < 0.01 ? 5 : 3)}`;
 const isTruncated = (sample) => sample.finish === "length";
 const rewardLevel = (reward) =>
   reward == null ? "" : reward >= 1 ? "good" : reward <= 0 ? "bad" : "";
@@ -92,7 +92,7 @@ function buildViewer(home, hasRuns) {
     el(
       "p",
       { class: "soft" },
-      "Each token of a sampled completion is coloured by how its probability under the full-precision policy differs from that under the sampler.",
+      "The sampler is the quantized copy that writes the completions, the policy is the full-precision model that is trained. Colours show where they disagree: how the probability of a token under the policy differs from that under the sampler.",
     ),
     (viewer.legend = el("div", { class: "legend" })),
     viewer.form,
@@ -194,6 +194,13 @@ const mostWrong = (sample) =>
       )
     : 0;
 
+/** How many tokens are wrong, and by how much, in one sentence. */
+function summary(found) {
+  const gaps = found.flatMap((sample) => sample.gaps.map(Math.abs)).sort((a, b) => a - b);
+  const factor = (quantile) => shown(Math.exp(gaps[Math.floor(quantile * (gaps.length - 1))]));
+  return `Sampler and policy agree within a factor of ${factor(0.99)} on 99% of these ${gaps.length} tokens. The worst token is off by a factor of ${factor(1)}.`;
+}
+
 /** The token with the largest ratio of each sample that passes the filter, the worst ones first. */
 function drawWorst(found) {
   const tokens = found
@@ -239,28 +246,17 @@ function drawWorst(found) {
       el("td", { class: "num" }, percent(behav, 2)),
       el("td", { class: "num" }, percent(Math.min(1, behav * Math.exp(gap)), 2)),
       el("td", { class: "num" }, ratio(gap)),
-      el("td", {}, MARKS[sample.marks[index]]?.split(":")[0] ?? ""),
+      el("td", {}, MARKS[sample.marks[index]]?.split(":")[0] ?? "trained"),
     );
   });
   const head = ["sample", "token in its context", "sampler", "policy", "ratio", "in the update"];
   viewer.worst.replaceChildren(
-    el(
-      "table",
-      { class: "data worst" },
-      el("caption", { class: "hidden" }, "Tokens with the largest mismatch"),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          head.map((text, i) =>
-            el("th", { scope: "col", class: i > 1 && i < 5 ? "num" : null }, text),
-          ),
-        ),
-      ),
-      el("tbody", {}, rows),
-    ),
+    el("p", { class: "summary" }, summary(found)),
+    table(head, rows, {
+      class: "data worst",
+      numeric: [2, 3, 4],
+      caption: "Tokens with the largest mismatch",
+    }),
   );
 }
 
@@ -420,7 +416,7 @@ function activate(index) {
     el(
       "span",
       { class: "soft" },
-      mark ? `${mark[0].toUpperCase()}${mark.slice(1)}.` : "Trained as it is.",
+      mark ? `${mark[0].toUpperCase()}${mark.slice(1)}.` : "Trained: neither clipped nor truncated.",
     ),
   );
 }

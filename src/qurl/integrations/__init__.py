@@ -1,0 +1,1 @@
+"""Plug-ins for other frameworks: each module needs its host installed."""

@@ -1,0 +1,272 @@
+"""TRL's GRPOTrainer, sampling from a quantized copy of its model and trained by our objectives.
+
+    from qurl.integrations.trl import QurlGRPOTrainer as GRPOTrainer
+
+`rollout_func` gives it the local engine, `_compute_loss` our loss. Datasets, rewards, advantages,
+schedules, checkpoints and trackers stay TRL's. Shapes: B sequences, T completion tokens.
+
+TRL does not promise `_compute_loss`, `_get_per_token_logps_and_entropies`, `_tokenize_prompts` and
+`current_gradient_accumulation_steps`; nor does transformers `_save`, `_save_checkpoint` and
+`_load_from_checkpoint`. tests/trl holds them to their meaning in the oldest and the newest TRL.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl.config.schema import QuantConfig
+from qurl.correction import importance_weights, mismatch_metrics, weight_metrics
+from qurl.errors import ConfigError
+from qurl.integrations.trl_options import AGGREGATIONS, QurlOptions, refusals
+from qurl.losses import Surrogate, aggregate, facts_of, kl_penalty, policy_loss
+from qurl.objectives import with_facts
+from qurl.plugins import import_extra
+from qurl.quant import rescale_, unscale_
+from qurl.quant.scaling import uaq_scale
+from qurl.quant.tracking import UpdateTracker
+from qurl.rollout import Engine, build_engine
+from qurl.seeds import derive_seed
+from qurl.trainer.meter import Meter
+from qurl.types import Completion, Problem, SamplingParams
+
+__all__ = ["QurlGRPOTrainer", "QurlOptions"]
+
+GRPOTrainer: Any = import_extra("trl", "trl", "trl", "QurlGRPOTrainer").GRPOTrainer
+
+
+class QurlGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer with `options: QurlOptions`. Each process has an engine of its own."""
+
+    def __init__(self, *args: Any, options: QurlOptions | None = None, **kwargs: Any) -> None:
+        self.options = options or QurlOptions()
+        self._surrogate = self.options.surrogate
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        if found := list(refusals(given)):
+            raise ConfigError("QurlGRPOTrainer cannot train like this: " + "; ".join(found))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+            super().__init__(*args, **kwargs, rollout_func=self._roll_out)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
+        self._meters = {"train": Meter(), "eval": Meter()}
+        self._num_rollouts, self._is_checkpointing = 0, False
+        model = self._plain_model
+        self._prepare(model)
+        dtype = torch.bfloat16 if self.args.bf16 else next(model.parameters()).dtype
+        full_layers = self.options.engine.get("full_layers", 0)
+        self._tracker = UpdateTracker(
+            self.options.quant, QuantConfig.track_rows, dtype, full_layers
+        )
+        sampled = {"quant": self.options.quant, "compute_dtype": dtype, **self.options.engine}
+        self.engine: Engine = build_engine("local", model, self.processing_class, **sampled)
+        self._warn_if_ratio_is_one()
+
+    @property
+    def _plain_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _prepare(self, model: Any) -> None:
+        """Apply UAQ, once, before the optimizer exists."""
+        if (carried := uaq_scale(model)) != 1:
+            warnings.warn(
+                f"the model carried UAQ with s = {carried:g}; it was folded back", stacklevel=3
+            )
+            unscale_(model)
+        if self.options.update_scale is not None:
+            rescale_(model, self.options.update_scale)
+
+    def _warn_if_ratio_is_one(self) -> None:
+        every = self.args.steps_per_generation * self.num_iterations
+        is_one = self.args.gradient_accumulation_steps % every == 0
+        if is_one and facts_of(self._surrogate).against == "prox":
+            warnings.warn(
+                "each generation gets one update, so R = pi / pi_prox is always 1: nothing is "
+                "clipped, and acr equals tis. Set steps_per_generation to a multiple of "
+                f"gradient_accumulation_steps = {self.args.gradient_accumulation_steps}, or "
+                "num_iterations > 1",
+                stacklevel=3,
+            )
+
+    def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's `rollout_func`: sync, then sample."""
+        del trainer
+        prompt_ids, images, _ = self._tokenize_prompts(prompts)
+        if images is not None:
+            raise ConfigError("the prompts hold images; the local engine samples from text alone")
+        # Always: weights may also change between updates, by load_best_model_at_end for example.
+        synced = self.engine.sync(self._plain_model, version=self.state.global_step)
+        self._num_rollouts += 1
+        place = (self.state.global_step, self._num_rollouts, self.accelerator.process_index)
+        params = SamplingParams(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            seed=derive_seed(self.args.seed, "trl", *place),
+        )
+        start = time.perf_counter()
+        completions = sample(self.engine, prompt_ids, params)
+        seconds = time.perf_counter() - start
+        num_tokens = sum(len(c.token_ids) for c in completions)
+        metrics = {
+            "sync/canary_gap": synced.canary_gap,
+            "sync/bytes": float(synced.bytes),
+            "sync/seconds": synced.seconds,
+            "timing_s/rollout": seconds,
+            "perf/rollout_tokens": float(num_tokens),
+            "perf/rollout_tokens_per_s": num_tokens / seconds,
+        }
+        if self._mode == "train":
+            metrics |= self._tracker.measure(self._plain_model)
+        self._meters[self._mode].add(metrics)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [list(c.token_ids) for c in completions],
+            "logprobs": [list(c.logprobs) for c in completions],
+        }
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        mask, advantages = inputs["completion_mask"], inputs["advantages"]  # [B, T], [B]
+        logp, entropy, *_ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], mask], dim=1),
+            mask.shape[1],
+            compute_entropy=True,
+        )
+        # Without it, this is the first forward after the rollout: prox is the present policy.
+        prox = inputs.get("old_per_token_logps")
+        prox, behav = logp.detach() if prox is None else prox, inputs["sampling_per_token_logps"]
+        cap = facts_of(self._surrogate).cap(self.options.cap)
+        weight, shrink = importance_weights(torch.where(mask.bool(), prox - behav, 0.0), cap)
+        surrogate, stats = self._surrogate, {"actor/entropy": aggregate(entropy.detach(), mask)}
+        if self.beta != 0.0:
+            kl = kl_penalty(logp, inputs["ref_per_token_logps"], "k3")
+            surrogate = penalized(surrogate, kl, self.beta, self.args.use_bias_correction_kl)
+            stats["actor/ref_kl"] = aggregate(kl.detach(), mask)
+        total, clipping = policy_loss(
+            *(logp, prox, behav),
+            advantages.reshape(len(mask), -1).expand_as(logp),
+            mask,
+            objective=surrogate,
+            clip_low=self.epsilon_low,
+            clip_high=self.epsilon_high,
+            dual_clip=self.args.delta,
+            aggregation=AGGREGATIONS[self.loss_type],
+            **{"weight": weight, "shrink": shrink, "denominator": 1.0},
+        )
+        mismatch = mismatch_metrics(prox, behav, mask, cap=cap)
+        self._note(stats | clipping | mismatch | weight_metrics(weight, shrink, mask), mask)
+        return self._normalized(total, mask, inputs["num_items_in_batch"])
+
+    def _normalized(self, total: Tensor, mask: Tensor, num_items: Tensor) -> Tensor:
+        """A sum over tokens, or over means of sequences, divided as TRL's loss of this type is."""
+        num_parts = self.current_gradient_accumulation_steps if self._mode == "train" else 1.0
+        if self.loss_type == "dapo":
+            whole = num_items.clamp(min=1.0) / self.accelerator.num_processes
+            if self._mode == "train":  # of the generation batch; an update has a part of it
+                whole = whole * num_parts / self.args.steps_per_generation
+            return total / whole
+        divisors = {
+            "grpo": len(mask),
+            "bnpo": mask.sum().clamp(min=1.0),
+            "dr_grpo": len(mask) * self.max_completion_length,
+        }
+        return total / divisors[self.loss_type] / num_parts
+
+    def _note(self, stats: Mapping[str, Tensor | float], mask: Tensor) -> None:
+        """Remember statistics of this micro-batch on all processes, each weighted by its tokens."""
+        from accelerate.utils import gather_object
+
+        own = ({name: float(value) for name, value in stats.items()}, float(mask.sum()))
+        for found, num_tokens in gather_object([own]):
+            if num_tokens:
+                self._meters[self._mode].add(found, num_tokens)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode, prefix = self._mode, "" if self._mode == "train" else "eval_"
+        found, self._meters[mode] = self._meters[mode].summary(), Meter()
+        logs |= {f"{prefix}{name}": value for name, value in found.items()}  # evaluate returns it
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._is_checkpointing = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_checkpointing = False
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save with UAQ undone; a checkpoint keeps it, as its optimizer has moments of it."""
+        model = self._plain_model
+        if self._is_checkpointing or uaq_scale(model) == 1 or not self.args.should_save:
+            return super()._save(output_dir, state_dict)
+        with unscaled(model):
+            super()._save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = Path(resume_from_checkpoint, "config.json")
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        saved = config.get("qurl_uaq")
+        if saved != (own := getattr(self._plain_model.config, "qurl_uaq", None)):
+            raise ConfigError(
+                f"{path} has qurl_uaq = {saved}, and this trainer {own}: resume with the "
+                "update_scale that the checkpoint was trained with"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+def sample(
+    engine: Engine, prompt_ids: Sequence[Sequence[int]], params: SamplingParams
+) -> list[Completion]:
+    """One completion per prompt. Equal neighbours are one problem, prefilled once."""
+    runs = [list(run) for _, run in groupby(range(len(prompt_ids)), lambda row: prompt_ids[row])]
+    found: dict[int, Completion] = {}
+    for size in sorted({len(run) for run in runs}):
+        firsts = [run[0] for run in runs if len(run) == size]
+        problems = [Problem(str(first), prompt_ids[first]) for first in firsts]
+        rollouts = engine.generate(problems, replace(params, group_size=size))
+        for first, rollout in zip(firsts, rollouts, strict=True):
+            found |= enumerate(rollout.completions, start=first)
+    return [found[row] for row in range(len(prompt_ids))]
+
+
+def penalized(surrogate: Surrogate, kl: Tensor, beta: float, is_weighted: bool) -> Surrogate:
+    """An objective minus beta KL, where TRL has it; weighted by the ratio, if TRL does so."""
+
+    @with_facts(facts_of(surrogate))
+    def objective(tokens: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        found = surrogate(tokens)
+        value, stats = (found, {}) if isinstance(found, Tensor) else found
+        return value - beta * (kl * tokens.ratio if is_weighted else kl), stats
+
+    return objective
+
+
+@contextmanager
+def unscaled(model: Any) -> Iterator[None]:
+    """The model without UAQ; afterwards its weights are what they were, to the bit."""
+    record = model.config.qurl_uaq
+    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
+    unscale_(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(values)
+        model.config.qurl_uaq = record

@@ -1,0 +1,96 @@
+"""Which parts a run is made of: those of its recipe, or objects given to `train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
+from qurl.config import Config, check_combinations
+from qurl.config.rules import BUILT_IN, named_part
+from qurl.errors import ConfigError
+from qurl.losses import SURROGATES, Surrogate, facts_of
+from qurl.objectives import Advantage, Objective
+from qurl.plugins import is_users_own, load_plugin, name_of
+from qurl.rewards import Reward
+from qurl.rollout import Engine
+from qurl.rollout.episode import Episode
+from qurl.sampling import Selector
+from qurl.tasks import Draw, Task
+
+EngineFactory = Callable[..., Engine]
+"""`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
+
+PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
+KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
+"""Key of the recipe that names each part of a run."""
+NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The parts that make one run different from another, as objects or by name."""
+
+    objective: Surrogate
+    advantage: Estimator
+    task: Task | Draw | str
+    select: Selector | str
+    engine: EngineFactory | None
+    reward: Reward | None
+    episode: Episode | None
+    """None for the last three: as the recipe says."""
+
+    @classmethod
+    def of(cls, config: Config, *parts: Any) -> Choices:
+        """Parts in the order of `train`; for None, what the recipe names. Refuses what clashes."""
+        given: dict[str, Any] = dict(zip_longest(PARTS, parts))
+        for part, value in given.items():
+            if isinstance(value, str):
+                remedy = f"a name belongs into the recipe, as {KEYS[part]}"
+                raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
+        built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
+        for part, functions in built_in.items():
+            name, key = named_part(config, KEYS[part]), KEYS[part]
+            if given[part] is None:
+                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
+        if isinstance(given["engine"], type):
+            check_engine(given["engine"])
+        given["task"] = given["task"] or config.task.name
+        given["select"] = given["select"] or config.sampling.select
+        choices = cls(**given)
+        if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
+            raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
+        check_combinations(config, "config", *choices.facts)
+        return choices
+
+    def record_in(self, config: Config) -> Config:
+        """The config with the names of parts given as objects, as its run directory keeps it."""
+        for part, key in KEYS.items():
+            value, name = getattr(self, part), named_part(config, key)
+            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
+            if callable(value) and not is_named:
+                spec = (
+                    NAMES.get(value)
+                    or name_of(value)
+                    or f"__main__:{getattr(value, '__qualname__', 'part')}"
+                )
+                section, _, field = key.partition(".")
+                changed = dataclasses.replace(getattr(config, section), **{field: spec})
+                config = dataclasses.replace(config, **{section: changed})
+        return config
+
+    @property
+    def facts(self) -> tuple[Objective, Advantage]:
+        """Facts of the objective and of the advantage, which may carry none."""
+        return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine, or the class of one, that lacks a method."""
+    methods = ("sync", "stream", "generate", "score")
+    if lacks := ", ".join(method for method in methods if not hasattr(engine, method)):
+        name = getattr(engine, "__name__", repr(engine))
+        raise ConfigError(f"rollout.engine: {name} lacks {lacks} (qurl.rollout.Engine)")

@@ -1,0 +1,205 @@
+"""A learner on several ranks, with the signatures of `Learner`.
+
+    driver: train()  ──▶  LearnerGroup  ──command──▶  rank 0 .. N - 1: a Learner on shards
+
+1. The driver is rank 0. It samples, grades and logs as ever; the others wait for commands.
+2. Every rank loads the whole models, checks and prepares them, and then keeps its shard (FSDP2).
+3. A step's batch goes to all ranks. Each mini-batch is dealt to them row by row, by length.
+4. All ranks run the same number of forwards; one that has fewer pieces runs idle ones.
+5. Losses are divided by the mini-batch of all ranks, and gradients are added up over ranks.
+6. Log-probs and values are added up over ranks, so all ranks hold the same batch and decide alike.
+7. Losses and norms that are not finite are agreed on, so that all ranks raise, and may go on.
+8. Any other failure of a rank ends it, which breaks the exchanges of the others (`processes`).
+9. Rank 0 gathers whole weights weight by weight, for the engine and for Hugging Face folders.
+10. Optimizer states and update tracking stay on shards; checkpoints fit any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qurl.errors import CheckpointError, QurlError
+from qurl.quant.tracking import UpdateTracker
+from qurl.trainer.learner import CRITIC, Learner
+from qurl.trainer.parallel.processes import Post, Workers, lead
+from qurl.trainer.parallel.sharding import shard_
+from qurl.trainer.policy import Policy
+from qurl.trainer.saving import save_optimizers
+from qurl.trainer.weight_files import UNREADABLE
+from qurl.types import Batch, KVScales, Scored, Trainable, Trained
+
+UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
+"""What a full disk and transformers raise when a folder is written."""
+Snapshot = int
+"""Stands for the rows that trackers kept at their n-th measurement."""
+
+
+class LearnerGroup:
+    """Learners on shards, led from rank 0."""
+
+    def __init__(self, workers: Workers, make: Callable[[], Learner]) -> None:
+        """`make` builds the whole learner; it is called on every rank."""
+        self._workers = workers
+        workers.run(_build, make)
+        self._learner: Learner = workers.post.held["learner"]
+        self.policy: Policy = workers.post.held["whole"]
+        """A whole copy of the policy, as `whole_model` saw it last."""
+        self.cap, self.describe = self._learner.cap, self._learner.describe
+
+    @property
+    def version(self) -> int | None:
+        return self._learner.version
+
+    def recompute(self, batch: Batch, step: int) -> Scored:
+        return self._workers.run(_recompute, batch.to("cpu"), step)
+
+    def update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
+        return self._workers.run(_update, batch.to("cpu"), step)
+
+    def round_kv_(self, scales: KVScales) -> None:
+        self._workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
+
+    def whole_model(self) -> nn.Module:
+        self._workers.run(_gather)
+        return self.policy.model
+
+    def save(self, folder: Path) -> None:
+        self._workers.run(_save, folder)
+
+    def load(self, folder: Path) -> None:
+        self._workers.run(_load, folder)
+
+    def watch(self, tracker: UpdateTracker) -> GroupTracker:
+        """The tracker on the shards of all ranks."""
+        return GroupTracker(self._workers, tracker)
+
+
+class GroupTracker:
+    """An `UpdateTracker` on each rank, for the rows that it holds."""
+
+    def __init__(self, workers: Workers, tracker: UpdateTracker) -> None:
+        self._workers, self._number = workers, 0
+        workers.run(_watch, tracker)
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """As `UpdateTracker.measure`, on the shards and not on the whole model."""
+        self._number += 1
+        return self._workers.run(_measure, self._number)
+
+    def state_dict(self) -> Snapshot:
+        return self._number
+
+    def collect(self, state: Snapshot) -> dict[str, Tensor]:
+        """The rows of all ranks, of the last snapshot or the one before."""
+        return self._workers.run(_collect, state)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._workers.run(_load_tracker, self._number, dict(state))
+
+
+@contextmanager
+def lead_learners(
+    size: int, device: torch.device, threads: int, make: Callable[[], Learner]
+) -> Iterator[LearnerGroup]:
+    with lead(size, device.type, threads) as workers:
+        yield LearnerGroup(workers, make)
+
+
+def _build(post: Post, make: Callable[[], Learner]) -> None:
+    with post.ranks.agreeing(QurlError):
+        learner = make()
+        if post.ranks.rank == 0:
+            post.held["whole"] = learner.policy.copy()
+    with post.ranks.agreeing(QurlError):
+        shard_(learner, post.ranks)
+    post.held["learner"] = learner
+
+
+def _recompute(post: Post, batch: Batch, step: int) -> Scored:
+    learner: Learner = post.held["learner"]
+    return learner.recompute(batch.to(learner.policy.device), step)
+
+
+def _update(post: Post, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
+    learner: Learner = post.held["learner"]
+    return learner.update(batch.to(learner.policy.device), step)
+
+
+def _round_kv(post: Post, scale: Tensor, center: Tensor) -> None:
+    device = post.held["learner"].policy.device
+    post.held["learner"].round_kv_(KVScales(scale.to(device), center.to(device)))
+
+
+@torch.no_grad()
+def _gather(post: Post) -> None:
+    """Write the whole weights into the copy of rank 0, one after the other."""
+    whole = post.held["whole"].model if post.ranks.rank == 0 else None
+    targets = {} if whole is None else dict(whole.named_parameters())
+    for name, parameter in post.held["learner"].policy.model.named_parameters():
+        found = _whole(parameter)
+        if targets:
+            targets[name].copy_(found)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _save(post: Post, folder: Path) -> None:
+    learner: Learner = post.held["learner"]
+    _gather(post)
+    critic = learner.critic.state_dict() if learner.critic is not None else {}
+    critic = {name: _whole(weight).cpu() for name, weight in critic.items()}
+    with post.ranks.agreeing(CheckpointError):
+        try:
+            if post.ranks.rank == 0:
+                post.held["whole"].save(folder / "policy")
+                if critic:
+                    torch.save(critic, folder / CRITIC)
+        except UNWRITABLE as error:
+            raise CheckpointError(f"{folder} could not be written: {error}") from error
+    save_optimizers(folder, learner.optimizers, post.ranks)
+
+
+def _load(post: Post, folder: Path) -> None:
+    try:
+        post.held["learner"].load(folder)
+    except UNREADABLE as error:
+        raise CheckpointError(str(error) or type(error).__name__) from error
+
+
+def _watch(post: Post, tracker: UpdateTracker) -> None:
+    post.held["tracker"], post.held["snapshots"] = tracker, {0: {}}
+
+
+def _measure(post: Post, number: Snapshot) -> dict[str, float]:
+    tracker: UpdateTracker = post.held["tracker"]
+    with post.ranks.agreeing(QurlError):
+        metrics = tracker.measure(post.held["learner"].policy.model)
+    _remember(post, number)
+    return metrics
+
+
+def _remember(post: Post, number: Snapshot) -> None:
+    """Keep the last snapshot and the one before, from which a failed step is repeated."""
+    before = {n: rows for n, rows in post.held["snapshots"].items() if n == number - 1}
+    post.held["snapshots"] = before | {number: post.held["tracker"].state_dict()}
+
+
+def _collect(post: Post, number: Snapshot) -> dict[str, Tensor]:
+    rows = {name: x.cpu() for name, x in post.held["snapshots"][number].items()}
+    shares = post.ranks.pool(rows)
+    return {name: torch.cat([share[name] for share in shares]) for name in rows}
+
+
+def _load_tracker(post: Post, number: Snapshot, state: Mapping[str, Tensor]) -> None:
+    with post.ranks.agreeing(QurlError):
+        post.held["tracker"].load_share(state, post.held["learner"].policy.model)
+    _remember(post, number)

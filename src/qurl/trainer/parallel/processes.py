@@ -1,0 +1,253 @@
+"""Processes that call the same functions at the same time; the one that leads them is rank 0.
+
+They are started here (`torch.multiprocessing`), or by torchrun on any number of machines. The
+leader sends a function and its arguments over a process group of its own (gloo), calls the function
+itself, and returns what it returns. Weights and gradients take the default group.
+
+A rank whose failure the others do not share cannot go on: they wait for it in some exchange. It
+writes the cause into the store and ends, which breaks the exchanges of the others, and the leader
+looks the cause up.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from qurl.errors import ConfigError, QurlError, TrainingError
+from qurl.trainer.ranks import Ranks
+
+LOCALHOST = "127.0.0.1"
+STARTED = "qurl/started"
+"""Keys of the store under which ranks say that they have begun."""
+FAILURE = "qurl/failure"
+"""Key of the store that names the rank that failed first, and why."""
+PATIENCE = timedelta(days=30)
+"""How long a rank waits for its next command: rollouts and suspended jobs take long."""
+SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+"""What terminals and schedulers send to all processes of a job; the leader decides what to do."""
+Function = Callable[..., Any]
+"""Its first argument is the `Post` of the process that calls it."""
+
+
+@dataclass
+class Post:
+    """A process of the group, and what the functions that it calls leave there."""
+
+    ranks: Ranks
+    held: dict[str, Any] = field(default_factory=dict)
+
+
+class Workers:
+    """The group, seen from its leader."""
+
+    def __init__(self, post: Post, store: dist.Store, processes: dict[int, Any]) -> None:
+        self.post = post
+        self._store, self._processes = store, processes
+        self._failure: str | None = None
+
+    def run(self, function: Function, *arguments: Any) -> Any:
+        """Call `function(post, *arguments)` on all ranks; returns what it returns here.
+
+        The function must be one of a module. Errors that all ranks raise together leave the group
+        intact; after any other the group is of no more use.
+        """
+        if self._failure is not None:
+            raise TrainingError(f"the trainer ranks are out of step: {self._failure}")
+        message = _pickle(function, arguments)
+        try:
+            dist.broadcast_object_list([message], src=0, group=self.post.ranks.control)
+            return function(self.post, *arguments)
+        except BaseException as error:
+            is_ours = isinstance(error, QurlError)
+            if is_ours and error.is_agreed:
+                raise
+            self._failure = f"{type(error).__name__}: {error}"
+            if is_ours or not isinstance(error, Exception):
+                raise
+            if (cause := self._find_cause()) is None:
+                raise
+            self._failure = cause
+            raise TrainingError(
+                f"{cause}. The other ranks cannot go on without it; the same command resumes from "
+                "the newest checkpoint"
+            ) from error
+
+    def _find_cause(self) -> str | None:
+        """Which other rank failed, and why; None if none is known to have."""
+        ended = [rank for rank, process in self._processes.items() if _has_ended(process)]
+        if self._store.check([FAILURE]):
+            return self._store.get(FAILURE).decode()
+        for rank in ended:
+            code = self._processes[rank].exitcode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return f"trainer rank {rank} {how}"
+        return None
+
+    def close(self) -> None:
+        """End the other ranks: gently, or after a failure at once."""
+        if self._failure is None:
+            with suppress(RuntimeError):  # one that is gone already
+                dist.broadcast_object_list([None], src=0, group=self.post.ranks.control)
+        for process in self._processes.values():
+            process.join(timeout=10 if self._failure is None else 0)
+            process.kill()
+            process.join()
+        self.post.held.clear()
+        dist.destroy_process_group()
+
+
+def _has_ended(process: Any) -> bool:
+    process.join(timeout=1)  # an exchange breaks a moment before the process is gone
+    return process.exitcode is not None
+
+
+@contextmanager
+def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
+    """Start `size - 1` processes and lead them; under torchrun, lead those that it started.
+
+    `device` is cpu or cuda, where each rank takes the GPU of its number; `threads` are torch's.
+    """
+    processes: dict[int, Any] = {}
+    if dist.is_torchelastic_launched():
+        store, _, _ = next(dist.rendezvous("env://"))
+    else:
+        _check_devices(size, device)
+        store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(1, size):
+            target = (store.port, rank, size, device, threads)
+            processes[rank] = context.Process(target=_work, args=target, daemon=True)
+            processes[rank].start()
+    workers = None
+    try:
+        _await_start(store, processes)
+        workers = Workers(_join(store, 0, size, device), store, processes)
+        yield workers
+    finally:
+        if workers is not None:
+            workers.close()
+        for process in processes.values():
+            process.kill()
+
+
+def _await_start(store: dist.Store, processes: Mapping[int, Any]) -> None:
+    """Wait until all processes have begun; raise if one ends before."""
+    while not all(store.check([f"{STARTED}/{rank}"]) for rank in processes):
+        for rank, process in processes.items():
+            if process.exitcode is not None:
+                raise TrainingError(
+                    f"trainer rank {rank} ended with code {process.exitcode} before it began; its "
+                    "own message is above. A script that calls train() with parallel.trainers > 1 "
+                    'needs `if __name__ == "__main__":`'
+                )
+        time.sleep(0.05)
+
+
+def num_launched() -> int | None:
+    """How many processes torchrun started, if it did."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
+
+
+def is_follower() -> bool:
+    """Whether torchrun started this process to follow another."""
+    return num_launched() is not None and int(os.environ["RANK"]) > 0
+
+
+def follow(device: str, threads: int = 0) -> None:
+    """Do what the leader says, until it ends the group."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    _follow(store, rank, size, device, threads)
+
+
+def _work(port: int, rank: int, *settings: Any) -> None:
+    store = dist.TCPStore(LOCALHOST, port, is_master=False)
+    store.set(f"{STARTED}/{rank}", "")
+    _follow(store, rank, *settings)
+    os._exit(0)  # the leader waits, and Python would tidy up for seconds
+
+
+def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        post = _join(store, rank, size, device)
+        while True:
+            message: list[Any] = [None]
+            dist.broadcast_object_list(message, src=0, group=post.ranks.control)
+            if message[0] is None:
+                break
+            function, arguments = pickle.loads(message[0])
+            try:
+                function(post, *arguments)
+            except QurlError as error:
+                if not error.is_agreed:
+                    raise
+            del function, arguments
+    # Whatever it is, nobody else will report it, and the leader must not wait for this rank.
+    except BaseException as error:
+        _report(store, rank, error)
+        os._exit(1)
+    post.held.clear()
+    dist.destroy_process_group()
+
+
+def _report(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Tell the cause to the others, unless it is that one of them has failed before."""
+    is_ours = isinstance(error, QurlError)
+    cause = f"trainer rank {rank}: {error if is_ours else f'{type(error).__name__}: {error}'}"
+    try:
+        is_first = not store.check([FAILURE])
+        if is_first:
+            store.set(FAILURE, cause)
+    except (RuntimeError, OSError):  # the leader is gone, and its store with it
+        return
+    if is_first and not is_ours:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+
+
+def _join(store: dist.Store, rank: int, size: int, device: str) -> Post:
+    backend = "gloo"
+    if device == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    control = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return Post(Ranks(rank, size, control))
+
+
+def _check_devices(size: int, device: str) -> None:
+    if device == "cuda" and (found := torch.cuda.device_count()) < size:
+        raise ConfigError(
+            f"parallel.trainers = {size} needs as many GPUs, and this machine has {found}; lower "
+            "it, or start the ranks on several machines with torchrun"
+        )
+
+
+def _pickle(function: Function, arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"parallel.trainers > 1 sends parts of a run to other processes, and one cannot be "
+            f"sent: {error}. Define your objective at the top of a module"
+        ) from error

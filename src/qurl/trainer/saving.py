@@ -1,0 +1,107 @@
+"""Optimizer states on disk: of one process in one file, of several ranks in a folder of shards.
+
+    optimizer.pt    {"policy": state_dict, "critic": state_dict}, as torch writes them
+    optimizer/      the same by name ("policy.model.norm.weight.exp_avg"), in the format of
+                    torch.distributed.checkpoint: each rank writes what it holds
+
+Either can be read by any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as shards
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from qurl.errors import CheckpointError
+from qurl.trainer.ranks import Ranks
+
+FILE, FOLDER = "optimizer.pt", "optimizer"
+Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
+"""By role, policy or critic: a model and its optimizer."""
+
+
+def save_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
+    if ranks.size == 1:
+        states = {role: optimizer.state_dict() for role, (_, optimizer) in optimizers.items()}
+        torch.save(states, folder / FILE)
+        return
+    tensors: dict[str, Any] = {}
+    for role, (model, optimizer) in optimizers.items():
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{role}.{name}.{key}"] = value
+    with ranks.agreeing(CheckpointError):
+        try:
+            shards.save(tensors, checkpoint_id=folder / FOLDER, process_group=ranks.control)
+        except CheckpointException as error:  # which all ranks raise
+            raise CheckpointError(f"{folder / FOLDER} could not be written: {error}") from error
+
+
+def load_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
+    if (folder / FOLDER).exists():
+        states = _read_shards(folder / FOLDER, optimizers, ranks)
+    else:
+        device = next(optimizers["policy"][0].parameters()).device
+        states = torch.load(folder / FILE, map_location=device, weights_only=True)
+    for role, (_, optimizer) in optimizers.items():
+        _load(optimizer, states[role])
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load all but `fused`, which depends on the device."""
+    if "fused" in optimizer.defaults:
+        for group in state["param_groups"]:
+            group["fused"] = optimizer.defaults["fused"]
+    for index, parameter in enumerate(_parameters(optimizer)):
+        found = state["state"].get(index, {})
+        for key, value in found.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                found[key] = share_of(value, parameter)
+    optimizer.load_state_dict(state)
+
+
+def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is cut like a parameter."""
+    if not isinstance(parameter, DTensor) or isinstance(whole, DTensor):
+        return whole
+    where = (parameter.device_mesh, parameter.placements)
+    return distribute_tensor(whole.to(parameter.device), *where, src_data_rank=None)
+
+
+def _read_shards(folder: Path, optimizers: Optimizers, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """The states of a folder, as `Optimizer.state_dict` has them."""
+    saved: dict[str, dict[str, torch.Size]] = defaultdict(dict)
+    for name, found in shards.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        owner, _, key = name.rpartition(".")
+        saved[owner][key] = found.size  # type: ignore[union-attr]
+    tensors: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for role, (model, optimizer) in optimizers.items():
+        names = {parameter: f"{role}.{name}" for name, parameter in model.named_parameters()}
+        state: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for index, parameter in enumerate(_parameters(optimizer)):
+            for key, size in saved[names[parameter]].items():  # moments, and the number of steps
+                is_moment = size == parameter.shape
+                value = torch.zeros_like(parameter) if is_moment else torch.zeros(size)
+                tensors[f"{names[parameter]}.{key}"] = state[index][key] = value
+        states[role] = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    try:
+        is_alone = ranks.size == 1
+        shards.load(tensors, checkpoint_id=folder, process_group=ranks.control, no_dist=is_alone)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return states
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    """In the order of the indices in `Optimizer.state_dict`."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,324 @@
+"""Two trainer ranks are one trainer: the same losses, norms, weights, metrics and checkpoints.
+
+One other process is started for the whole file; this one is rank 0. tests/parallel has what takes
+longer: whole runs, kills, torchrun, and three ranks.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
+from transformers import AutoModelForCausalLM
+
+from qurl.config import build_config
+from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from qurl.quant import quantize, rescale_
+from qurl.quant.linear import projections
+from qurl.quant.tracking import UpdateTracker
+from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
+from qurl.seeds import generator
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.coded import CodedWeight
+from qurl.trainer.parallel.group import LearnerGroup
+from qurl.trainer.parallel.processes import lead
+from qurl.trainer.policy import Policy
+from qurl.trainer.ranks import ALONE, Ranks
+from qurl.trainer.unified import UnifiedLinear
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one other process for all tests
+# A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
+OPTIM = {"lr": 1e-2, "eps": 1e-2}
+CASES = {
+    "grpo, reference, UAQ": {
+        "algo": {"name": "grpo", "kl_coef": 0.1, "aggregation": "seq-mean-token-mean"},
+        "quant": {"update_scale": 1.5},
+        "correction": {"mode": "auto"},
+    },
+    "ppo, critic, two epochs": {
+        "algo": {"name": "ppo", "advantage": "gae", "entropy_coef": 0.01},
+        "batch": {"problems": 3, "minibatches": 2, "epochs": 2, "microbatch_tokens": 25},
+        "critic": {"lr": 1e-2},
+    },
+    "dapo, checkpointed": {
+        "algo": {"name": "dapo", "clip_high": 0.28, "dual_clip": 10.0},
+        "optim": OPTIM | {"weight_decay": 0.1},
+        "model": {"gradient_checkpointing": True},
+    },
+    "one precision flow": {"quant": {"format": "int8", "unified": True}},
+}
+CLOSE = 1e-5
+
+
+def make_config(case):
+    defaults = {
+        "steps": 10,
+        "batch": {"problems": 3, "minibatches": 2, "microbatch_tokens": 25},
+        "sampling": {"max_tokens": 9, "group_size": 2},
+        "optim": OPTIM,
+    }
+    return build_config(defaults | CASES[case])
+
+
+def make(case, path=None):
+    """A whole learner, as each rank makes it; of a checkpoint with `path`."""
+    config = make_config(case)
+    reference = tiny_policy(seed=1).freeze_() if config.algo.kl_coef else None
+    if path:
+        return build_learner(config, load_saved_policy(path, config.model, CPU), reference)
+    policy = Policy(tiny_llama(), build_tokenizer(), config.model, CPU, config.quant)
+    learner = build_learner(config, policy, reference)
+    if config.quant.update_scale > 1:
+        rescale_(policy.model, config.quant.update_scale)
+    return learner
+
+
+def make_broken():
+    raise ModelError("no such model")
+
+
+def batches():
+    """Six rows; one row, so that a rank is idle; a mini-batch of which all tokens are rejected."""
+    policy = tiny_policy()
+    whole, single, rejected = (
+        random_batch(policy, seed=seed, rows=rows) for seed, rows in enumerate((6, 1, 6))
+    )
+    mask = rejected.mask.clone()
+    mask[torch.randperm(6, generator=generator(0, "shuffle", 2, 0))[:3]] = 0
+    return [whole, single, rejected.replace(mask=mask)]
+
+
+def step(learner, batch, number):
+    batch = recompute(learner, batch, number)
+    return learner.update(batch.replace(returns=batch.mask * (number + 1)), number)
+
+
+def train(learner):
+    """Three steps: what was logged, and the log-probs and weights at the end."""
+    tracker = learner.watch(UpdateTracker("int8", 5))
+    assert tracker.measure(learner.whole_model()) == {}
+    rows = []
+    for number, batch in enumerate(batches()):
+        trained, metrics = step(learner, batch, number)
+        metrics |= learner.describe(trained, batch.mask)
+        rows.append(metrics | tracker.measure(learner.whole_model()))
+    return rows, trained, weights(learner)
+
+
+def weights(learner):
+    return {name: p.detach().clone() for name, p in learner.whole_model().named_parameters()}
+
+
+def assert_close(found, expected, tolerance=CLOSE):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with lead(2, "cpu", threads=1) as started:
+        yield started
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_one(workers, case):
+    expected_rows, expected_batch, expected = train(make(case))
+    group = LearnerGroup(workers, functools.partial(make, case))
+    rows, batch, found = train(group)
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
+    assert rows[2]["actor/skipped_updates"] == 1
+    assert rows[0]["uaq/code_flip_frac"] > 0
+    for name in ("logp", "values"):  # rejected tokens have none
+        ours, theirs = (getattr(b, name) * b.mask for b in (batch, expected_batch))
+        torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=0)
+    assert_close(found, expected)
+    assert group.version == 3
+
+
+def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_path):
+    """Trained on with two ranks, with one, and with two again, against one all the way."""
+    case, parts = "ppo, critic, two epochs", batches()
+    alone = make(case)
+    expected = [step(alone, batch, number)[1] for number, batch in enumerate(parts)]
+
+    learner = LearnerGroup(workers, functools.partial(make, case))
+    found = [step(learner, parts[0], 0)[1]]
+    saved = {}
+    for number in (1, 2):
+        saved[number] = save_checkpoint(tmp_path, number, learner, {"at": number}, keep=9)
+        if number == 1:
+            learner = make(case, saved[number])
+        else:
+            learner = LearnerGroup(workers, functools.partial(make, case, saved[number]))
+        assert load_checkpoint(saved[number], learner)["at"] == number
+        found.append(step(learner, parts[number], number)[1])
+    for row, expected_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
+    assert_close(weights(learner), weights(alone))
+    assert (saved[1] / "optimizer" / ".metadata").exists()
+    assert (saved[2] / "optimizer.pt").exists()
+
+    exported = AutoModelForCausalLM.from_pretrained(saved[1] / "policy")
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    ids = torch.arange(5)[None]
+    logits = load_saved_policy(saved[1], make_config(case).model, CPU).model(ids)
+    torch.testing.assert_close(exported(ids).logits, logits.logits)
+
+
+def test_an_update_tracker_is_saved_whole(workers):
+    """Snapshots of either kind of learner fit the other, and the last one can be had again."""
+    case = "dapo, checkpointed"
+    alone, group = make(case), LearnerGroup(workers, functools.partial(make, case))
+    one, two = (learner.watch(UpdateTracker("fp8", 5)) for learner in (alone, group))
+    batch = batches()[0]
+    for tracker in (one, two):
+        tracker.measure(alone.whole_model())
+    before = two.state_dict()
+    whole = one.collect(one.state_dict())
+    for learner in (alone, group):
+        step(learner, batch, 0)
+    expected = one.measure(alone.whole_model())
+    assert two.measure(group.whole_model()) == pytest.approx(expected, rel=CLOSE)
+    for name, rows in two.collect(before).items():
+        assert torch.equal(rows, whole[name]), name
+    two.load_state_dict(whole)
+    assert two.measure(group.whole_model()) == pytest.approx(expected, rel=CLOSE)
+
+
+@pytest.mark.parametrize("field", ["advantages", "logp_prox"])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(workers, field):
+    case = "dapo, checkpointed"
+    group = LearnerGroup(workers, functools.partial(make, case))
+    batch = recompute(group, batches()[0])
+    before = weights(group)
+    first = torch.randperm(6, generator=generator(0, "shuffle", 0, 0))[:3]
+    ours = Ranks(1, 2).deal(batch.lengths[first].tolist())
+    row = int(first[ours[0]])
+    values = getattr(batch, field).clone()
+    values[row, batch.lengths[row] - 1] = math.nan
+    broken = batch.replace(**{field: values}, has_prox=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(TrainingError, match="trainer rank 1: the loss of step 0 is nan") as error:
+        group.update(broken, 0)
+    assert error.value.batch is not None
+    assert group.version is None
+    assert_close(weights(group), before, 0.0)  # both ranks still answer
+
+
+def test_what_all_ranks_refuse_is_one_error(workers, tmp_path):
+    with pytest.raises(ModelError, match="trainer rank 0: no such model"):
+        LearnerGroup(workers, make_broken)
+    group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    (tmp_path / "nowhere").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"nowhere.* could not be written"):
+        group.save(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="Define your objective at the top of a module"):
+        LearnerGroup(workers, lambda: None)
+    assert weights(group)
+
+
+def test_blocks_that_shards_would_cut_are_refused(workers):
+    group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    tracker = group.watch(UpdateTracker("fp8-block", 5))
+    with pytest.raises(ModelError, match=r"32 rows on 2 trainers is cut every 16 rows"):
+        tracker.measure(group.whole_model())
+
+
+def listen(post):
+    """Keep the weights that unified layers see in forwards."""
+    seen = post.held["seen"] = {}
+
+    def keep(name, layer, _):
+        assert isinstance(layer.weight, CodedWeight)
+        codes, scale = layer.weight.coded.codes, layer.weight.coded.scale
+        seen[name] = codes.float(), scale.clone()
+
+    for name, layer in post.held["learner"].policy.model.named_modules():
+        if isinstance(layer, UnifiedLinear):
+            layer.register_forward_pre_hook(functools.partial(keep, name))
+
+
+def tell(post):
+    return post.ranks.pool(post.held["seen"])
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_unified_weights_are_gathered_as_codes(workers, format):
+    """Those of the whole weights, to the bit, on both ranks and after an update."""
+    group = LearnerGroup(workers, functools.partial(make_unified, format))
+    workers.run(listen)
+    for number in (0, 1):
+        batch = batches()[0]
+        expected = {
+            name: quantize(layer.weight.detach(), format)
+            for name, layer in projections(group.whole_model())
+        }
+        recompute(group, batch, number)
+        of_ranks = workers.run(tell)
+        for name, coded in expected.items():
+            for seen in of_ranks:
+                assert torch.equal(seen[name][0], coded.codes.float()), name
+                assert torch.equal(seen[name][1], coded.scale), name
+        step(group, batch, number)
+
+
+def make_unified(format, **shape):
+    config = build_config(
+        {"batch": {"minibatches": 2}, "quant": {"format": format, "unified": True}, "optim": OPTIM}
+    )
+    return build_learner(config, Policy(tiny_llama(**shape), None, config.model, CPU, config.quant))
+
+
+def test_unified_weights_that_cannot_be_shared_evenly_are_refused(workers):
+    make_odd = functools.partial(make_unified, "int8", intermediate_size=63)
+    with pytest.raises(ModelError, match=r"gate_proj has 63 rows, which 2 trainers cannot share"):
+        LearnerGroup(workers, make_odd)
+    make_tiles = functools.partial(make_unified, "fp8-block")
+    with pytest.raises(ModelError, match="evenly, in whole tiles of 128"):
+        LearnerGroup(workers, make_tiles)
+
+
+def test_rows_are_dealt_by_length():
+    """10 goes first, then 7, then 5 to the rank with fewer tokens, and so on."""
+    lengths = [5, 10, 3, 7, 1]
+    assert [Ranks(rank, 2).deal(lengths) for rank in range(2)] == [[1, 2], [3, 0, 4]]
+    assert sorted(ALONE.deal(lengths)) == [0, 1, 2, 3, 4]
+    assert [Ranks(rank, 3).deal([4]) for rank in range(3)] == [[0], [], []]
+
+
+def test_a_group_of_one_exchanges_nothing():
+    values = torch.ones(2)
+    assert ALONE.add_up(values) is values
+    assert (ALONE.most(3), ALONE.total(3), ALONE.pool("x")) == (3, 3, ["x"])
+    with pytest.raises(ModelError, match="as it was raised"), ALONE.agreeing(ModelError):
+        raise ModelError("as it was raised")
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"model": {"compile": True}}, "model.compile = true"),
+        ({"model": {"lora_rank": 8}}, "model.lora_rank = 8"),
+        ({"optim": {"moments": "8bit"}}, "optim.moments = '8bit'"),
+    ],
+)
+def test_what_is_not_built_for_shards_is_refused_by_name(section, named):
+    from qurl.config import check_combinations
+
+    config = build_config({"parallel": {"trainers": 2}} | section)
+    with pytest.raises(ConfigError, match=f"{named} is not built for parallel.trainers = 2"):
+        check_combinations(config, "recipe")
+
+
+def test_tied_embeddings_are_one_weight(workers):
+    """The head and the embedding are one parameter, whose gradient has two parts."""
+    expected = train(make_tied())
+    found = train(LearnerGroup(workers, make_tied))
+    assert_close(found[2], expected[2])
+
+
+def make_tied():
+    policy = tiny_policy(model=tiny_llama(tie_word_embeddings=True))
+    return build_learner(make_config("dapo, checkpointed"), policy)

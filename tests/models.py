@@ -103,6 +103,7 @@ def random_batch(
         mask=mask,
         logp_behav=torch.zeros_like(mask),
         rewards=torch.rand(rows, generator=draw),
+        accuracies=torch.arange(rows).remainder(2).float(),
         group=torch.arange(rows) // 2,
         problem_ids=[f"problem-{row // 2}" for row in range(rows)],
         temperature=temperature,

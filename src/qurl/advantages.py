@@ -22,7 +22,7 @@ def gae(
     values: Tensor,
     mask: Tensor | None = None,
     gamma: float = 1.0,
-    lam: float = 1.0,
+    lam: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the last dimension: (advantages, returns).
 
@@ -30,7 +30,8 @@ def gae(
         A_t     = delta_t + gamma lam A_{t+1}
         ret_t   = A_t + V_t
 
-    Untrained positions are stepped over: A and V of the next trained token are carried across them.
+    `lam` may differ from sequence to sequence. Untrained positions are stepped over: A and V of the
+    next trained token are carried across them.
     With gamma = lam = 1 the return is the sum of the rewards still to come.
     """
     mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
@@ -106,11 +107,30 @@ learns advantages + values.
 
 @with_facts(ADVANTAGES["gae"])
 def critic_advantages(
-    batch: Corrected, *, gamma: float = 1.0, lam: float = 1.0, kl_coef: float = 0.0
+    batch: Corrected,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float | None = None,
+    lam_alpha: float = 0.0,
+    kl_coef: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` of the outcomes, less `kl_coef` times the KL to the reference on each token."""
-    rewards = token_rewards(batch, kl_coef)
-    return gae(rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
+    """`gae` of the outcomes, less `kl_coef` times the KL to the reference on each token.
+
+    `lam_alpha` gives each response a lambda by its length, and `critic_lam` gives the critic's
+    returns one of their own (VAPO).
+    """
+    known = (token_rewards(batch, kl_coef), batch.values, batch.mask)
+    by_length = length_lambda(batch.mask.sum(-1), lam_alpha) if lam_alpha else lam
+    advantages, returns = gae(*known, gamma=gamma, lam=by_length)
+    if critic_lam is not None:
+        _, returns = gae(*known, gamma=gamma, lam=critic_lam)
+    return advantages, returns
+
+
+def length_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """1 - 1 / (alpha l), at least 0: the longer a response, the further its outcome reaches."""
+    return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
 def _against_group(kind: str) -> Estimator:

@@ -31,7 +31,9 @@ from qurl.run.interrupt import Interrupt
 from qurl.run.monitor import FALLEN_BACK, Monitor
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
-from qurl.sampling import Sampler, Selector, collect
+from qurl.sampling import Sampler, Selector, narrow
+from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
+from qurl.seeds import derive_seed
 from qurl.tasks import Draw, Task
 from qurl.trainer.batches import pad, sample_records
 
@@ -44,8 +46,12 @@ def train(
     engine: EngineFactory | None = None,
     task: Task | Draw | None = None,
     reward: Reward | None = None,
-    select: Selector | None = None,
+    select: Selector | type | None = None,
     episode: Episode | None = None,
+    budget: Budget | type | None = None,
+    thermostat: Thermostat | type | None = None,
+    replay: Replay | type | None = None,
+    subselect: SubSelect | type | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Path:
     """Train to `config.steps`, resuming where the run directory allows; returns that directory.
@@ -57,44 +63,29 @@ def train(
     """
     if follow_driver(config):
         return Path(config.run_dir).expanduser()
-    choices = Choices.of(config, objective, advantage, engine, task, reward, select, episode)
+    parts_of_sampling = (budget, thermostat, replay, subselect)
+    choices = Choices.of(
+        config, objective, advantage, engine, task, reward, select, episode, *parts_of_sampling
+    )
     config = choices.record_in(config)
     opened = Run.open(config, trackers=trackers)
     with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
-        learner, timer, monitor = parts.learner, run.timer, Monitor(config, parts, run)
-        tokenizer = learner.policy.tokenizer
-        timer.lap()  # what came before belongs to no step
+        monitor = Monitor(config, parts, run)
+        run.timer.lap()  # what came before belongs to no step
         if parts.first_step == 0 and config.eval.every:
             untrained: dict[str, float] = {}
             with keep_evidence(config, parts, run, step=0), monitor.logging(-1, untrained):
                 untrained |= evaluate_policy(config, parts, run, num_updates=0)
         for step in range(parts.first_step, config.steps):
             with keep_evidence(config, parts, run, step):
-                metrics = sync(config, parts, run, step)
-                sampler = Sampler(config, parts.stream, parts.actor, parts.pool, step)
-                collected = collect(sampler, config.batch.problems, config.algo)
-                metrics |= sampler.metrics() | collected.metrics()
-                batch = pad(collected.graded).to(learner.policy.device)
-                with timer("prox"):
-                    scored = learner.recompute(batch, step)
-                corrected = correct(scored, cap=learner.cap, **vars(config.correction))
-                trainable = compare(corrected, parts.advantage, is_whitened=config.algo.whiten)
-                with timer("update"):
-                    trained, update_metrics = learner.update(trainable, step)
-                num_samples = config.track.samples
-                for record in sample_records(collected.graded, trained, num_samples, tokenizer):
-                    run.sample(step, record)
-
+                metrics = run_step(config, parts, run, step)
             with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
-                metrics |= update_metrics | learner.describe(trained, batch.mask)
-                num_tokens = trained.num_tokens * config.batch.epochs
-                metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
-                metrics |= peak_memory(learner.policy.device)
+                metrics |= peak_memory(parts.learner.policy.device)
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
             is_stopping = interrupt.is_requested or monitor.reason_to_stop is not None
             if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):
-                with timer("save"):
+                with run.timer("save"):
                     parts.save(config, run, step + 1)
             if interrupt.is_requested:
                 raise KeyboardInterrupt
@@ -103,6 +94,32 @@ def train(
         report(run)
         monitor.stop()
         return run.path
+
+
+def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
+    """One step of the figure above, from the sync to the update; returns what it measured."""
+    learner, hooks, timer = parts.learner, parts.hooks, run.timer
+    metrics = sync(config, parts, run, step)
+    sampler = Sampler(config, parts.stream, parts.actor, parts.pool, step, hooks)
+    collected = sampler.collect()
+    metrics |= sampler.metrics() | collected.metrics()
+    sampled = pad(collected.graded).to(learner.policy.device)
+    seed = derive_seed(config.seed, "subselect", step)
+    batch, rows, advantage = narrow(sampled, hooks.subselect, parts.advantage, seed)
+    with timer("prox"):
+        scored = learner.recompute(batch, step)
+    corrected = correct(scored, cap=learner.cap, **vars(config.correction))
+    trainable = compare(corrected, advantage, is_whitened=config.algo.whiten)
+    with timer("update"):
+        trained, update_metrics = learner.update(trainable, step)
+    metrics |= update_metrics | learner.describe(trained, batch.mask)
+    num_tokens = trained.num_tokens * config.batch.epochs
+    metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
+    hooks.observe(step, sampler.graded, metrics)
+    records = (collected.graded, trained, config.track.samples, learner.policy.tokenizer, rows)
+    for record in sample_records(*records):
+        run.sample(step, record)
+    return metrics | hooks.metrics(trained)
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
@@ -31,6 +32,12 @@ class Problem:
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The task's own data; `extra["prompt"]` is the text of the prompt where there is one."""
+
+    @property
+    def name(self) -> str:
+        """The id without what `qurl.sampling` appends when a problem is asked again or in pieces:
+        "sum-7@3@@64" -> "sum-7"."""
+        return re.sub(r"(@\d+)?(@@\d+)?$", "", self.id)
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ class SyncReport:
     """Size of the engine's copy of the synchronised weights."""
     code_flip_frac: float
     """Share of quantized codes that changed since the last sync; 0 on the first and without
-    quantization."""
+    quantization, NaN in engines that do not count them (vLLM)."""
     verified: bool
     """Trainer and engine agree on the canary prompt within the bound, and the rows that were looked
     at are exact copies. A sync that fails this raises instead."""
@@ -170,7 +177,7 @@ class Batch:
     `mask` is 0. A prompt of two tokens with completions of two and one:
 
         token_ids   [[5, 6, 7, 0], [5, 6, 0, 0]]    lengths  [4, 3]
-        mask        [[0, 0, 1, 1], [0, 0, 1, 0]]    rewards  [1, 0]
+        mask        [[0, 0, 1, 1], [0, 0, 1, 0]]    rewards  [1, 0]    accuracies  [1, 0]
         logp_behav  [[0, 0, -0.2, -0.1], ...]       group    [0, 0]
     """
 
@@ -179,9 +186,12 @@ class Batch:
     mask: Tensor  # [B, T] float
     logp_behav: Tensor  # [B, T]
     rewards: Tensor  # [B] outcome of each sequence
+    accuracies: Tensor  # [B] the same before any shaping; from 1 on the answer is right
     group: Tensor  # [B] int64, which rollout of the step
     problem_ids: Sequence[str]  # [B]
     temperature: float
+    bundle: int = 1
+    """So many rows that follow each other stay in one mini-batch."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

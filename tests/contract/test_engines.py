@@ -204,13 +204,17 @@ def test_logprobs_equal_the_dense_reference(kind, quant, name, device):
         for r in build(kind, model, quant).generate(problems, params)
         for c in r.completions
     ]
-    typical, largest = gap_bounds(quant, device)
+    typical, largest = gap_bounds(quant, device, kind)
     assert torch.cat(gaps).median() < typical
     assert torch.cat(gaps).max() < largest
 
 
-def gap_bounds(quant: str, device: str) -> tuple[float, float]:
+def gap_bounds(quant: str, device: str, kind: str = "local") -> tuple[float, float]:
     """Typical and largest |log-prob gap| to the dense reference."""
+    if kind == "vllm" and quant == "int8":
+        return 0.02, 0.5  # its activations are rounded a little differently
+    if kind == "vllm" and quant == "fp8":
+        return 0.2, 3.0  # in BF16, as below
     if device == "cuda" and quant.startswith("fp8"):
         # The matrix unit keeps 14 bits of a sum of FP8 products. With 3 bits of mantissa such an
         # error moves one activation in some hundreds to the next code, a sixteenth away, and a
@@ -230,7 +234,7 @@ def test_score_equals_the_dense_reference(kind, quant, device):
         reference, Problem("", problem.prompt_ids[:1]), problem.prompt_ids[1:]
     )
     scores = build(kind, model, quant).score(problem.prompt_ids)
-    bound = max(1e-4, gap_bounds(quant, device)[0])
+    bound = max(1e-4, gap_bounds(quant, device, kind)[0])
     assert (scores.cpu() - expected).abs().mean() < bound
 
 
@@ -337,7 +341,7 @@ def test_groups_differ_and_are_reproducible(kind):
 @pytest.mark.parametrize("quant", ["none", "int8"])
 @pytest.mark.parametrize("kind", ENGINES)
 def test_results_do_not_depend_on_the_batch(kind, quant):
-    """Alone, in a batch, in another order: the same tokens, and on the CPU the same bits."""
+    """Alone, in a batch, in another order: the same tokens; in ours, on the CPU, the same bits."""
     engine = build(kind, shared_model("llama"), quant)
     problems = make_problems(7)
     params = SamplingParams(max_tokens=12, group_size=3, seed=2)
@@ -346,7 +350,7 @@ def test_results_do_not_depend_on_the_batch(kind, quant):
     alone = [engine.generate([p], params)[0] for p in problems]
     for other in (backwards, alone):
         assert tokens_of(together) == tokens_of(other)
-        assert largest_gap(together, other) == 0
+        assert largest_gap(together, other) <= (1e-4 if kind == "vllm" else 0)
 
 
 @pytest.mark.gpu
@@ -489,6 +493,23 @@ def test_problems_can_be_submitted_while_a_stream_runs(kind):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_groups_of_one_stream_may_have_different_sizes(kind):
+    """The completions of a small group are the first of a large one."""
+    engine, problems = build(kind, shared_model("llama")), make_problems(3)
+    params = SamplingParams(max_tokens=6, group_size=4, seed=1)
+    expected, sizes = engine.generate(problems, params), [1, 4, 2]
+    with engine.stream(params) as stream:
+        stream.submit(problems, sizes)
+        rollouts = sorted(stream, key=lambda r: r.problem.id)
+    for rollout, whole, size in zip(rollouts, expected, sizes, strict=True):
+        assert len(rollout.completions) == size
+        pairs = zip(rollout.completions, whole.completions, strict=False)
+        assert all(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+    with engine.stream(params) as stream, pytest.raises(ValueError, match=r"shorter|longer"):
+        stream.submit(problems, [1, 2])
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_ids_may_repeat(kind):
     """Each rollout is that of its own prompt and has its own problem."""
     engine = build(kind, shared_model("llama"))
@@ -508,13 +529,22 @@ def test_ids_may_repeat(kind):
 # --- ends -------------------------------------------------------------------------------------
 
 
+def sample_without_eos(engine, problem):
+    """Parameters that ignore ends, and a completion of theirs without any."""
+    for seed in range(3, 50):
+        free = SamplingParams(max_tokens=20, seed=seed, ignore_eos=True)
+        completion = engine.generate([problem], free)[0].completions[0]
+        if not {SHAPE["eos_token_id"], Letters.eos_token_id} & set(completion.token_ids):
+            return free, completion
+    raise AssertionError("all completions have an end")
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_ends(kind):
     model = shared_model("llama")
     problem = make_problems(1)[0]
-    free = SamplingParams(max_tokens=20, group_size=1, seed=3, ignore_eos=True)
     engine = build(kind, model, tokenizer=Letters())
-    full = engine.generate([problem], free)[0].completions[0]
+    free, full = sample_without_eos(engine, problem)
     assert len(full.token_ids) == 20
     assert full.finish == "length"
     assert full.text == Letters().decode(full.token_ids, skip_special_tokens=True)
@@ -542,9 +572,8 @@ def test_ends(kind):
 def test_every_source_of_eos_ends_a_completion(kind, where):
     model, tokenizer = own_model(), Letters()
     problem = make_problems(1)[0]
-    params = SamplingParams(max_tokens=20, seed=3)
-    ignoring = dataclasses.replace(params, ignore_eos=True)
-    full = build(kind, model).generate([problem], ignoring)[0].completions[0]
+    ignoring, full = sample_without_eos(build(kind, model), problem)
+    params = dataclasses.replace(ignoring, ignore_eos=False)
     token = full.token_ids[8]
     if where == "generation_config":
         model.generation_config.eos_token_id = [0, token]
@@ -580,7 +609,7 @@ def test_sync_follows_the_trainer(kind, quant):
     assert report.version == 7
     assert report.verified
     assert report.seconds > 0
-    assert (report.verify_seconds > 0) == (kind == "local")
+    assert (report.verify_seconds > 0) == (kind != "hf")
     after = engine.generate(problems, params)
     assert [r.version for r in after] == [7, 7]
     assert largest_gap(before, build(kind, model, quant).generate(problems, params)) > 1e-3
@@ -743,6 +772,41 @@ def test_spot_check_finds_damage_that_noise_would_hide(quant, name, monkeypatch)
         sync_with_damage(quant, monkeypatch, damage)
 
 
+def test_spot_check_finds_a_head_that_stayed(monkeypatch):
+    """A trainer in BF16 and an engine in FP32 share no storage: the head is a copy."""
+    model = own_model().bfloat16()
+    engine = build("local", model)
+    load, stale = engine._sync.load_, engine.weights.lm_head.clone()
+    monkeypatch.setattr(
+        engine._sync, "load_", lambda source: (load(source), engine.weights.lm_head.copy_(stale))[0]
+    )
+    engine.sync(model, version=1)  # nothing has moved
+    with torch.no_grad():
+        model.lm_head.weight *= 1 + 2**-7
+    with pytest.raises(SyncError, match="the head in the engine is not a copy of the trainer's"):
+        engine.sync(model, version=2)
+
+
+def test_a_jump_of_the_gap_is_refused_below_the_fixed_bound():
+    from qurl.rollout.canary import Yardstick, verify
+
+    def gap_of(size, path=""):
+        scores = torch.zeros(4)
+        return verify(scores, scores + size, bound=2.0, version=1, path=path, yardstick=yardstick)
+
+    yardstick = Yardstick()
+    assert gap_of(0.004) == pytest.approx(0.004)
+    for size in (0.09, 0.3, 0.9):  # as long as it grows from sync to sync
+        assert gap_of(size) == pytest.approx(size)
+    assert gap_of(1.9, path="decoded") == pytest.approx(1.9), "each path has its own"
+    yardstick = Yardstick()
+    gap_of(0.05)
+    with pytest.raises(SyncError, match=r"gap\| = 0.96 exceeds 0.2"):
+        gap_of(0.96)
+    with pytest.raises(SyncError, match=r"exceeds 0.2"):  # what was refused is no measure
+        gap_of(0.3)
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_copy_that_was_refused_is_not_sampled_from(kind):
     model, broken, params = own_model(), own_model(), SamplingParams(max_tokens=3)
@@ -752,7 +816,7 @@ def test_a_copy_that_was_refused_is_not_sampled_from(kind):
     with pytest.raises(SyncError, match="version 3 failed"):
         engine.sync(broken, version=3)
     assert engine.version == 0
-    if kind == "local":  # in place: the old copy is gone
+    if kind != "hf":  # in place: the old copy is gone
         with pytest.raises(EngineError, match=r"version 0 were overwritten .* sync again"):
             engine.generate(make_problems(1), params)
         engine.sync(model, version=0)

@@ -157,8 +157,16 @@ TINY = {
 }
 RUNS = {
     "ppo": {"algo.kl_coef": 0.01, "quant.update_scale": 1.5},
-    "dapo": {"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
-    "grpo": {"correction.mode": "auto", "quant.format": "none"},
+    "dapo": {
+        **{"algo.max_gen_rounds": 40, "eval.every": 1, "eval.problems": 4, "eval.samples": 2},
+        **{"sampling.select": "greso", "sampling.budget": "e3", "batch.subselect": "pods"},
+    },
+    "grpo": {
+        **{"correction.mode": "auto", "quant.format": "none", "sampling.replay": "recent"},
+        **{"sampling.select": "dots", "systems.dots.references": 2, "sampling.thermostat": "e3"},
+        **{"batch.subselect": "shuffle-r1"},
+    },
+    "vapo": {"critic.pretrain_steps": 1},
 }
 
 
@@ -359,6 +367,28 @@ def test_recipe_reference_is_up_to_date():
     assert page == load_reference_writer()["render"](), "run `make docs`"
 
 
+def test_the_table_of_pairs_is_what_the_rules_say():
+    writer = runpy.run_path(str(ROOT / "docs" / "write_systems_table.py"))
+    page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    assert page == writer["rewrite"](page), "run `make docs`"
+    verdicts = {pair: writer["judge"](*pair)[0] for pair in PAIRS}
+    assert verdicts == PAIRS
+
+
+PAIRS = {
+    ("ACR", "one update a step"): "warned",
+    ("ACR", "replay"): "works",
+    ("no correction", "replay"): "refused",
+    ("UAQ", "LoRA"): "refused",
+    ("GRESO", "DOTS"): "one key",
+    ("dynamic sampling", "GRESO"): "works",
+    ("PPO", "PODS"): "refused",
+    ("E3 budget", "BroRL"): "works",
+    ("E3 budget", "Shuffle-R1"): "refused",
+}
+"""Some of the pairs."""
+
+
 def test_recipe_reference_is_complete():
     writer = load_reference_writer()
     for path, section in writer["walk_sections"]():
@@ -463,6 +493,7 @@ def test_public_records(name):
     ("name", "expected"),
     [
         ("custom_reward", ["'25'                 score  1.00", "'waste': 14.0"]),
+        ("engine_in_your_script", ["step 8", "learned: True"]),
         ("episode_calculator", ["gets  8+8+4+4=\n", "8+8+4+4=3+8=11;\n"]),
         ("jitrl_text_game", ["proposal alone   first", "jitrl            first"]),
         ("quantized_policy_loss", ["-2.40 / 0.00    -2.60 / -2.60"]),
@@ -488,7 +519,10 @@ def flags(tmp_path, **keys):
 
 NEED_A_HOST = ("trl_grpo",)
 """Run where their host is installed: make test-trl."""
-TRAINED = ("custom_advantage", "custom_engine", "custom_objective", "custom_tracker")
+TRAINED = (
+    *("custom_advantage", "custom_engine", "custom_objective", "custom_sampling"),
+    "custom_tracker",
+)
 
 
 @pytest.mark.parametrize("name", TRAINED)

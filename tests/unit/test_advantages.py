@@ -100,6 +100,7 @@ def _batch(**fields):
         "mask": mask,
         "logp_behav": torch.zeros(2, 3),
         "rewards": torch.tensor([1.0, 0.0]).double(),
+        "accuracies": torch.tensor([1.0, 0.0]).double(),
         "group": torch.tensor([0, 0]),
         "problem_ids": ["a", "a"],
         "temperature": 1.0,

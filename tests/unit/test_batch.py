@@ -113,7 +113,7 @@ def test_mini_batches_cover_all_rows_and_repeat_with_their_seed():
 def test_to_moves_every_tensor(graded):
     batch = score(pad(graded), values=torch.zeros(3, 5)).to("meta")
     tensors = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
-    assert len(tensors) == 11
+    assert len(tensors) == 12
     assert {t.device.type for t in tensors} == {"meta"}
 
 

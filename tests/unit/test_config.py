@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qurl.config import PRESETS, Config, build_config, load_config, schema, to_json
+from qurl.config import PRESETS, Config, build_config, load_config, schema, systems, to_json
 from qurl.config.recipe import MOVED
 from qurl.config.rules import find_mistakes, find_warnings, prox_readers
+from qurl.config.systems import SystemsConfig
 from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective
 from qurl.run.directory import flatten
@@ -43,9 +44,11 @@ def test_the_defaults_are_a_recipe():
 
 def test_every_key_has_a_docstring():
     """They feed `--help` and the docs; a section is described by its class."""
-    tree = ast.parse(Path(schema.__file__).read_text())
-    sections = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
-    assert len(sections) == len(dataclasses.fields(Config)) - 5 + 2
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (schema, systems)]
+    classes = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef)]
+    sections = [n for n in classes if n.name.endswith("Config")]
+    num_systems = len(dataclasses.fields(SystemsConfig))
+    assert len(sections) == len(dataclasses.fields(Config)) - 5 + 2 + num_systems
     for section in sections:
         assert ast.get_docstring(section), section.name
         for field, after in zip(section.body, [*section.body[1:], None], strict=True):
@@ -221,7 +224,10 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ({"algo": {"advantage": "gea"}}, "algo.advantage = 'gea' is not one of gae, grpo, dr_grpo"),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm' is not one of local, hf, nor"),
         ({"rollout": {"episode": "x"}}, "rollout.episode = 'x' is not empty, nor module:name"),
-        ({"sampling": {"select": "x"}}, "sampling.select = 'x' is not one of shuffle, nor"),
+        (
+            {"sampling": {"select": "x"}},
+            "sampling.select = 'x' is not one of shuffle, greso",
+        ),
         ({"algo": {"objective": "no_such:f"}}, "algo.objective = 'no_such:f': there is no module"),
         ({"task": {"name": "my.py:f"}}, "'my.py' is not the name of a module"),
         ({"sampling": {"group_size": 1}}, "algo.advantage = 'grpo' compares completions"),

@@ -35,6 +35,7 @@ def make_batch(mismatch, mask=None):
         entropy=torch.zeros_like(prox),
         has_prox=torch.ones(rows, dtype=torch.bool),
         rewards=torch.zeros(rows),
+        accuracies=torch.zeros(rows),
         group=torch.zeros(rows, dtype=torch.int64),
         problem_ids=[""] * rows,
         temperature=1.0,

@@ -427,3 +427,24 @@ def test_meter_by_hand():
     meter.finish_update({"norm": 3.0})
     bounds = {"x/max_upper": 5.0, "is_min": 0.1}
     assert meter.summary() == {"a": 3.5, "loss": 5.0, "norm": 2.0, **bounds}
+
+
+@pytest.mark.parametrize("tokens", [1000, 20])
+def test_the_likelihood_of_right_answers_rises(tokens):
+    """Without advantages it is all that moves the policy; pieces share its denominator."""
+    batch_options = {"microbatch_tokens": tokens}
+    config = make_config({"positive_coef": 0.5}, batch_options, optim={"lr": 1e-3})
+    learner = make_learner(config)
+    batch = random_batch(learner.policy)
+    batch = batch.replace(advantages=torch.zeros_like(batch.mask))
+    right = batch.mask * (batch.accuracies >= 1)[:, None]
+    before = learner.policy.score(batch).logp.detach()
+    _, metrics = learner.update(batch, step=0)
+    expected = -float((before * right).sum() / right.sum())
+    assert metrics["actor/positive_nll"] == pytest.approx(expected, rel=1e-5)
+    after = learner.policy.score(batch).logp.detach()
+    assert float((after * right).sum()) > float((before * right).sum())
+    still = make_learner(make_config(batch=batch_options))
+    start = weights(still.policy.model)
+    still.update(batch, step=0)
+    assert largest_change(still.policy.model, start) == 0

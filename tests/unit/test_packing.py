@@ -83,6 +83,7 @@ def by_hand():
         mask=mask,
         logp_behav=torch.zeros_like(mask),
         rewards=torch.zeros(3),
+        accuracies=torch.zeros(3),
         group=torch.zeros(3, dtype=torch.int64),
         problem_ids=["a", "b", "c"],
         temperature=1.0,

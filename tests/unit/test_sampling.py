@@ -7,9 +7,9 @@ import pytest
 from models import group
 
 from qurl.config import AlgoConfig, build_config
-from qurl.errors import ConfigError, DataError, TrainingError
+from qurl.errors import ConfigError, DataError, EngineError, TrainingError
 from qurl.rewards import GradingPool
-from qurl.sampling import ProblemStream, Sampler, collect, has_signal
+from qurl.sampling import Hooks, ProblemStream, Sampler, collect, has_signal
 from qurl.seeds import derive_seed
 from qurl.types import Completion, Graded, Problem, Rollout
 
@@ -293,7 +293,8 @@ def test_a_selector_of_your_own_sees_the_history():
     assert ids(second) == ["2@2", "3@3"]
     solve(stream, second, lambda p: True)
     state = stream.state_dict()
-    assert state == {"position": 4, "accuracies": {0: [0.5], 1: [0.0], 2: [0.5], 3: [0.5]}}
+    assert state["position"] == 4
+    assert dict(stream.history) == {0: [0.5], 1: [0.0], 2: [0.5], 3: [0.5]}
     third = ids(stream.take(2))
     assert third == ["1@4", "0@5"]
     resumed = ProblemStream(Numbers(4), seed=0, select=hardest)
@@ -305,7 +306,8 @@ def test_the_history_of_a_problem_is_bounded():
     stream = ProblemStream(Numbers(1), seed=0)
     for i in range(12):
         solve(stream, stream.take(1), lambda _, i=i: i % 2)
-    assert stream.state_dict()["accuracies"] == {0: [0.0, 0.5] * 4}
+    assert dict(stream.history) == {0: [0.0, 0.5] * 4}
+    assert stream.history.total(0).count == 24
 
 
 @pytest.mark.parametrize("indices", [[0], [0, 4], [-1, 0], None, "ab", [0.5, 1.0], 3])
@@ -330,3 +332,93 @@ def test_a_selector_is_loaded_by_name(tmp_path, monkeypatch):
     assert ids(stream.take(3)) == ["3", "3@1", "3@2"]
     with pytest.raises(ConfigError, match=r"sampling\.select = 'my_select:first': .*it has last"):
         ProblemStream(Numbers(4), seed=0, select="my_select:first")
+
+
+class SizedScript(Script):
+    """Writes "right" first, in every piece, in groups of the sizes that it is asked for."""
+
+    @contextmanager
+    def stream(self, params):
+        yield SizedStream(self, params)
+
+
+class SizedStream(ScriptStream):
+    def submit(self, problems, sizes=()):
+        self.engine.calls.append(([p.id for p in problems], list(sizes)))
+        pairs = zip(problems, sizes or [self.params.group_size] * len(problems), strict=True)
+        self.problems += pairs
+
+    def __iter__(self):
+        while self.problems:
+            problem, size = self.problems.pop()
+            group = self.engine._group(problem, self.params)[:size]
+            yield Rollout(problem, group, 0, self.params.temperature)
+
+
+def sample_with(hooks, engine, **sampling):
+    keys = {"group_size": 4, "max_tokens": 5, **sampling}
+    config = build_config({"batch": {"problems": 2}, "sampling": keys})
+    with GradingPool("exact") as pool:
+        stream = ProblemStream(Numbers(6), 1, hooks.select)
+        sampler = Sampler(config, stream, engine, pool, 0, hooks)
+        return sampler, sampler.collect()
+
+
+def test_a_group_in_pieces_is_one_group():
+    """4 in pieces of 3: every piece has a seed of its own, and begins with a right answer."""
+    engine = SizedScript(num_right=1)
+    sampler, collected = sample_with(Hooks(), engine, chunk=3)
+    [(asked, sizes)] = engine.calls
+    names = [asked[0].removesuffix("@@0"), asked[2].removesuffix("@@0")]
+    assert asked == [f"{name}@@{start}" for name in names for start in (0, 3)]
+    assert sizes == [3, 1, 3, 1]
+    assert ids(g.rollout.problem for g in collected.graded) == names
+    assert [g.rewards for g in collected.graded] == [[1.0, 0.0, 0.0, 1.0]] * 2
+    assert [len(g.rollout.completions) for g in collected.graded] == [4, 4]
+    assert list(sampler.stream.history.values()) == [[0.5], [0.5]]
+
+
+def test_a_budget_gives_each_problem_its_own_number():
+    engine = SizedScript(num_right=1)
+
+    def budget(indices, history, group_size):
+        assert (len(indices), history.num_taken, group_size) == (2, 2, 4)
+        return [3, 2]
+
+    _, collected = sample_with(Hooks(budget=budget), engine)
+    assert [len(g.rewards) for g in collected.graded] == [3, 2]
+
+
+def test_budgets_that_cannot_be_met_are_errors():
+    with pytest.raises(ConfigError, match=r"sampling.budget returned \[4\]; it must return 2"):
+        sample_with(Hooks(budget=lambda *_: [4]), SizedScript(num_right=1))
+    with pytest.raises(ConfigError, match=r"sampling.budget returned \[0, 4\]"):
+        sample_with(Hooks(budget=lambda *_: [0, 4]), SizedScript(num_right=1))
+    with pytest.raises(EngineError, match=r"asks for groups of 2 to 4, .* takes no sizes"):
+        sample_with(Hooks(budget=lambda *_: [2, 4]), Script(num_right=1))
+
+
+def test_a_thermostat_sets_the_temperature_of_a_step():
+    _, collected = sample_with(
+        Hooks(thermostat=lambda step, temperature: temperature + 0.25), Script(num_right=1)
+    )
+    assert {g.rollout.temperature for g in collected.graded} == {1.25}
+
+
+class Probing:
+    """Asks problem 5 first, and then what the history has."""
+
+    def probe(self, step, history, seed):
+        return [5]
+
+    def __call__(self, count, num_problems, num_taken, history, seed):
+        assert dict(history) == {5: [0.25]}
+        return [0, 1]
+
+
+def test_a_selector_can_ask_before_it_chooses():
+    sampler, collected = sample_with(Hooks(select=Probing()), Script(num_right=1))
+    assert len(collected.graded) == len(sampler.graded) == 2
+    assert len(sampler.probed) == 1
+    assert sampler.metrics()["perf/rollout_tokens"] == 3 * 14
+    assert sampler.stream.position == 3

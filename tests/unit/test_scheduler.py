@@ -386,15 +386,16 @@ def test_the_longest_expected_come_first_and_unknown_ones_before_all():
     history.record(a, 5)
     history.record(c, 9)
     history.record(a, 3)  # the longest counts
-    assert history.order([a, b, c, d]) == [b, d, c, a]
-    assert history.order([a, a]) == [a, a]
+    assert history.order([(p, 2) for p in (a, b, c, d)]) == [(p, 2) for p in (b, d, c, a)]
+    assert history.order([(a, 1), (a, 2)]) == [(a, 1), (a, 2)]
 
 
 def test_a_problem_is_known_in_every_epoch():
     history = LengthHistory()
     history.record(Problem("x@7", (1,)), 5)
     history.record(Problem("y", (1,)), 9)
-    ordered = history.order([Problem(p, (1,)) for p in ("x@12", "y@2", "me@home")])
+    asked = [(Problem(p, (1,)), 1) for p in ("x@12", "y@2", "me@home")]
+    ordered = [problem for problem, _ in history.order(asked)]
     assert [p.id for p in ordered] == ["me@home", "y@2", "x@12"]
 
 

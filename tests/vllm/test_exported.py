@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from conftest import can_multiply_int8
 from models import tiny_llama, tiny_policy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,13 +16,8 @@ from qurl.run.export import export
 
 vllm = pytest.importorskip("vllm")
 IDS = torch.arange(4, 84)[None]
-
-
-def can_multiply_int8() -> bool:
-    """Without VNNI, oneDNN's INT8 product saturates on a CPU."""
-    with open("/proc/cpuinfo") as file:
-        flags = file.read()
-    return any(flag in flags for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
+KEPT = []
+"""One that ends would take the groups of all others in this process along."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +61,7 @@ def test_vllm_gives_our_log_probs(exported, model, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
     llm = vllm.LLM(str(folder), gpu_memory_utilization=0.3, **options)
+    KEPT.append(llm)
     params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     [output] = llm.generate([{"prompt_token_ids": IDS[0].tolist()}], params)
     rows = zip(output.prompt_logprobs[1:], IDS[0, 1:].tolist(), strict=True)

@@ -170,6 +170,7 @@ def build_batch(bench: BatchBench, policy: Policy, vocabulary: int) -> Batch:
         mask=mask,
         logp_behav=torch.zeros_like(mask),
         rewards=(rows % 2).float(),
+        accuracies=(rows % 2).float(),
         group=rows // bench.group,
         problem_ids=[f"prompt-{row // bench.group}" for row in range(bench.sequences)],
         temperature=1.0,

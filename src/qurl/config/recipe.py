@@ -39,6 +39,18 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
         "optim": {"warmup_steps": 10, "weight_decay": 0.1},
     },
+    "vapo": {
+        "algo": {
+            "advantage": "gae",
+            "aggregation": "token-mean",
+            "clip_high": 0.28,
+            "whiten": True,
+            "critic_lam": 1.0,  # decoupled GAE: the critic learns Monte-Carlo returns
+            "lam_alpha": 0.05,  # length-adaptive lambda of the policy
+            "positive_coef": 0.1,  # likelihood of right answers
+        },
+        "critic": {"pretrain_steps": 50},
+    },
 }
 """What `algo.name` sets; a recipe or a flag overrides any part of it."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qurl.config.schema import Config
+from qurl.config.system_rules import find_system_mistakes, find_system_warnings, unused_systems
 from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage, Objective, parse_rejection
 from qurl.plugins import check_plugin, is_users_own
@@ -19,9 +20,13 @@ GENERATED = ("arithmetic", "countdown")
 BUILT_IN: Mapping[str, Sequence[str]] = {
     "algo.objective": tuple(OBJECTIVES),
     "algo.advantage": tuple(ADVANTAGES),
-    "rollout.engine": ("local", "hf"),
+    "rollout.engine": ("local", "hf", "vllm"),
     "rollout.episode": ("",),
-    "sampling.select": ("shuffle",),
+    "sampling.select": ("shuffle", "greso", "dots"),
+    "sampling.budget": ("uniform", "e3"),
+    "sampling.thermostat": ("off", "e3"),
+    "sampling.replay": ("off", "recent"),
+    "batch.subselect": ("all", "shuffle-r1", "pods"),
     "task.name": (*GENERATED, "gsm8k", "math", "code", "file", "gym:<name>", "<path>.jsonl"),
     "task.reward": ("auto", "math", "exact", "countdown", "code", "gym:<name>"),
 }
@@ -72,10 +77,12 @@ def find_mistakes(
         *_algorithm_mistakes(config, objective, advantage),
         *_correction_mistakes(config, objective, advantage),
         *_precision_mistakes(config),
+        *_vllm_mistakes(config),
         *_lora_mistakes(config, advantage),
         *_optimizer_mistakes(config),
         *_parallel_mistakes(config),
         *_data_mistakes(config),
+        *find_system_mistakes(config, objective, advantage),
         *_other_mistakes(config),
     ]
 
@@ -123,9 +130,9 @@ def _algorithm_mistakes(
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
     if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
         yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
-    if algo.name == "ppo" and advantage and not advantage.needs_critic:
+    if algo.name in ("ppo", "vapo") and advantage and not advantage.needs_critic:
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
-        yield f"algo.advantage = {algo.advantage!r}: algo.name = 'ppo' means {critics}"
+        yield f"algo.advantage = {algo.advantage!r}: algo.name = {algo.name!r} means {critics}"
     if algo.kl_in_reward and algo.advantage != "gae":
         yield "algo.kl_in_reward = true needs algo.advantage = 'gae'; use the loss term instead"
     if config.experimental.weighted_kl and objective and not objective.is_weighted:
@@ -175,7 +182,7 @@ def _correction_mistakes(
 
 def _precision_mistakes(config: Config) -> Iterator[str]:
     quant, is_compiled = config.quant, config.model.compile
-    if quant.kv != "none" and config.rollout.engine == "hf":
+    if quant.kv != "none" and config.rollout.engine in ("hf", "vllm"):
         yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
     if quant.full_layers and quant.format == "none":
         yield f"quant.full_layers = {quant.full_layers} needs a quant.format other than 'none'"
@@ -192,6 +199,27 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
     for name in (name for name, action in vars(config.alarms).items() if action == "full"):
         remedy = "a trainer in 8 bits needs a sampler in 8 bits; use 'warn' or 'stop'"
         yield f"alarms.{name} = 'full' does not go with quant.unified = true: {remedy}"
+
+
+def _vllm_mistakes(config: Config) -> Iterator[str]:
+    rollout, quant = config.rollout, config.quant
+    options = rollout.vllm
+    if rollout.engine != "vllm":
+        if options.tensor_parallel > 1:
+            parallel = f"rollout.vllm.tensor_parallel = {options.tensor_parallel}"
+            yield f"{parallel} needs rollout.engine = 'vllm', not {rollout.engine!r}"
+        return
+    if quant.format not in ("none", "int8", "fp8"):
+        yield f"quant.format = {quant.format!r}: rollout.engine = 'vllm' has none, int8 and fp8"
+    if options.online and quant.format != "int8":
+        yield f"rollout.vllm.online = true needs quant.format = 'int8', not {quant.format!r}"
+    refused = {
+        "quant.full_layers": quant.full_layers > 0,
+        "quant.unified": quant.unified,
+        "rollout.deterministic": rollout.deterministic,
+    }
+    for key in (key for key, is_set in refused.items() if is_set):
+        yield f"{key} does not go with rollout.engine = 'vllm'; use 'local'"
 
 
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
@@ -307,7 +335,7 @@ def _unused(
     """(key or section, why) of all that other settings make irrelevant."""
     algo, rollout = config.algo, config.rollout
     if advantage and not advantage.needs_critic:
-        for key in ("critic", "algo.gamma", "algo.lam"):
+        for key in ("critic", "algo.gamma", "algo.lam", "algo.critic_lam", "algo.lam_alpha"):
             yield key, f"algo.advantage = {algo.advantage!r} trains no critic"
     if algo.kl_coef == 0:
         for key in ("algo.kl_estimator", "algo.kl_in_reward", "experimental.weighted_kl"):
@@ -315,6 +343,7 @@ def _unused(
     if not algo.dynamic_sampling:
         for key in ("algo.max_gen_rounds", "algo.gen_multiple"):
             yield key, "algo.dynamic_sampling = false"
+    yield from unused_systems(config)
     if config.correction.kind != "icepop":
         for key in ("correction.icepop_low", "correction.icepop_high"):
             yield key, f"correction.kind = {config.correction.kind!r}"
@@ -337,6 +366,11 @@ def _unused(
     if rollout.engine == "hf":
         for key in ("max_batch", "kv_tokens", "kv_memory_frac", "release_kv", "deterministic"):
             yield f"rollout.{key}", "rollout.engine = 'hf' has no cache of its own"
+    if rollout.engine == "vllm":
+        for key in ("kv_tokens", "release_kv"):
+            yield f"rollout.{key}", "rollout.engine = 'vllm' keeps a cache that it sizes itself"
+    else:
+        yield "rollout.vllm", f"rollout.engine = {rollout.engine!r}"
     if not config.eval.samples:
         for key in ("eval.temperature", "eval.top_p"):
             yield key, "eval.samples = 0: only greedy completions are evaluated"
@@ -384,6 +418,7 @@ def find_warnings(
     advantage = advantage or ADVANTAGES.get(config.algo.advantage)
     algo, quant, optim = config.algo, config.quant, config.optim
     yield from find_unused(config, objective, advantage)
+    yield from find_system_warnings(config)
     for key in ("eval_path", "eval_sets"):
         if getattr(config.task, key) and not config.eval.every:
             yield f"task.{key} is set, but eval.every = 0: training does not evaluate"
@@ -409,6 +444,9 @@ def find_warnings(
     if quant.unified and is_users_own(config.rollout.engine):
         engine = f"rollout.engine = {config.rollout.engine!r}"
         yield f"quant.unified: {engine} must quantize as qurl.quant does, or a mismatch remains"
+    if config.rollout.engine == "vllm" and config.has_full_engine:
+        remedy = "set eval.precision = 'quantized' if there is no room for it"
+        yield f"evaluations in full precision start a second vLLM; {remedy}"
     if quant.format == "none" and quant.update_scale > 1:
         yield "UAQ without quantization only changes the learning rate of the scaled layers"
     if quant.update_scale > 1 and optim.lr >= 1e-5:

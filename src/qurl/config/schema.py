@@ -9,33 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-# Strict, or pydantic would take true for 1 and "no" for false.
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-CountOrZero = Annotated[int, Field(ge=0, strict=True)]
-Positive = Annotated[float, Field(gt=0, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, strict=True)]
-Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
-Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
-Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
-Share = Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
-FilePath = Annotated[str, AfterValidator(expanduser)]
-T = TypeVar("T")
-# TOML has no null, so "none" stands for it.
-OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
-# A table of names that a user chooses; kept as pairs, as flags and config.json give them.
-Table = Annotated[
-    tuple[tuple[str, T], ...],
-    BeforeValidator(lambda value: tuple(value.items()) if isinstance(value, dict) else value),
-]
-
-
-class Section:
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+from qurl.config.fields import (
+    Count,
+    CountOrZero,
+    Decay,
+    FilePath,
+    Flag,
+    Fraction,
+    NonNegative,
+    OrNone,
+    Positive,
+    Section,
+    Share,
+    Table,
+    Temperature,
+)
+from qurl.config.systems import SystemsConfig
 
 
 @dataclass(frozen=True)
@@ -141,6 +134,8 @@ class BatchConfig(Section):
     """Passes over the step's batch."""
     microbatch_tokens: Count = 16384
     """Tokens per forward and backward pass, at most; a longer sequence gets its own pass."""
+    subselect: str = "all"
+    """Completions of a step that are trained on: all, shuffle-r1, pods, or module:name."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,18 @@ class SamplingConfig(Section):
     stop_ids: tuple[CountOrZero, ...] = ()
     """Token ids that end a completion, besides the model's end-of-sequence tokens."""
     select: str = "shuffle"
-    """Order of the problems: shuffle (a new random order each epoch), or module:name."""
+    """Which problems come next: shuffle (a new random order each epoch), greso, dots, or
+    module:name."""
+    budget: str = "uniform"
+    """Completions of each problem: uniform (group_size), e3 (more for hard ones), module:name."""
+    thermostat: str = "off"
+    """Temperature of each step: off (as above), e3 (keeps the entropy), or module:name."""
+    replay: str = "off"
+    """Earlier groups in each batch: off, recent (rollout replay of DOTS-RR), or module:name."""
+    chunk: CountOrZero = 0
+    """Completions of a problem that are asked for and graded together; 0 = the whole group."""
+    keep_responses: Flag = False
+    """Keep the tokens of each problem's last group in the history, and in checkpoints."""
 
     @property
     def stops(self) -> tuple[str | int, ...]:
@@ -170,7 +176,7 @@ class SamplingConfig(Section):
 class AlgoConfig(Section):
     """The objective and the advantage. `name` selects a preset of the other keys."""
 
-    name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo"] = "grpo"
+    name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "vapo"] = "grpo"
     """Preset; the table of presets shows what it sets."""
     objective: str = "acr"
     """ppo_prox (Eq. 1), ppo_behav (3), decoupled (4), tis (5), acr (9), or module:name."""
@@ -192,6 +198,10 @@ class AlgoConfig(Section):
     """Discount factor of gae."""
     lam: Fraction = 1.0
     """Lambda of gae."""
+    critic_lam: OrNone[Fraction] = None
+    """Lambda of the returns that the critic learns; none = as lam."""
+    lam_alpha: NonNegative = 0.0
+    """Lambda of a response of n tokens = 1 - 1 / (lam_alpha n), at least 0 (VAPO); 0 = lam."""
     whiten: Flag = False
     """Normalise advantages over the batch to mean 0 and variance 1."""
     kl_coef: NonNegative = 0.0
@@ -209,6 +219,8 @@ class AlgoConfig(Section):
     """Weight of its forward term, the policy gradient."""
     symmetric_beta: Positive = 0.4
     """Weight of its reverse term."""
+    positive_coef: NonNegative = 0.0
+    """Weight of the negative log-likelihood of right answers in the loss (VAPO)."""
     dynamic_sampling: Flag = False
     """Drop groups with equal accuracies and sample more until the batch is full (DAPO)."""
     max_gen_rounds: Count = 10
@@ -265,6 +277,9 @@ class OptimConfig(Section):
 
     lr: Positive = 1e-6
     """Peak learning rate of the policy."""
+    base_batch: CountOrZero = 0
+    """Sequences per step that lr is for; lr grows with the square root of the step's (BroRL).
+    0 = lr as it is."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: Positive = 1e-8
@@ -310,11 +325,25 @@ class QuantConfig(Section):
 
 
 @dataclass(frozen=True)
+class VllmConfig(Section):
+    """What only `rollout.engine = "vllm"` reads ([vllm.md](vllm.md))."""
+
+    tensor_parallel: Count = 1
+    """GPUs that share each layer; more than one makes processes of their own."""
+    own_process: Flag = False
+    """Run vLLM in a process of its own, not in the trainer's."""
+    online: Flag = False
+    """Let vLLM code INT8 weights itself; otherwise it gets our codes, which are fewer bytes."""
+    options: Table[bool | int | float | str] = ()
+    """Arguments of `vllm.LLM` by name, such as max_model_len."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section):
     """The rollout engine."""
 
     engine: str = "local"
-    """local (ours, continuous batching), hf (transformers, the reference), or module:name."""
+    """local (ours, continuous batching), hf (transformers, the reference), vllm, or module:name."""
     episode: str = ""
     """module:name of a function that plays the turns of one problem; empty = one completion."""
     max_batch: Count = 256
@@ -327,6 +356,7 @@ class RolloutConfig(Section):
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 @dataclass(frozen=True)
@@ -481,6 +511,7 @@ class Config(Section):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    systems: SystemsConfig = field(default_factory=SystemsConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
@@ -489,6 +520,12 @@ class Config(Section):
     @property
     def updates_per_step(self) -> int:
         return self.batch.minibatches * self.batch.epochs
+
+    @property
+    def peak_lr(self) -> float:
+        """optim.lr for the batch of a step: eta0 sqrt(B / B0)."""
+        size, base = self.batch.problems * self.sampling.group_size, self.optim.base_batch
+        return self.optim.lr * (size / base) ** 0.5 if base else self.optim.lr
 
     @property
     def eval_precisions(self) -> Sequence[str]:

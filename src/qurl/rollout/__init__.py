@@ -28,4 +28,8 @@ def build_engine(
         from qurl.rollout.hf import HFEngine
 
         return HFEngine(model, tokenizer, quant=quant, **options)
-    raise ValueError(f"engine {kind!r} is not one of local, hf")
+    if kind == "vllm":
+        from qurl.rollout.vllm import VllmEngine
+
+        return VllmEngine(model, tokenizer, quant=quant, **options)
+    raise ValueError(f"engine {kind!r} is not one of local, hf, vllm")

@@ -26,8 +26,8 @@ class Stream(Protocol):
     tokens do not change with what else is in the batch, up to the rounding of the hardware.
     """
 
-    def submit(self, problems: Sequence[Problem]) -> None:
-        """Ask for `params.group_size` completions of each problem."""
+    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+        """Ask for completions of each problem: so many of each, or `params.group_size` of all."""
         ...
 
     def __iter__(self) -> Iterator[Rollout]:
@@ -64,20 +64,25 @@ class Engine(Protocol):
         ...
 
 
+Asked = deque[tuple[Problem, int]]
+"""Problems that wait, with the number of completions that each gets."""
+
+
 class QueueStream:
     """A stream whose `play` takes problems off a queue and yields their rollouts."""
 
     def __init__(
         self,
-        play: Callable[[deque[Problem]], Iterator[Rollout]],
+        params: SamplingParams,
+        play: Callable[[Asked], Iterator[Rollout]],
         check: Callable[[Sequence[Problem]], None] = lambda problems: None,
     ) -> None:
-        self._play, self._check = play, check
-        self._waiting: deque[Problem] = deque()
+        self._params, self._play, self._check = params, play, check
+        self._waiting: Asked = deque()
 
-    def submit(self, problems: Sequence[Problem]) -> None:
+    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
         self._check(problems)
-        self._waiting.extend(problems)
+        self._waiting.extend(pair_sizes(problems, sizes, self._params))
 
     def __iter__(self) -> Iterator[Rollout]:
         return self._play(self._waiting)
@@ -87,6 +92,13 @@ class QueueStream:
 
     def __exit__(self, *_: object) -> None:
         self._waiting.clear()
+
+
+def pair_sizes(
+    problems: Sequence[Problem], sizes: Sequence[int], params: SamplingParams
+) -> list[tuple[Problem, int]]:
+    """Each problem with the number of its completions."""
+    return list(zip(problems, sizes or [params.group_size] * len(problems), strict=True))
 
 
 def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
@@ -105,6 +117,11 @@ def _take(rollouts: list[Rollout], problem: Problem) -> Rollout:
         if tuple(rollout.problem.prompt_ids) == tuple(problem.prompt_ids):
             return replace(rollouts.pop(index), problem=problem)
     return rollouts.pop(0)
+
+
+def close(engine: Any) -> None:
+    """Let an engine end what it started, if it started anything."""
+    getattr(engine, "close", lambda: None)()
 
 
 def context_length(config: Any) -> int | None:

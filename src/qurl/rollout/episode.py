@@ -8,7 +8,6 @@ appended. To end, it returns.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
-from qurl.rollout.engine import Engine, QueueStream, Stream, generate
+from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, close, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
 Episode = Callable[[Problem, Any], Generator[Sequence[int], Completion, None]]
@@ -46,22 +45,29 @@ class EpisodeEngine:
     def score(self, token_ids: Sequence[int]) -> Tensor:
         return self.engine.score(token_ids)
 
+    def close(self) -> None:
+        close(self.engine)
+
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         return generate(self, problems, params)
 
     def stream(self, params: SamplingParams) -> Stream:
-        return QueueStream(lambda waiting: self._play(waiting, params))
+        return QueueStream(params, lambda waiting: self._play(waiting, params))
 
-    def _play(self, waiting: deque[Problem], params: SamplingParams) -> Iterator[Rollout]:
+    def _play(self, waiting: Asked, params: SamplingParams) -> Iterator[Rollout]:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
         turns are problems of their own in a second stream, which each joins when it is ready."""
         while waiting:
-            owners = {problem.id: (_Group(problem, self, params), 0) for problem in waiting}
+            owners = {p.id: (_Group(p, size, self, params), 0) for p, size in waiting}
+            sizes = [size for _, size in waiting]
             waiting.clear()
             turns = [group.problem for group, _ in owners.values()]
             for is_later, size in ((False, params.group_size), (True, 1)):
                 with self.engine.stream(replace(params, group_size=size)) as stream:
-                    stream.submit(turns)
+                    if is_later or set(sizes) == {size}:
+                        stream.submit(turns)
+                    else:
+                        stream.submit(turns, sizes)
                     turns = []
                     for rollout in stream:
                         group, first = owners.pop(rollout.problem.id)
@@ -78,11 +84,11 @@ class EpisodeEngine:
 class _Group:
     """The completions of one problem in the making."""
 
-    def __init__(self, problem: Problem, player: EpisodeEngine, params: SamplingParams) -> None:
+    def __init__(
+        self, problem: Problem, size: int, player: EpisodeEngine, params: SamplingParams
+    ) -> None:
         self._temperature = params.temperature
-        self._attempts = [
-            _attempt(problem, g, player, params.max_tokens) for g in range(params.group_size)
-        ]
+        self._attempts = [_attempt(problem, g, player, params.max_tokens) for g in range(size)]
         self._completions: dict[int, Completion] = {}
         self.turns = [next(attempt) for attempt in self._attempts]
         """The next turn of each completion, as a problem."""

@@ -6,7 +6,6 @@ Slow and plain. The other engines are tested against it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from qurl.rollout.canary import (
     score_with,
     verify,
 )
-from qurl.rollout.engine import QueueStream, Stream, check_finite, check_prompts, generate
+from qurl.rollout.engine import Asked, QueueStream, Stream, check_finite, check_prompts, generate
 from qurl.rollout.sampler import RowParams, request_key, sample, uniform
 from qurl.rollout.stop import StopRule
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
@@ -75,21 +74,24 @@ class HFEngine:
         """Completions that are drawn like this, one problem after the other."""
         stop = StopRule.of(self.actor, self.tokenizer, params)
 
-        def play(waiting: deque[Problem]) -> Iterator[Rollout]:
+        def play(waiting: Asked) -> Iterator[Rollout]:
             while waiting:
-                problem = waiting.popleft()
+                problem, size = waiting.popleft()
                 with evaluating(self.actor):
-                    group = self._sample_group(problem, params, stop)
+                    group = self._sample_group(problem, size, params, stop)
                 yield Rollout(problem, group, self.version, params.temperature)
 
-        return QueueStream(play, lambda problems: check_prompts(problems, params, self.actor))
+        def check(problems: Sequence[Problem]) -> None:
+            check_prompts(problems, params, self.actor)
+
+        return QueueStream(params, play, check)
 
     @torch.no_grad()
     def _sample_group(
-        self, problem: Problem, params: SamplingParams, stop: StopRule
+        self, problem: Problem, size: int, params: SamplingParams, stop: StopRule
     ) -> list[Completion]:
         actor = self.actor
-        device, size = next(actor.parameters()).device, params.group_size
+        device = next(actor.parameters()).device
         row_params = RowParams.stack([params], device)
         keys = [request_key(params.seed, problem.id, g) for g in range(size)]
         keys = torch.tensor(keys, device=device)

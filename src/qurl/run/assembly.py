@@ -26,6 +26,7 @@ from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine, build_engine
+from qurl.rollout.engine import close
 from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
@@ -42,7 +43,7 @@ from qurl.run.directory import INITIAL, Run
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
-from qurl.sampling import ProblemStream
+from qurl.sampling import Hooks, ProblemStream, Setup
 from qurl.seeds import derive_seed
 from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
@@ -69,6 +70,7 @@ class Parts:
     full_engine: Engine
     """The engine of full-precision evaluations; the quantized actor if those need no other."""
     stream: ProblemStream
+    hooks: Hooks
     held_out: list[Problem]
     pool: Pool
     tracker: AnyTracker | None
@@ -87,7 +89,8 @@ class Parts:
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
         is_only = self.full_engine is self.engine
-        self.engine = self.build_engine()
+        old, self.engine = self.engine, self.build_engine()
+        close(old)
         if is_only:
             self.full_engine = self.engine
 
@@ -96,7 +99,8 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        return {**self.stream.state_dict(), **sizes, "tracker": tracker}
+        hooks = self.hooks.state_dict()
+        return {**self.stream.state_dict(), **sizes, "tracker": tracker, "hooks": hooks}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -130,12 +134,16 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
         for note in (*policy.notes, *task.notes):
             run.warn(note)
-        stream = ProblemStream(task, config.seed, choices.select)
+        vocabulary = policy.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        hooks = choices.build_hooks(Setup(config, task, vocabulary))
+        keeps = config.sampling.keep_responses
+        stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
         tracker = _build_tracker(config, learner, run)
         first_step = 0
         if checkpoint:
             state = load_checkpoint(checkpoint, learner)
             _warn_of_changed_data(state, prints, run)
+            hooks.load_state_dict(state.get("hooks", {}))
             first_step = _resume(state, stream, tracker, run)
         graded = () if choices.reward else data.values()
         with build_pool(config, choices.reward or task.reward, *graded) as pool:
@@ -151,6 +159,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 engine=engine,
                 full_engine=full_engine,
                 stream=stream,
+                hooks=hooks,
                 held_out=held_out,
                 pool=pool,
                 tracker=tracker,
@@ -160,7 +169,11 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             )
             _set_aside(damaged, first_step, run)
             run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-            yield parts
+            try:
+                yield parts
+            finally:
+                close(parts.engine)
+                close(parts.full_engine)
 
 
 def make_learner(
@@ -259,7 +272,8 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     if advantage is not critic_advantages:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
-    return functools.partial(critic_advantages, gamma=algo.gamma, lam=algo.lam, kl_coef=kl_coef)
+    lambdas = {"lam": algo.lam, "critic_lam": algo.critic_lam, "lam_alpha": algo.lam_alpha}
+    return functools.partial(critic_advantages, gamma=algo.gamma, kl_coef=kl_coef, **lambdas)
 
 
 def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:
@@ -354,10 +368,15 @@ def build_actor(
     options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
-    if engine is None:
+    if engine is None and rollout.engine == "vllm":
+        options |= {"max_batch": rollout.max_batch, "kv_memory_frac": rollout.kv_memory_frac}
+        options |= vars(rollout.vllm) | {"options": dict(rollout.vllm.options)}
+        options["online"] = rollout.vllm.online and quant == "int8"
+    elif engine is None:
         options["full_layers"] = config.quant.full_layers
     if engine is None and rollout.engine == "local":
-        options |= {k: v for k, v in vars(rollout).items() if k not in ("engine", "episode")}
+        others = ("engine", "episode", "vllm")
+        options |= {k: v for k, v in vars(rollout).items() if k not in others}
         is_main = quant == config.quant.format
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"

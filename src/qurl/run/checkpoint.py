@@ -188,15 +188,14 @@ def load_checkpoint(folder: Path, learner: Learner | LearnerGroup) -> dict[str, 
 
 def _check_state(state: Mapping[str, Any], step: int) -> None:
     """Raise ValueError unless the run can go on from it, at `step`."""
-    position, accuracies = state.get("position", 0), state.get("accuracies", {})
+    position = state.get("position", 0)
     if state["step"] != step:
         raise ValueError(f"its state.pt is of step {state['step']!r}")
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"its state.pt has position = {position!r}")
-    if not isinstance(accuracies, dict) or not all(
-        isinstance(a, list) for a in accuracies.values()
-    ):
-        raise ValueError("its state.pt has accuracies that no run writes")
+    for key in ("history", "accuracies", "hooks"):
+        if not isinstance(state.get(key, {}), dict):
+            raise ValueError(f"its state.pt has {key} that no run writes")
 
 
 @contextmanager

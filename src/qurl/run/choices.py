@@ -18,16 +18,25 @@ from qurl.plugins import is_users_own, load_plugin, name_of
 from qurl.rewards import Reward
 from qurl.rollout import Engine
 from qurl.rollout.episode import Episode
-from qurl.sampling import Selector
+from qurl.sampling import Hooks, Selector, Setup, build_hooks
+from qurl.sampling.built_in import PARTS as SAMPLING_PARTS
+from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
 from qurl.tasks import Draw, Task
 
 EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
-PARTS = ("objective", "advantage", "engine", "task", "reward", "select", "episode")
+PARTS = (
+    *("objective", "advantage", "engine", "task", "reward", "select", "episode"),
+    *("budget", "thermostat", "replay", "subselect"),
+)
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""
-NAMES: dict[Any, str] = {f: name for t in (SURROGATES, ESTIMATORS) for name, f in t.items()}
+NAMES: dict[Any, str] = {
+    part: name
+    for table in (SURROGATES, ESTIMATORS, *SAMPLING_PARTS.values())
+    for name, part in table.items()
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,16 @@ class Choices:
     objective: Surrogate
     advantage: Estimator
     task: Task | Draw | str
-    select: Selector | str
     engine: EngineFactory | None
     reward: Reward | None
     episode: Episode | None
     """None for the last three: as the recipe says."""
+    select: Selector | type | str
+    budget: Budget | type | str
+    thermostat: Thermostat | type | str
+    replay: Replay | type | str
+    subselect: SubSelect | type | str
+    """For the last five, names are as in the recipe."""
 
     @classmethod
     def of(cls, config: Config, *parts: Any) -> Choices:
@@ -59,7 +73,9 @@ class Choices:
         if isinstance(given["engine"], type):
             check_engine(given["engine"])
         given["task"] = given["task"] or config.task.name
-        given["select"] = given["select"] or config.sampling.select
+        for key in SAMPLING_PARTS:
+            name = key.partition(".")[2]
+            given[name] = given[name] if given[name] is not None else named_part(config, key)
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
@@ -70,8 +86,9 @@ class Choices:
         """The config with the names of parts given as objects, as its run directory keeps it."""
         for part, key in KEYS.items():
             value, name = getattr(self, part), named_part(config, key)
-            is_named = is_users_own(name) and callable(value) and load_plugin(name, key) is value
-            if callable(value) and not is_named:
+            is_object = callable(value) or hasattr(value, "merge")
+            is_named = is_object and is_users_own(name) and load_plugin(name, key) is value
+            if is_object and not is_named:
                 spec = (
                     NAMES.get(value)
                     or name_of(value)
@@ -81,6 +98,11 @@ class Choices:
                 changed = dataclasses.replace(getattr(config, section), **{field: spec})
                 config = dataclasses.replace(config, **{section: changed})
         return config
+
+    def build_hooks(self, setup: Setup) -> Hooks:
+        """The parts of sampling."""
+        chosen = {key: getattr(self, key.partition(".")[2]) for key in SAMPLING_PARTS}
+        return build_hooks(setup, chosen)
 
     @property
     def facts(self) -> tuple[Objective, Advantage]:

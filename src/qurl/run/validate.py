@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -156,6 +157,8 @@ class Recipe:
         num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
         if config.rollout.deterministic and num_threads > 1:
             raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
+        if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise MissingExtra("vllm", "vllm", "rollout.engine = 'vllm'")
         if path == "scratch":
             layers = config.model.scratch.layers
             if quant.full_layers:

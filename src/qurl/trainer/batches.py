@@ -15,13 +15,17 @@ from qurl.types import Batch, Graded, Trained
 def pad(graded: Sequence[Graded]) -> Batch:
     """One row per completion: prompt and response, right-padded to the longest.
 
-    Causal attention never looks to the right, so padding needs no attention mask.
+    Causal attention never looks to the right, so padding needs no attention mask. The trained
+    policy is that of the newest rollout's temperature; replayed ones may have had another, which
+    their log-probs hold.
     """
+    newest = max((group.rollout for group in graded), key=lambda rollout: rollout.version)
     rows = [
         (index, group.rollout.problem, completion, reward)
         for index, group in enumerate(graded)
         for completion, reward in zip(group.rollout.completions, group.rewards, strict=True)
     ]
+    accuracies = [float(accuracy) for group in graded for accuracy in group.accuracies]
     lengths = [len(problem.prompt_ids) + len(c.token_ids) for _, problem, c, _ in rows]
     shape = (len(rows), max(lengths))
     token_ids = torch.zeros(shape, dtype=torch.int64)
@@ -38,16 +42,23 @@ def pad(graded: Sequence[Graded]) -> Batch:
         mask=mask,
         logp_behav=logp_behav,
         rewards=torch.tensor([float(reward) for *_, reward in rows]),
+        accuracies=torch.tensor(accuracies),
         group=torch.tensor([index for index, *_ in rows]),
-        temperature=graded[0].rollout.temperature,
+        temperature=newest.temperature,
         problem_ids=[problem.id for _, problem, *_ in rows],
     )
 
 
-def minibatches(num_rows: int, count: int, generator: torch.Generator) -> list[Tensor]:
-    """The rows of each mini-batch: all in random order; sizes differ by at most one."""
-    order = torch.randperm(num_rows, generator=generator)
-    return [rows for rows in order.tensor_split(count) if len(rows)]
+def minibatches(
+    num_rows: int, count: int, generator: torch.Generator, bundle: int = 1
+) -> list[Tensor]:
+    """The rows of each mini-batch: all in random order; sizes differ by at most one bundle.
+
+    A bundle is so many rows that follow each other.
+    """
+    order = torch.randperm(num_rows // bundle, generator=generator)
+    bundles = order[:, None] * bundle + torch.arange(bundle)
+    return [rows.flatten() for rows in bundles.tensor_split(count) if len(rows)]
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -91,14 +102,22 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def sample_records(
-    graded: Sequence[Graded], batch: Trained, count: int, tokenizer: Any = None
+    graded: Sequence[Graded],
+    batch: Trained,
+    count: int,
+    tokenizer: Any = None,
+    rows: Tensor | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Readable records of `count` completions, evenly spread over the batch."""
+    """Readable records of `count` completions, evenly spread over the batch.
+
+    `rows` says which completion of the step each row is, where some were left out.
+    """
     completions = [
         (group, index) for group in graded for index in range(len(group.rollout.completions))
     ]
-    for row in torch.linspace(0, len(completions) - 1, min(count, len(completions))).long():
-        group, index = completions[row]
+    kept = range(len(completions)) if rows is None else rows.tolist()
+    for row in torch.linspace(0, len(kept) - 1, min(count, len(kept))).long():
+        group, index = completions[kept[row]]
         rollout, completion = group.rollout, group.rollout.completions[index]
         start = len(rollout.problem.prompt_ids)
         response = slice(start, start + len(completion.token_ids))

@@ -105,7 +105,7 @@ class Learner:
         model, config = self.policy.model, self.config
         scale = config.experimental.norm_fed_lr_scale
         scales = {} if scale == 1 else learning_rate_scales(model, scale)
-        self.optimizer = build_optimizer(model, config.optim, lr=config.optim.lr, scales=scales)
+        self.optimizer = build_optimizer(model, config.optim, lr=config.peak_lr, scales=scales)
         self.critic_optimizer = None
         if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
@@ -172,7 +172,7 @@ class Learner:
         """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
         ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            found = self._score(batch, self._rows_to_score(len(batch), step))
+            found = self._score(batch, self._rows_to_score(batch, step))
             has_others = self.reference is not None or self.critic is not None
             for rows, part, layout in self._pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
@@ -186,7 +186,7 @@ class Learner:
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
         return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
 
-    def _rows_to_score(self, num_rows: int, step: int) -> Tensor:
+    def _rows_to_score(self, batch: Batch, step: int) -> Tensor:
         """The rows whose prox is computed before the update.
 
         decoupled   all but those of the first mini-batch
@@ -197,10 +197,10 @@ class Learner:
         steps that train the critic only.
         """
         mode = self.config.correction.mode
-        first, *others = self._minibatches(num_rows, step, epoch=0)
+        first, *others = self._minibatches(batch, step, epoch=0)
         is_read = self._is_pretraining(step) or prox_readers(self.config, self.advantage)
         if mode != "bypass" and is_read:
-            return torch.arange(num_rows, device=first.device)
+            return torch.arange(len(batch), device=first.device)
         if mode != "decoupled" or not others:
             return first[:0]
         return torch.cat(others).sort().values
@@ -208,9 +208,9 @@ class Learner:
     def _is_pretraining(self, step: int) -> bool:
         return self.critic is not None and step < self.config.critic.pretrain_steps
 
-    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[Tensor]:
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
         order = generator(self.config.seed, "shuffle", step, epoch)
-        rows = minibatches(num_rows, self.config.batch.minibatches, order)
+        rows = minibatches(len(batch), self.config.batch.minibatches, order, batch.bundle)
         return [part.to(self.policy.device) for part in rows]
 
     @torch.no_grad()
@@ -286,18 +286,20 @@ class Learner:
 
     def _update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(self.ranks), 0
-        logp = batch.logp_prox
+        algo, logp = config.algo, batch.logp_prox
         lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
         for epoch in range(config.batch.epochs):
-            for rows in self._minibatches(len(batch), step, epoch):
+            for rows in self._minibatches(batch, step, epoch):
                 minibatch = batch.select(rows)
                 pieces = self._pieces(minibatch, is_scored=True)
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
                 if not self._is_pretraining(step):
-                    denominator = count(minibatch.mask, config.algo.aggregation)
-                    options = {"denominator": denominator, "is_prox": lacks_prox}
+                    denominator = count(minibatch.mask, algo.aggregation)
+                    num_right = float(right_tokens(minibatch).sum()) if algo.positive_coef else 0
+                    options = {"denominator": denominator, "num_right": num_right}
+                    options["is_prox"] = lacks_prox
                     scores: list[tuple[Tensor, TokenScores]] = []
                     terms = partial(self._policy_terms, scores=scores, **options)
                     self._accumulate(pieces, terms, step, meter)
@@ -389,7 +391,7 @@ class Learner:
         config = self.config
         if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
-        peak = config.optim.lr if name == "actor" else config.critic.lr
+        peak = config.peak_lr if name == "actor" else config.critic.lr
         lr = learning_rate(peak, step, config.steps, config.optim)
         with self.ranks.agreeing(TrainingError):
             norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
@@ -405,8 +407,10 @@ class Learner:
         denominator: float,
         is_prox: bool,
         scores: list[tuple[Tensor, TokenScores]],
+        num_right: float = 0.0,
     ) -> tuple[Tensor, Stats]:
-        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy.
+        """Loss of one micro-batch: objective, plus KL to the reference, minus entropy, plus the
+        negative log-likelihood of the `num_right` tokens of right answers in the mini-batch.
 
         What the forward finds is added to `scores`. With `is_prox`, it is that of prox.
         """
@@ -445,6 +449,10 @@ class Learner:
             stats["actor/kl_loss_sum"] = kl_loss.detach()
         if algo.entropy_coef > 0:
             loss = loss - algo.entropy_coef * aggregate(entropy, batch.mask, **shape)
+        if num_right:
+            likelihood = aggregate(-logp, right_tokens(batch), denominator=num_right)
+            loss = loss + algo.positive_coef * likelihood
+            stats["actor/positive_nll_sum"] = likelihood.detach()
         return loss, stats
 
     def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
@@ -457,6 +465,11 @@ class Learner:
         )
         stats["critic/vf_loss_sum"] = loss.detach()
         return loss, stats
+
+
+def right_tokens(batch: Batch) -> Tensor:
+    """[B, T]: the mask, without the sequences whose answer is wrong."""
+    return batch.mask * (batch.accuracies >= 1)[:, None]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
-from qurl.rollout.canary import canary_bound, canary_ids, product_dtype, score_with, verify
+from qurl.rollout.canary import (
+    Yardstick,
+    canary_bound,
+    canary_ids,
+    product_dtype,
+    score_with,
+    verify,
+)
 from qurl.rollout.engine import check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
@@ -80,6 +88,7 @@ class LocalEngine:
         self._sync = WeightSync(self.weights)
         self._active: tuple[Generation, Scheduler] | None = None
         """Who has the pages."""
+        self._yardstick = Yardstick()
         self._model: Any = model
         self.sync(model, version=0)
 
@@ -202,13 +211,13 @@ class LocalEngine:
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
         scores = self._score(ids, None, (), sample)
-        gap = verify(expected, scores, bound=bound, version=version)
+        judge = partial(verify, expected, version=version, yardstick=self._yardstick)
+        gap = judge(scores, bound=bound)
         if sample is not None:
             self.memory.set_range_(sample)
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])
         bound = canary_bound(self.quant, *dtypes, kv=self.kv)
-        path = "decoded with the KV cache"
-        verify(expected, _logprobs(logits, ids[1:]), bound=bound, version=version, path=path)
+        judge(_logprobs(logits, ids[1:]), bound=bound, path="decoded with the KV cache")
         self._sync.check(version)
         return gap
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qurl.rollout.engine import check_finite
+from qurl.rollout.engine import check_finite, pair_sizes
 from qurl.rollout.local.decoder import prefill_jobs
 from qurl.rollout.local.graphs import Step, Stepper
 from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
@@ -41,16 +41,17 @@ class Resources:
 
 
 class Generation:
-    """A stream of rollouts, `params.group_size` completions each, sampled step by step."""
+    """A stream of rollouts, sampled step by step."""
 
     def __init__(self, params: SamplingParams, resources: Resources) -> None:
         self.params = params
         self._engine = resources
-        self._submitted: list[Problem] = []
+        self._submitted: list[tuple[Problem, int]] = []
+        """With the number of completions."""
         self._requests: dict[int, Request] = {}
         """Unfinished ones by their row of the transcript, in the order of submission."""
         self._num_open = 0
-        """Groups with an unfinished request."""
+        """Completions of the groups with an unfinished request."""
         self._ready: deque[Group] = deque()
         """Finished groups that have not been handed out."""
         self._transcript = Transcript(params.max_tokens)
@@ -59,13 +60,14 @@ class Generation:
         """Of a prompt, and of the batch, that the pages were acquired for."""
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
 
-    def submit(self, problems: Sequence[Problem]) -> None:
+    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
         """Ask for completions of more problems; also between two rollouts."""
         self._engine.check(problems)
-        num_groups = len(problems) + len(self._submitted) + self._num_open
-        if num_groups * self.params.group_size > self._engine.stepper.max_batch:
-            problems = self._engine.lengths.order(problems)
-        self._submitted.extend(problems)
+        asked = pair_sizes(problems, sizes, self.params)
+        num_sequences = sum(size for _, size in (*asked, *self._submitted)) + self._num_open
+        if num_sequences > self._engine.stepper.max_batch:
+            asked = self._engine.lengths.order(asked)
+        self._submitted.extend(asked)
 
     def __iter__(self) -> Iterator[Rollout]:
         """Rollouts as they finish. You can leave the loop and go on with another one."""
@@ -142,14 +144,15 @@ class Generation:
         """Make requests of the submitted problems."""
         params, transcript, fresh = self.params, self._transcript, []
         busy = {row for _, rows in self._in_flight for row in rows.tolist()}
-        rows = iter(transcript.open(len(self._submitted) * params.group_size, busy))
-        for problem in self._submitted:
-            group = Group(problem, [None] * params.group_size, params.group_size)
-            for member in range(params.group_size):
+        num_sequences = sum(size for _, size in self._submitted)
+        rows = iter(transcript.open(num_sequences, busy))
+        for problem, size in self._submitted:
+            group = Group(problem, [None] * size, size)
+            for member in range(size):
                 key = request_key(params.seed, problem.id, member)
                 fresh.append(Request(next(rows), group, member, key, transcript))
         self._requests |= {r.index: r for r in fresh}
-        self._num_open += len(self._submitted)
+        self._num_open += num_sequences
         self._submitted.clear()
         return fresh
 
@@ -167,7 +170,7 @@ class Generation:
 
     def _most_sequences(self) -> int:
         """Requests that could run at once."""
-        return min(self._num_open * self.params.group_size, self._engine.stepper.max_batch)
+        return min(self._num_open, self._engine.stepper.max_batch)
 
     def _admit(self, scheduler: Scheduler) -> None:
         """Let waiting requests join, with their keys and values in the cache."""
@@ -239,4 +242,4 @@ class Generation:
             self._scheduler.leave(request)
         if None not in group.completions:
             self._ready.append(group)
-            self._num_open -= 1
+            self._num_open -= len(group.completions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -143,14 +142,9 @@ class LengthHistory:
         self._longest: dict[str, int] = {}
 
     def record(self, problem: Problem, num_tokens: int) -> None:
-        name = _name(problem)
-        self._longest[name] = max(num_tokens, self._longest.get(name, 0))
+        longest = self._longest.get(problem.name, 0)
+        self._longest[problem.name] = max(num_tokens, longest)
 
-    def order(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Unknown ones first, then the longest expected: a long one must not start last."""
-        return sorted(problems, key=lambda p: -self._longest.get(_name(p), math.inf))
-
-
-def _name(problem: Problem) -> str:
-    """The id without the epoch that `qurl.sampling.ProblemStream` appends."""
-    return re.sub(r"@\d+$", "", problem.id)
+    def order(self, asked: Sequence[tuple[Problem, int]]) -> list[tuple[Problem, int]]:
+        """Unknown problems first, then the longest expected: a long one must not start last."""
+        return sorted(asked, key=lambda pair: -self._longest.get(pair[0].name, math.inf))

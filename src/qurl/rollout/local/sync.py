@@ -44,6 +44,8 @@ class WeightSync:
         self._is_planned_for: Callable[[nn.Module], bool] = lambda model: False
         self._transfer: Transfer | None = None
         self._copies: dict[str, Tensor] = {}
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        """Tensors other than projections that are copied as they are, ours and the trainer's."""
         self._has_loaded = False
 
     @torch.no_grad()
@@ -62,11 +64,16 @@ class WeightSync:
 
     @torch.no_grad()
     def check(self, version: int) -> None:
-        """Spot-check the copy: one row or tile of every projection, another one at each version.
+        """Spot-check the copy: one row or tile of every weight, another one at each version.
 
         Quantization noise hides small errors from the canary prompt. This finds a stale, misplaced
         or damaged row exactly.
         """
+        if _copies_differ(self._copied, _PROBE_STEP * version):
+            raise SyncError(
+                f"sync of version {version} failed: a bias, a norm, the embedding or the head in "
+                "the engine is not a copy of the trainer's"
+            )
         probes: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
         layers: dict[Any, list[int]] = defaultdict(list)
         for layer, view, module in self._pairs:
@@ -90,6 +97,7 @@ class WeightSync:
         """What a sync from this model writes. What it shares is set at once."""
         weights, body = self.weights, model.model
         copies: list[tuple[Tensor, Tensor]] = []
+        unquantized: list[tuple[Tensor, Tensor]] = []
 
         def share(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
             """The parameter's own storage where dtype and device agree, else our copy of it."""
@@ -111,7 +119,7 @@ class WeightSync:
                     if isinstance(view.weight, Quantized) or is_parametrized(module, "weight"):
                         writings.append((module, view.weight))
                     else:
-                        copies.append((view.weight, module.weight.detach()))
+                        unquantized.append((view.weight, module.weight.detach()))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
@@ -122,7 +130,8 @@ class WeightSync:
         weights.embedding = share("embedding", embedding, embedding.dtype)
         weights.norm = share("norm", body.norm.weight, torch.float32)
         weights.lm_head = share("lm_head", model.lm_head.weight, weights.dtype)
-        return Transfer(writings, copies, weights.compute_dtype, weights.device)
+        self._copied = copies
+        return Transfer(writings, copies + unquantized, weights.compute_dtype, weights.device)
 
 
 class Transfer:
@@ -249,6 +258,18 @@ def _probe(weight: Quantized | Tensor, source: Tensor, number: int) -> tuple[Ten
     rows, columns = source[at].shape
     padding = (0, block - columns, 0, block - rows)
     return F.pad(source[at], padding), F.pad(weight.codes[at], padding), scale
+
+
+def _copies_differ(copies: Sequence[tuple[Tensor, Tensor]], number: int) -> bool:
+    """Whether the `number`-th row of any copy is not the source's; vectors count as one row."""
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for pair in copies:
+        row = number % len(pair[0])
+        target, source = (t[row] if t.dim() > 1 else t for t in pair)
+        alike[target.shape, target.dtype, source.dtype, source.device].append((target, source))
+    stacks = [map(torch.stack, zip(*pairs, strict=True)) for pairs in alike.values()]
+    differs = [(source.to(target) != target).any() for target, source in stacks]
+    return bool(torch.stack(differs).any()) if differs else False
 
 
 def _differ(

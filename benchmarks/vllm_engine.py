@@ -1,0 +1,148 @@
+"""The vLLM engine beside the local one: weight updates, log-probs against transformers, speed.
+
+    python -m benchmarks.vllm_engine --model 1.5B --quant int8
+
+One format per command, because vLLM keeps its memory until the process ends. Each engine starts
+from the same random weights, which then move as far as a large step of training, three times. After
+each update it samples, and transformers scores the samples in full precision. Adds to
+benchmarks/results/vllm_engine.json. Written against vLLM 0.25.1 and 0.32.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from qurl.bench.record import Record, time_call
+from qurl.bench.shapes import SHAPES, build_model
+from qurl.errors import ConfigError, QurlError
+from qurl.rollout import build_engine
+from qurl.types import Problem, Rollout, SamplingParams
+
+ENGINES = ("vllm", "local")
+NUM_UPDATES = 3
+STEP = 1e-3
+"""By which share of its size a weight moves in an update."""
+
+
+@dataclass(frozen=True)
+class VllmBench:
+    """Flags."""
+
+    model: str = "1.5B"
+    quant: str = "none"
+    online: bool = False
+    """Let vLLM quantize INT8 itself."""
+    problems: int = 32
+    group_size: int = 16
+    prompt_tokens: int = 256
+    new_tokens: int = 512
+    scored: int = 64
+    """Completions that transformers scores."""
+    kv_memory_frac: float = 0.4
+    """Of free memory for vLLM; the local engine comes after it."""
+    out: Path | None = None
+
+
+def run(bench: VllmBench) -> None:
+    if bench.model not in SHAPES:
+        raise ConfigError(f"--model {bench.model} is not one of {', '.join(SHAPES)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = Record("vllm_engine", bench.out, device)
+    for kind in ENGINES:
+        model = build_model(SHAPES[bench.model], device)  # anew: the updates are the same
+        seconds, engine = time_call(lambda kind=kind, m=model: start(kind, m, bench), device)
+        print(f"{kind} {bench.quant}: started in {seconds:.1f} s")
+        rows = [update(engine, model, bench, version) for version in range(NUM_UPDATES + 1)]
+        name = f"{kind} {bench.model} {bench.quant}{' online' if bench.online else ''}"
+        settings = {key: str(value) for key, value in vars(bench).items()}
+        record.add(name, settings=settings, start_seconds=seconds, versions=rows, **facts(kind))
+        del engine
+
+
+def start(kind: str, model: Any, bench: VllmBench) -> Any:
+    options: dict[str, Any] = {"max_batch": bench.problems * bench.group_size}
+    if kind == "vllm":
+        length = bench.prompt_tokens + bench.new_tokens
+        options |= {"online": bench.online, "kv_memory_frac": bench.kv_memory_frac}
+        options["options"] = {"max_model_len": length + 64}
+    return build_engine(kind, model, quant=bench.quant, **options)
+
+
+def update(engine: Any, model: Any, bench: VllmBench, version: int) -> dict[str, float]:
+    """Move the weights, except for version 0; sync, sample twice, and compare log-probs."""
+    if version:
+        move_(model, seed=version)
+    report = engine.sync(model, version=version)
+    vocabulary = model.config.vocab_size
+    problems = [
+        Problem(
+            str(i), tuple((7 * j + 11 * i + 2) % vocabulary for j in range(bench.prompt_tokens))
+        )
+        for i in range(bench.problems)
+    ]
+    sizes = {"max_tokens": bench.new_tokens, "group_size": bench.group_size}
+    params = SamplingParams(**sizes, seed=version, ignore_eos=True)
+    engine.generate(problems, params)  # compiles and captures
+    seconds, rollouts = time_call(lambda: engine.generate(problems, params), model.device)
+    gaps = score_gaps(model, rollouts, bench.scored)
+    row = {
+        "version": version,
+        "sync_seconds": report.seconds,
+        "verify_seconds": report.verify_seconds,
+        "bytes": report.bytes,
+        "canary_gap": report.canary_gap,
+        "gap_mean": gaps.mean().item(),
+        "gap_max": gaps.max().item(),
+        "tokens_per_s": sum(len(c.token_ids) for r in rollouts for c in r.completions) / seconds,
+    }
+    print("  " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    return row
+
+
+@torch.no_grad()
+def move_(model: Any, seed: int) -> None:
+    draw = torch.Generator(model.device).manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.empty_like(parameter).normal_(generator=draw)
+        parameter += STEP * parameter.std() * noise
+
+
+@torch.no_grad()
+def score_gaps(model: Any, rollouts: list[Rollout], count: int) -> torch.Tensor:
+    """|log-prob of the engine - log-prob of transformers| of the tokens of some completions."""
+    pairs = [(r.problem, c) for r in rollouts for c in r.completions][:count]
+    gaps = []
+    for problem, completion in pairs:
+        ids = torch.tensor([[*problem.prompt_ids, *completion.token_ids]], device=model.device)
+        start = len(problem.prompt_ids)
+        logits = model(input_ids=ids).logits[0, start - 1 : -1].float()
+        logps = logits.log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1).cpu()
+        gaps.append((logps - torch.tensor(completion.logprobs)).abs())
+    return torch.cat(gaps)
+
+
+def facts(kind: str) -> dict[str, str]:
+    if kind != "vllm":
+        return {}
+    import vllm
+
+    return {"vllm": vllm.__version__}
+
+
+def main() -> int:
+    try:
+        run(tyro.cli(VllmBench, prog="python -m benchmarks.vllm_engine"))
+    except QurlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Which of the related systems go together, with each other and with the rest of a recipe.
+
+`docs/write_systems_table.py` tries all pairs against these rules and writes what it finds into
+docs/systems.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qurl.config.schema import Config
+from qurl.objectives import Advantage, Objective
+
+
+def find_system_mistakes(
+    config: Config, objective: Objective | None, advantage: Advantage | None
+) -> Iterator[str]:
+    """Combinations that cannot work."""
+    yield from _subselect_mistakes(config, advantage)
+    yield from _budget_mistakes(config, advantage)
+    sampling, systems = config.sampling, config.systems
+    if sampling.replay != "off" and objective:
+        is_corrected = objective.is_weighted or objective.against == "behav"
+        if not is_corrected:
+            name = f"algo.objective = {config.algo.objective!r}"
+            remedy = "old groups need the weight of 'decoupled', 'tis' or 'acr'"
+            yield f"sampling.replay = {sampling.replay!r}: {remedy}, not {name}"
+    if sampling.thermostat == "e3" and systems.e3.lowest >= systems.e3.highest:
+        low, high = systems.e3.lowest, systems.e3.highest
+        yield f"systems.e3.lowest = {low} must lie below systems.e3.highest = {high}"
+    if sampling.select == "dots" and not (systems.dots.references or systems.dots.recent_epochs):
+        yield (
+            "systems.dots.references = 0 and systems.dots.recent_epochs = 0 leave nothing to "
+            "predict from; set one of them"
+        )
+    if sampling.select == "dots" and systems.dots.predictor and not systems.dots.encoder:
+        yield (
+            f"systems.dots.predictor = {systems.dots.predictor!r} needs the model whose embeddings "
+            "it was trained on; set systems.dots.encoder"
+        )
+
+
+def _subselect_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
+    """Of `batch.subselect`, which comes before every forward of the trainer."""
+    kind, size = config.batch.subselect, config.sampling.group_size
+    if kind == "all":
+        return
+    if advantage and advantage.needs_critic:
+        name = f"algo.advantage = {config.algo.advantage!r}"
+        yield f"batch.subselect = {kind!r} compares rewards, and {name} values; use 'grpo'"
+    elif advantage and advantage.needs_prox:
+        name = f"algo.advantage = {config.algo.advantage!r} reads the prox of all completions"
+        yield f"batch.subselect = {kind!r} comes before the prox forward, and {name}"
+    if kind == "shuffle-r1" and size % 2:
+        yield f"sampling.group_size = {size} is odd: batch.subselect = 'shuffle-r1' makes pairs"
+    if kind == "shuffle-r1" and config.sampling.budget != "uniform":
+        budget = f"sampling.budget = {config.sampling.budget!r} makes groups of odd size"
+        yield f"batch.subselect = 'shuffle-r1' pairs completions, and {budget}; use 'pods'"
+    keep = config.systems.pods.keep
+    if kind == "pods" and keep < 2 and config.systems.pods.statistics == "kept":
+        yield f"systems.pods.keep = {keep} leaves nothing to compare; keep 2 or more"
+
+
+def _budget_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
+    size, spread = config.sampling.group_size, config.systems.e3.spread
+    if config.sampling.budget != "e3":
+        return
+    if advantage and advantage.needs_group and round(size * (1 - spread)) < 2:
+        few = f"sampling.group_size = {size} with systems.e3.spread = {spread:g} makes groups of 1"
+        yield f"{few}; raise group_size, or lower the spread"
+
+
+def find_system_warnings(config: Config) -> Iterator[str]:
+    """Combinations that work, but not as one may think."""
+    sampling, batch, systems = config.sampling, config.batch, config.systems
+    if batch.subselect == "pods" and systems.pods.keep >= sampling.group_size:
+        size = f"sampling.group_size = {sampling.group_size}"
+        yield f"PODS cannot act: systems.pods.keep = {systems.pods.keep} is not below {size}"
+    if sampling.replay == "recent" and systems.replay.fresh == 1:
+        yield "replay cannot act: systems.replay.fresh = 1 samples all groups"
+    if sampling.replay == "recent" and config.correction.mode == "auto":
+        yield (
+            "correction.mode = 'auto' with sampling.replay: old groups are far from the policy, so "
+            "the prox forward is made in most steps"
+        )
+    if sampling.budget == "e3" and config.algo.aggregation.startswith("seq-mean"):
+        effect = "a problem counts by the number of its completions; use 'token-mean'"
+        yield f"sampling.budget = 'e3', algo.aggregation = {config.algo.aggregation!r}: {effect}"
+
+
+def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
+    """(section, why) of the systems that the recipe does not name."""
+    sampling, subselect = config.sampling, config.batch.subselect
+    reasons = {
+        "systems.greso": ("greso", "sampling.select", sampling.select),
+        "systems.dots": ("dots", "sampling.select", sampling.select),
+        "systems.replay": ("recent", "sampling.replay", sampling.replay),
+        "systems.shuffle_r1": ("shuffle-r1", "batch.subselect", subselect),
+        "systems.pods": ("pods", "batch.subselect", subselect),
+    }
+    for section, (name, key, value) in reasons.items():
+        if value != name:
+            yield section, f"{key} = {value!r}"
+    if "e3" not in (sampling.budget, sampling.thermostat):
+        yield "systems.e3", "neither sampling.budget nor sampling.thermostat is 'e3'"

@@ -1,0 +1,120 @@
+"""What a sync sends to vLLM: named tensors as a saved model has them, in chunks with checksums.
+
+Projections go as codes and scales, or in full precision if vLLM quantizes them itself. Names are
+those of saved files, since vLLM's loaders know no others: transformers holds the experts of a layer
+in two tensors, and saves a matrix for each expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from qurl.quant import Format, quantize
+from qurl.quant.linear import projections
+
+CHUNK_BYTES = 2**30
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How weights are rounded on their way."""
+
+    dtype: torch.dtype
+    """Of all that is not coded."""
+    format: Format | None = None
+    """Of the projections in vLLM."""
+    sends_codes: bool = False
+    """We code them, not vLLM."""
+    compute_dtype: torch.dtype | None = None
+    """The trainer's: what is coded is rounded to it first, so that codes are of what it sees."""
+    unties: bool = False
+    """Send a head that is tied to the embedding, too."""
+
+    @torch.no_grad()
+    def pack(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """All weights of a model, in the order of its layers, in chunks of `CHUNK_BYTES` or so."""
+        coded = {f"{name}.weight" for name, _ in projections(model)} if self.format else set()
+        chunk: dict[str, Tensor] = {}
+        for name, weight in saved_weights(model, self.unties):
+            chunk |= self._pack(name, weight.detach(), name in coded)
+            if sum(part.nbytes for part in chunk.values()) >= CHUNK_BYTES:
+                yield chunk
+                chunk = {}
+        if chunk:
+            yield chunk
+
+    def _pack(self, name: str, weight: Tensor, is_coded: bool) -> dict[str, Tensor]:
+        if is_coded:
+            weight = weight.to(self.compute_dtype or self.dtype)
+        if is_coded and self.sends_codes and self.format:
+            packed = quantize(weight, self.format)
+            return {name: packed.codes, f"{name}_scale": packed.scale}
+        return {name: weight.to(self.dtype) if weight.is_floating_point() else weight}
+
+
+def saved_weights(model: Any, unties: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as a saved model has them: adapters merged, tied weights once."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for _, names in groupby(_names(model, unties), key=_layer_of):
+        # A layer at a time: merged adapters, and experts that are taken apart, are copies.
+        owners = ((name, *name.rpartition(".")[::2]) for name in names)
+        layer = {name: getattr(model.get_submodule(owner), leaf) for name, owner, leaf in owners}
+        yield from revert_weight_conversion(model, layer).items()
+
+
+def _names(model: nn.Module, unties: bool) -> Iterator[str]:
+    """Parameters and persistent buffers, by the names that they would have without adapters."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if ".parametrizations" in prefix:
+            continue
+        dot = prefix and f"{prefix}."
+        if is_parametrized(module):
+            yield from (f"{dot}{name}" for name in module.parametrizations)  # type: ignore[union-attr]
+        buffers = module._buffers.items()
+        kept = [(n, b) for n, b in buffers if n not in module._non_persistent_buffers_set]
+        for name, tensor in (*module._parameters.items(), *kept):
+            if tensor is not None and (unties or id(tensor) not in seen):
+                seen.add(id(tensor))
+                yield f"{dot}{name}"
+
+
+def _layer_of(name: str) -> str:
+    """The part of a name up to its first number: model.layers.3 of all that is in that layer."""
+    return found.group() if (found := re.match(r".*?\.\d+(?=\.)", name)) else ""
+
+
+def checksum(tensor: Tensor) -> list[int]:
+    """Two sums of a tensor's bits that change if a value, a row or a column does or moves."""
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+    grid = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+    sums = (grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64))
+    return [int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums]
+
+
+def checksums(chunk: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: checksum(tensor) for name, tensor in chunk.items()}
+
+
+def mismatches(chunk: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """Names of tensors that are missing, or not those that were summed up."""
+    sums = checksums(chunk)
+    return [name for name in {**expected, **sums} if sums.get(name) != expected.get(name)]
+
+
+def save_chunk(chunk: Mapping[str, Tensor], path: Path) -> None:
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in chunk.items()}
+    save_file(copies, path)  # it refuses tensors that share memory

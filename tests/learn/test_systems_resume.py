@@ -1,0 +1,85 @@
+"""Runs with history, budgets, replay and sub-selection resume exactly, and their parts act."""
+
+import json
+
+import pytest
+import torch
+from test_resume import TINY, rows, run_until, weights
+
+from qurl.config import load_config
+from qurl.run.assembly import initial_model
+from qurl.run.directory import read_jsonl
+from qurl.train import train
+
+NUM_PROBLEMS = 20
+"""So few that a run of nine steps asks each of them several times."""
+ARMS = {
+    "greso, dynamic sampling, budgets in pieces, pods": {
+        "sampling.select": "greso",
+        "algo.dynamic_sampling": True,
+        "algo.max_gen_rounds": 60,
+        "sampling.budget": "e3",
+        "sampling.chunk": 3,
+        "batch.subselect": "pods",
+        "systems.pods.keep": 3,
+        "optim.base_batch": 16,
+    },
+    "dots, replay, thermostat, pairs": {
+        "sampling.select": "dots",
+        "systems.dots.references": 4,
+        "sampling.replay": "recent",
+        "sampling.thermostat": "e3",
+        "sampling.keep_responses": True,
+        "batch.subselect": "shuffle-r1",
+        "systems.shuffle_r1.rounds": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Flags of a warm-started model and of a file with few problems."""
+    folder = tmp_path_factory.mktemp("start")
+    words = ["--task.difficulty", "2", "--model.scratch.hidden_size", "32"]
+    config = load_config(None, [*words, "--model.scratch.warm_start_steps", "250"])
+    model = initial_model(config, folder, torch.device("cpu"))
+    sums = [(i % 5, i // 5) for i in range(NUM_PROBLEMS)]
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in sums]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "eval.jsonl").write_text('{"prompt": "9+9=", "answer": "18"}')
+    files = {"task.path": folder / "train.jsonl", "task.eval_path": folder / "eval.jsonl"}
+    scratch = ("model.scratch.hidden_size", "model.scratch.warm_start_steps", "task.difficulty")
+    keys = {key: value for key, value in TINY.items() if key not in scratch}
+    return keys | files | {"model.path": model, "task.name": "file", "task.reward": "exact"}
+
+
+def flags(start, arm, run_dir):
+    settings = start | ARMS[arm] | {"run_dir": run_dir}
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("arm", ARMS)
+def test_systems_resume_exactly(arm, start, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(load_config(None, flags(start, arm, whole)))
+    words = flags(start, arm, broken)
+    run_until(words, broken, 6)
+    train(load_config(None, words))
+
+    for uninterrupted, resumed in zip(rows(whole), rows(broken), strict=True):
+        assert uninterrupted == resumed
+    assert read_jsonl(whole / "samples.jsonl") == read_jsonl(broken / "samples.jsonl")
+    expected, found = weights(whole), weights(broken)
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+    last = rows(whole)[-1]
+    if "greso" in arm:
+        assert max(row.get("sampling/skipped_frac", 0) for row in rows(whole)) > 0
+        assert last["sampling/group_size_min"] < 4 < last["sampling/group_size_max"]
+        assert last["actor/lr"] == pytest.approx(TINY["optim.lr"] * 2**0.5)
+    else:
+        assert last["replay/buffer"] > 0
+        assert last["replay/age"] > 0
+        assert len({row["sampling/temperature"] for row in rows(whole)[1:]}) > 5

@@ -14,13 +14,16 @@ Per token, with A the advantage and everything but `logp` detached:
     tis        (5)  w   * min(R A,     clip(R,     1 - el, 1 + eh) A)
     acr        (9)  w   * min(R A,     clip(R,     1 - el, (1 + eh) / r) A)
 
-All are maximised; a loss is minus the objective. Shapes: B sequences, T positions.
+All are maximised; a loss is minus the objective. Each can be made symmetric (`Symmetric`). Shapes:
+B sequences, T positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,11 +36,59 @@ Stats = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Symmetric:
+    """The symmetric RL loss: a policy gradient and its reverse, with label and prediction swapped.
+
+        sppo   alpha min(R A, clip(R) A) - beta u A (1 - pi) / pi_old
+        sa2c   u A (alpha log pi         - beta     (1 - pi))
+
+    replace min(R A, clip(R) A) in an objective. u is 0 where the clip stops the token, else 1;
+    pi_old is the policy in the denominator of R. With R = 1, sa2c is symmetric A2C.
+
+    Derivatives by log pi, where u = 1: A R (alpha + beta) and A (alpha + beta pi). So sppo is PPO
+    times a constant, because (1 - pi) / pi_old = 1 / pi_old - R. It acts only on what is not
+    invariant to that constant: gradient clipping, and the balance with KL and entropy. sa2c gives
+    likely tokens a larger weight.
+    """
+
+    kind: Literal["off", "sppo", "sa2c"] = "off"
+    alpha: float = 0.5
+    beta: float = 0.4
+
+    def apply(self, tokens: TokenTerms, clipped: Tensor, is_free: Tensor) -> tuple[Tensor, Stats]:
+        """What is maximised in place of `clipped`, and statistics; `is_free` is u."""
+        if self.kind == "off":
+            return clipped, {}
+        free, probability = tokens.advantages * is_free, tokens.logp.exp()
+        if self.kind == "sppo":
+            inverse = (tokens.ratio / probability.clamp(min=_RAREST)).detach()  # 1 / pi_old
+            forward, reverse = clipped, free * (tokens.ratio - inverse)
+            slopes = tokens.ratio, tokens.ratio
+        else:
+            forward, reverse = free * tokens.logp, free * torch.expm1(tokens.logp)
+            slopes = torch.ones_like(probability), probability
+        pull, reverse_pull = self.alpha * slopes[0], self.beta * slopes[1]
+        stats = {
+            "symmetric/forward": _mean(forward, tokens.keep),
+            "symmetric/reverse": _mean(reverse, tokens.keep),
+            "symmetric/probability": _mean(probability, tokens.keep),
+            "symmetric/reverse_share": _mean(reverse_pull / (pull + reverse_pull), tokens.keep),
+        }
+        return self.alpha * forward + self.beta * reverse, stats
+
+
+_PLAIN = Symmetric()
+_RAREST = math.exp(-LOG_CLAMP)
+
+
+@dataclass(frozen=True)
 class TokenTerms:
-    """What an objective sees, [B, T] each; only the ratio has a gradient."""
+    """What an objective sees, [B, T] each; only ratio and logp have a gradient."""
 
     ratio: Tensor
     """R, or R_hat for objectives against the sampler."""
+    logp: Tensor
+    """log pi; 0 where the token is not trained."""
     advantages: Tensor
     weight: Tensor
     """rho for weighted objectives without truncation, else min(rho, C)."""
@@ -53,26 +104,35 @@ class TokenTerms:
     """How far the upper bound may be widened."""
     dual_clip: float | None = None
     """Bounds the loss of tokens with A < 0 at `dual_clip * |A|`."""
+    symmetric: Symmetric = _PLAIN
 
     def clipped(self, upper: Tensor | None = None) -> tuple[Tensor, Stats]:
-        """min(R A, clip(R, lower, upper) A), not below dual_clip A where A < 0; and statistics."""
+        """min(R A, clip(R, lower, upper) A), not below dual_clip A where A < 0; and statistics.
+
+        With `algo.symmetric`, what takes its place.
+        """
         upper = self.upper if upper is None else upper
         clipped = torch.minimum(self.ratio.clamp(min=self.lower), upper)
         surrogate = torch.minimum(self.ratio * self.advantages, clipped * self.advantages)
         if self.dual_clip is not None:
             floored = torch.maximum(surrogate, self.dual_clip * self.advantages)
             surrogate = torch.where(self.advantages < 0, floored, surrogate)
-        return surrogate, self._clip_stats(upper)
+        stats, is_free = self._clip_stats(upper)
+        surrogate, more = self.symmetric.apply(self, surrogate, is_free)
+        return surrogate, stats | more
 
     @torch.no_grad()
-    def _clip_stats(self, upper: Tensor) -> Stats:
-        """Which tokens the clip stopped, and which only a wider bound lets through ("rescued")."""
+    def _clip_stats(self, upper: Tensor) -> tuple[Stats, Tensor]:
+        """Which tokens the clip stopped, and which only a wider bound lets through ("rescued").
+
+        Second, the tokens [B, T] that nothing stopped.
+        """
         is_positive, is_negative = self.advantages > 0, self.advantages < 0
         is_high = is_positive & (self.ratio > upper)
         is_low = is_negative & (self.ratio < self.lower)
         is_rescued = is_positive & (self.ratio > self.upper) & (self.ratio <= upper)
         is_floored = is_negative & (self.ratio > (self.dual_clip or float("inf")))
-        return {
+        stats = {
             "actor/pg_clipfrac": _mean(is_high | is_low, self.keep),
             "actor/clip_frac_high": _mean(is_high, self.keep),
             "actor/clip_frac_low": _mean(is_low, self.keep),
@@ -80,6 +140,7 @@ class TokenTerms:
             "acr/max_upper": torch.where(self.keep, upper, self.upper).max(),
             "actor/pg_clipfrac_lower": _mean(is_floored, self.keep),
         }
+        return stats, ~(is_high | is_low | is_floored)
 
 
 Surrogate = Callable[[TokenTerms], Tensor | tuple[Tensor, Stats]]
@@ -152,6 +213,7 @@ def policy_loss(
     weight: Tensor | None = None,
     shrink: Tensor | None = None,
     denominator: float | None = None,
+    symmetric: Symmetric = _PLAIN,
 ) -> tuple[Tensor, Stats]:
     """The policy's loss and its statistics (means over the trained tokens, detached).
 
@@ -180,8 +242,9 @@ def policy_loss(
     log_ratio = torch.where(keep, logp - base.detach(), 0.0)
     ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).exp()  # [B, T]
     lower, upper = 1.0 - clip_low, torch.full_like(ratio, 1.0 + clip_high)
-    limits = {"max_upper": acr_max_bound, "dual_clip": dual_clip}
-    terms = TokenTerms(ratio, advantages, weight, shrink, keep, lower, upper, **limits)
+    logp = torch.where(keep, logp, 0.0)
+    options = {"max_upper": acr_max_bound, "dual_clip": dual_clip, "symmetric": symmetric}
+    terms = TokenTerms(ratio, logp, advantages, weight, shrink, keep, lower, upper, **options)
     found = surrogate_of(terms)
     surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
     if surrogate.shape != ratio.shape:

@@ -495,6 +495,7 @@ def test_public_records(name):
         ("custom_reward", ["'25'                 score  1.00", "'waste': 14.0"]),
         ("engine_in_your_script", ["step 8", "learned: True"]),
         ("episode_calculator", ["gets  8+8+4+4=\n", "8+8+4+4=3+8=11;\n"]),
+        ("jitrl_text_game", ["proposal alone   first", "jitrl            first"]),
         ("quantized_policy_loss", ["-2.40 / 0.00    -2.60 / -2.60"]),
         ("sample_and_compare", ["0% of the codes changed", "the same tokens: True"]),
         ("select_unsolved", ["known: [22, 47, 50, 17]", "solved: [47, 50, 17, 2]"]),

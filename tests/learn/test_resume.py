@@ -42,14 +42,22 @@ ARMS = {
         "algo.kl_coef": 0.01,
         "quant.update_scale": 1.5,
     },
-    "grpo, one flow with an FP8 cache, 8-bit moments": {
+    "grpo, one flow with an FP8 cache, 8-bit moments, BF16 masters": {
         "optim.moments": "8bit",
+        "optim.masters": "bf16",
+        "model.compute_dtype": "bfloat16",
         "algo.kl_coef": 0.01,
         "quant.format": "fp8",
         "quant.unified": True,
         "quant.kv": "fp8",
     },
-    "grpo, int8, LoRA, reference": {"model.lora_rank": 4, "algo.kl_coef": 0.01, "optim.lr": 5e-3},
+    "grpo, int8, LoRA, reference, FP16 moments": {
+        "model.lora_rank": 4,
+        "algo.kl_coef": 0.01,
+        "optim.lr": 5e-3,
+        "optim.name": "hadam",
+        "optim.moments": "fp16",
+    },
     "ppo, fp8, dithered": {
         "algo.name": "ppo",
         "quant.format": "fp8",

@@ -132,6 +132,21 @@ def test_moments_in_8_bits():
     )
 
 
+def test_moments_in_fp16():
+    config = recipe(optim={"name": "hadam", "moments": "fp16"})
+    assert memory_rows(config, measure_model(config))["AdamW"] == 4 * 39_328
+
+
+def test_masters_in_bf16(on_gpu):
+    """Projections take 2 + 2 bytes and need no copies; the embedding and the head stay FP32."""
+    plain, config = recipe(), recipe(optim={"masters": "bf16"})
+    before, rows = (memory_rows(c, measure_model(c)) for c in (plain, config))
+    assert rows["policy, BF16 + rest"] == 4 * 32_768
+    assert rows["policy, FP32"] == 4 * (39_328 - 32_768)
+    assert before["BF16 copies"] - rows["BF16 copies"] == 2 * 32_768
+    assert sum(before.values()) - sum(rows.values()) == 2 * 32_768
+
+
 def test_reference_and_critic_cost_memory():
     """The critic's gradients and activations come and go in turn with the policy's."""
     config = recipe(algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1})

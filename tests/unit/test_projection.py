@@ -250,3 +250,27 @@ def test_dequantized_rows(format, shape):
     coded = quantize_activation(normal(*shape, dtype=torch.float32), get_format(format))
     found = dequantize_rows(coded, torch.bfloat16)
     assert torch.equal(found, dequantize(coded).bfloat16())
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_bf16_masters_are_multiplied_without_a_copy(is_stacked):
+    """If they lie next to each other; their gradients are FP32."""
+    found = projection(bias=False)
+    stack = torch.cat([linear.weight.detach().bfloat16() for linear in found.linears])
+    for linear, part in zip(found.linears, stack.split(found.sizes), strict=True):
+        linear.weight.data = part if is_stacked else part.clone()
+        linear.weight.grad_dtype = torch.float32
+    x, dy = normal(33, 80), normal(33, 80, seed=1)
+    weight = found.weight(torch.bfloat16)
+    assert torch.equal(weight, stack)
+    assert (weight.data_ptr() == stack.data_ptr()) == is_stacked
+    assert relative(found.multiply(x, torch.bfloat16), x.double() @ stack.double().T) < 4e-3
+    assert relative(found.input_gradient(dy), dy.double() @ stack.double()) < 4e-3
+    for _ in range(2):
+        found.add_gradients_(dy, x)
+    _, grad = stacked(found, "weight")
+    assert grad.dtype == torch.float32
+    assert relative(grad, 2 * dy.double().T @ x.double()) < 1e-5
+    with torch.no_grad():
+        found.linears[1].weight.zero_()
+    assert found.weight(torch.bfloat16)[48:64].count_nonzero() == 0

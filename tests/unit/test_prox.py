@@ -93,6 +93,8 @@ ARMS = {
     "ppo with a reference": {"algo": PPO | {"kl_coef": 0.1}},
     "dapo": {"algo": DAPO},
     "weighted kl": {"algo": {"kl_coef": 0.1}, "experimental": {"weighted_kl": True}},
+    "sppo": {"algo": {"symmetric": "sppo", "kl_coef": 0.1}},
+    "sa2c": {"algo": {"symmetric": "sa2c"}},
     "sequence level": {"correction": {"level": "sequence"}},
     "icepop": {"correction": {"kind": "icepop", "icepop_low": 0.8, "icepop_high": 1.2}},
     "sequence icepop": {"correction": {"kind": "icepop", "level": "sequence"}},

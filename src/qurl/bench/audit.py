@@ -36,7 +36,7 @@ from qurl.bench.record import Record
 from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
 from qurl.errors import ConfigError
-from qurl.losses import SURROGATES, facts_of, policy_loss
+from qurl.losses import SURROGATES, Symmetric, facts_of, policy_loss
 from qurl.objectives import OBJECTIVES
 from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
@@ -257,6 +257,7 @@ class Auditor:
             clip_high=algo.clip_high,
             dual_clip=algo.dual_clip,
             acr_max_bound=self.config.experimental.acr_max_bound,
+            symmetric=Symmetric(algo.symmetric, algo.symmetric_alpha, algo.symmetric_beta),
             denominator=denominator,
         )
         loss.backward()

@@ -147,12 +147,14 @@ class Trial:
 
 
 def build_learner(config: Config, shape: Shape, device: torch.device, seed: int) -> Learner:
-    """A learner with FP32 masters and no reference; every call gives the same weights."""
+    """A learner without a reference; every call gives the same weights."""
     model = build_model(shape, device, torch.float32, seed=seed).requires_grad_(True)
     policy = Policy(model, None, config.model, device, config.quant)
     objective = SURROGATES[config.algo.objective]
     advantage = ADVANTAGES[config.algo.advantage]
-    return Learner(policy, config, objective=objective, advantage=advantage)
+    learner = Learner(policy, config, objective=objective, advantage=advantage)
+    learner.narrow_masters_()
+    return learner
 
 
 def build_batch(bench: BatchBench, policy: Policy, vocabulary: int) -> Batch:

@@ -79,6 +79,7 @@ def find_mistakes(
         *_precision_mistakes(config),
         *_vllm_mistakes(config),
         *_lora_mistakes(config, advantage),
+        *_optimizer_mistakes(config),
         *_parallel_mistakes(config),
         *_data_mistakes(config),
         *find_system_mistakes(config, objective, advantage),
@@ -238,6 +239,26 @@ def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]
         yield f"model.lora_rank = {rank} cannot be compiled; set model.compile = false"
 
 
+def _optimizer_mistakes(config: Config) -> Iterator[str]:
+    optim, model = config.optim, config.model
+    chosen = f"optim.name = {optim.name!r}, optim.moments = {optim.moments!r}"
+    if (optim.name, optim.moments) == ("adamw", "fp16"):
+        yield f"{chosen}: FP16 cannot hold squares of gradients; use 'hadam', which keeps none"
+    if (optim.name, optim.moments) == ("hadam", "8bit"):
+        yield f"{chosen}: 8-bit codes are made for adamw; use 'adamw', or moments = 'fp16'"
+    reasons = {
+        f"model.lora_rank = {model.lora_rank}": "adapters are small" if model.lora_rank else "",
+        "model.compile = true": "compiled layers are not tried with it" if model.compile else "",
+        "model.compute_dtype = 'float32'": "the trainer would see rounded weights"
+        if model.compute_dtype == "float32"
+        else "",
+        "experimental.dither = true": "it moves FP32 masters" if config.experimental.dither else "",
+    }
+    for setting, reason in reasons.items():
+        if reason and optim.masters == "bf16":
+            yield f"optim.masters = 'bf16' does not go with {setting}: {reason}; use 'fp32'"
+
+
 def _parallel_mistakes(config: Config) -> Iterator[str]:
     """What is not built for sharded models."""
     if (trainers := config.parallel.trainers) == 1:
@@ -246,6 +267,8 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
         f"optim.moments = {config.optim.moments!r}": config.optim.moments != "fp32",
+        f"optim.masters = {config.optim.masters!r}": config.optim.masters != "fp32",
+        f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
     }
     for setting in (setting for setting, is_given in is_set.items() if is_given):
         yield f"{setting} is not built for parallel.trainers = {trainers}; use one trainer"
@@ -324,6 +347,9 @@ def _unused(
     if config.correction.kind != "icepop":
         for key in ("correction.icepop_low", "correction.icepop_high"):
             yield key, f"correction.kind = {config.correction.kind!r}"
+    if algo.symmetric == "off":
+        for key in ("algo.symmetric_alpha", "algo.symmetric_beta"):
+            yield key, "algo.symmetric = 'off'"
     if objective and not objective.is_truncated:
         yield "algo.cap", f"algo.objective = {algo.objective!r} truncates nothing"
     if objective and not objective.is_widened:
@@ -368,6 +394,22 @@ def find_unused(
             yield f"{path}.{f', {path}.'.join(changed)} is not used: {reason}"
 
 
+def _symmetric_warnings(config: Config) -> Iterator[str]:
+    algo = config.algo
+    if algo.symmetric == "sppo" and not (algo.kl_coef or algo.entropy_coef):
+        total = f"symmetric_alpha + symmetric_beta = {algo.symmetric_alpha + algo.symmetric_beta:g}"
+        yield (
+            f"algo.symmetric = 'sppo' only multiplies PPO's gradient by {total}, which AdamW "
+            "divides out again; only optim.grad_clip and optim.eps see it. 'sa2c' does change it"
+        )
+    if algo.symmetric == "sa2c" and config.updates_per_step > 1:
+        updates = f"algo.symmetric = 'sa2c' with {config.updates_per_step} updates per step"
+        yield f"{updates}: the ratio only clips; updates after the first are not weighted by it"
+    if algo.symmetric != "off" and is_users_own(algo.objective):
+        own = f"algo.objective = {algo.objective!r} calls tokens.clipped()"
+        yield f"algo.symmetric = {algo.symmetric!r} acts only if {own}"
+
+
 def find_warnings(
     config: Config, objective: Objective | None = None, advantage: Advantage | None = None
 ) -> Iterator[str]:
@@ -388,6 +430,7 @@ def find_warnings(
             yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
+    yield from _symmetric_warnings(config)
     has_mismatch = (quant.format, quant.kv) != ("none", "none") and not quant.unified
     if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"

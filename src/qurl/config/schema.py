@@ -63,7 +63,7 @@ class ModelConfig(Section):
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of the trainer; masters stay FP32. auto: bfloat16 on a GPU, else float32."""
+    """Arithmetic of the trainer; see also optim.masters. auto: bfloat16 on a GPU, else float32."""
     compile: Flag = False
     """Compile the decoder layers with torch.compile instead of using our fused ones."""
     deterministic: Flag = False
@@ -212,6 +212,13 @@ class AlgoConfig(Section):
     """Subtract the KL (k1) from the token rewards instead of adding it to the loss; gae only."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    symmetric: Literal["off", "sppo", "sa2c"] = "off"
+    """Symmetric RL loss in place of the clipped term. sppo's gradient is that of PPO times
+    symmetric_alpha + symmetric_beta; sa2c gives likely tokens a larger weight."""
+    symmetric_alpha: NonNegative = 0.5
+    """Weight of its forward term, the policy gradient."""
+    symmetric_beta: Positive = 0.4
+    """Weight of its reverse term."""
     positive_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood of right answers in the loss (VAPO)."""
     dynamic_sampling: Flag = False
@@ -266,7 +273,7 @@ class CorrectionConfig(Section):
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
-    """AdamW on FP32 master weights."""
+    """AdamW on master weights."""
 
     lr: Positive = 1e-6
     """Peak learning rate of the policy."""
@@ -285,8 +292,14 @@ class OptimConfig(Section):
     """Learning rate after the warm-up. linear and cosine reach 0 right after the last step."""
     grad_clip: Positive = 1.0
     """Largest gradient norm."""
-    moments: Literal["fp32", "8bit"] = "fp32"
-    """Precision of AdamW's moments; 8bit takes 2 bytes per parameter instead of 8."""
+    name: Literal["adamw", "hadam"] = "adamw"
+    """adamw, or hadam: AdamW that keeps h = sqrt(v), which FP16 can hold."""
+    moments: Literal["fp32", "fp16", "8bit"] = "fp32"
+    """Precision of the moments: 8, 4 or 2 bytes per parameter. fp16 is for hadam, with moments of
+    gradients times a scale that adapts; 8bit is for adamw."""
+    masters: Literal["fp32", "bf16"] = "fp32"
+    """bf16: projections have BF16 weights and 16 bits of what rounding lost, together an FP32
+    number. It needs a bfloat16 trainer, which then makes no copies of them."""
 
 
 @dataclass(frozen=True)

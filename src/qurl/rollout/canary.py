@@ -112,18 +112,27 @@ def verify(
 
 def check_copy(engine: Engine, model: nn.Module, quant: str, version: int) -> float:
     """`verify` for an engine that did not do it itself, through its `score`."""
-    parameter, ids = next(model.parameters()), canary_ids(model)
-    bound = canary_bound(quant, default_dtype(parameter.device), parameter.dtype)
+    device, ids = next(model.parameters()).device, canary_ids(model)
+    bound = canary_bound(quant, default_dtype(device), product_dtype(model))
     return verify(score_with(model, ids, quant), engine.score(ids), bound=bound, version=version)
+
+
+def product_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model multiplies outside of a trainer: BF16 if any weight is."""
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    return torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
 
 
 @contextmanager
 def evaluating(model: nn.Module, quant: str = "none") -> Iterator[None]:
     """Evaluation mode, in the precision of `quant`; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
+    first, dtype = next(model.parameters()), product_dtype(model)
+    # Masters in BF16 leave the embedding in FP32, and with it what the first layer reads.
+    mixed = torch.autocast(first.device.type, dtype, enabled=first.dtype != dtype)
     model.eval()
     try:
-        with full_precision(model) if quant == "none" else nullcontext():
+        with full_precision(model) if quant == "none" else nullcontext(), mixed:
             yield
     finally:
         for module, mode in modes:

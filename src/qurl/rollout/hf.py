@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from qurl.quant import Quantized, QuantLinear, quantized_copy
-from qurl.rollout.canary import canary_bound, canary_ids, evaluating, score_with, verify
+from qurl.rollout.canary import (
+    canary_bound,
+    canary_ids,
+    evaluating,
+    product_dtype,
+    score_with,
+    verify,
+)
 from qurl.rollout.engine import Asked, QueueStream, Stream, check_finite, check_prompts, generate
 from qurl.rollout.sampler import RowParams, request_key, sample, uniform
 from qurl.rollout.stop import StopRule
@@ -47,7 +54,7 @@ class HFEngine:
             actor = quantized_copy(source, self.quant, self.compute_dtype, self.full_layers)
         flip_frac = _code_flip_frac(self.actor, actor)
         ids = canary_ids(source)
-        bound = canary_bound(self.quant, next(source.parameters()).dtype)
+        bound = canary_bound(self.quant, product_dtype(source))
         scores = (score_with(m, ids, self.quant) for m in (source, actor))
         gap = verify(*scores, bound=bound, version=version)
         self.actor, self.version = actor, version

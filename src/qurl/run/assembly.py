@@ -189,6 +189,7 @@ def make_learner(
     learner = Learner(policy, config, reference=reference, **parts)
     if checkpoint is None:
         _prepare_masters(config, learner)
+    learner.narrow_masters_()
     return learner
 
 

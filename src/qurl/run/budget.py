@@ -36,6 +36,8 @@ class ModelSize:
     """Parameters of the projections, which the engine holds in codes."""
     num_in_rank: int
     """Parameters of the projections' adapters of rank 1."""
+    num_narrow: int
+    """Parameters that optim.masters = "bf16" keeps in BF16."""
     num_coded: int
     """Parameters whose moments AdamW can hold in 8 bits."""
     num_layers: int
@@ -117,6 +119,7 @@ def find_savings(config: Config) -> list[str]:
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
         < config.batch.microbatch_tokens,
+        'optim.masters = "bf16"': config.optim.masters != "bf16" and not has_lora,
         "model.lora_rank": not has_lora,
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
@@ -144,13 +147,15 @@ def memory_rows(
     if not is_full:
         trained = num_coded = num_adapters
     head = size.vocabulary * size.hidden_size * is_full  # a frozen one has no copy, no gradient
-    moments = 8.0 * trained
+    moments = (4.0 if config.optim.moments == "fp16" else 8.0) * trained
     if config.optim.moments == "8bit":
         moments -= (8 - 2 - 4 / BLOCK) * num_coded
+    num_narrow = size.num_narrow * (config.optim.masters == "bf16")
     has_critic = ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
     evaluated = (num_quantized + unquantized) * (is_cuda and config.has_full_engine)
     held = {
-        "policy, FP32": 4.0 * parameters * is_full,
+        "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
+        "policy, BF16 + rest": 4.0 * num_narrow,
         "policy, frozen": float(wide * parameters * (not is_full)),
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
@@ -172,7 +177,7 @@ def memory_rows(
         "AdamW": moments,
         CACHE: cache,
         "gradients": 4.0 * trained,
-        "BF16 copies": 2.0 * (num_quantized + head) * (is_cuda and is_full),
+        "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (is_cuda and is_full),
         "merged weights": float(wide * num_quantized * (not is_full)),
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
@@ -242,6 +247,7 @@ def measure(model: Any) -> ModelSize:
             if p.dim() >= 2 and any(part in PROJECTIONS for part in name.split("."))
         ),
         num_in_rank=sum(sum(layer.weight.shape) for _, layer in projections(model)),
+        num_narrow=sum(layer.weight.numel() for _, layer in projections(model)),
         num_coded=sum(p.numel() for p in find_coded(model)),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

@@ -1,10 +1,11 @@
 """Checkpoints: written to a temporary folder and renamed, so a kill or full disk harms none.
 
 checkpoints/step-000123/
-    policy/            Hugging Face folder, FP32 (UAQ still applied and recorded in its config);
+    policy/            Hugging Face folder, in the dtype of the masters (UAQ still applied and
+                       recorded in its config);
                        with LoRA a folder of adapters, as peft writes it
     critic.pt          only if a critic is trained
-    optimizer.pt       AdamW state of policy and critic
+    optimizer.pt       AdamW state of policy and critic, and the rests of BF16 masters
     optimizer/         in place of it, the shards of several trainers
     state.pt           step, data position, update tracker, random state
     checksums.json     SHA-256 of each file above

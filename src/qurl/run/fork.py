@@ -35,7 +35,7 @@ from qurl.run.inputs import check_inputs
 
 FIXED = (
     *("model.path", "model.scratch", "model.lora_rank", "model.lora_alpha"),
-    *("optim.moments", "quant.update_scale"),
+    *("optim.name", "optim.moments", "optim.masters", "quant.update_scale"),
     *("experimental.norm_fed_lr_scale", "experimental.dither"),
     *("experimental.scale_o_proj", "experimental.scale_down_proj"),
 )

@@ -152,6 +152,8 @@ class Recipe:
         is_bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
         if config.experimental.dither and not is_bf16:
             raise ConfigError("experimental.dither = true needs model.compute_dtype = 'bfloat16'")
+        if config.optim.masters == "bf16" and not is_bf16:
+            raise ConfigError("optim.masters = 'bf16' needs model.compute_dtype = 'bfloat16'")
         num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
         if config.rollout.deterministic and num_threads > 1:
             raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")

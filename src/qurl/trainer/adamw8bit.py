@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits (`qurl.trainer.moments` has the formulas)."""
+"""AdamW with moments in 8 bits (`qurl.trainer.moments` has the formulas), or with BF16 masters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qurl.trainer import moments
+from qurl.trainer.masters import store_, widen
 from qurl.trainer.moments import Update, make_moments
 
 MIN_CODED = 4096
 """Smaller tensors keep FP32 moments, as bitsandbytes advises for them and for embeddings."""
+MOMENTS = ("m", "v", "m_top", "v_top")
 
 
 class AdamW8bit(Optimizer):
-    """AdamW whose groups with `is_coded` keep their moments in 8 bits, the others in FP32."""
+    """AdamW whose groups with `is_coded` keep their moments in 8 bits, the others in FP32.
+
+    Masters may be FP32 or split (`qurl.trainer.masters`).
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]):
         super().__init__(groups, {"lr": lr, "betas": betas})
@@ -31,23 +36,30 @@ class AdamW8bit(Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                if not state:
-                    state.update(step=0, **make_moments(parameter, is_coded=group["is_coded"]))
+                master = widen(parameter, state)
+                if "step" not in state:
+                    state.update(step=0, **make_moments(master, is_coded=group["is_coded"]))
                 state["step"] += 1
                 update = Update.of(group, state["step"], clip)
-                tensors = {name: value for name, value in state.items() if name != "step"}
-                _update_(parameter, parameter.grad.contiguous(), tensors, update)
+                tensors = {name: state[name] for name in MOMENTS if name in state}
+                _update_(master, parameter.grad.contiguous(), tensors, update)
+                store_(parameter, state, master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer` does, but without casting codes to the dtype of the weights."""
+        """As `Optimizer` does, but without casting states to the dtype of the weights."""
         super().load_state_dict({**state_dict, "state": {}})
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for i, parameter in zip(ids, parameters, strict=True):
-            self.state[parameter] = {
-                name: value.to(parameter.device) if isinstance(value, Tensor) else value
-                for name, value in state_dict["state"].get(i, {}).items()
-            }
+        load_states_(self, state_dict)
+
+
+def load_states_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give parameters their saved states as they are."""
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, parameter in zip(ids, parameters, strict=True):
+        optimizer.state[parameter] = {
+            name: value.to(parameter.device) if isinstance(value, Tensor) else value
+            for name, value in state_dict["state"].get(i, {}).items()
+        }
 
 
 def find_coded(model: nn.Module) -> set[nn.Parameter]:

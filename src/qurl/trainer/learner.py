@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from qurl.config import Config
 from qurl.config.rules import prox_readers
 from qurl.correction import LARGEST_TAIL, correction_metrics, gap_tail, weigh
-from qurl.errors import TrainingError
+from qurl.errors import ConfigError, TrainingError
 from qurl.losses import (
     Stats,
     Surrogate,
+    Symmetric,
     aggregate,
     count,
     explained_variance,
@@ -40,8 +41,14 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.seeds import generator
 from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
 from qurl.trainer.critic import Critic
+from qurl.trainer.masters import narrow_masters_
 from qurl.trainer.meter import Meter
-from qurl.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
+from qurl.trainer.optimizer import (
+    apply_gradients,
+    build_optimizer,
+    learning_rate,
+    optimizer_metrics,
+)
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.trainer.ranks import ALONE
@@ -102,6 +109,19 @@ class Learner:
         self.critic_optimizer = None
         if self.critic is not None:
             self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
+
+    def narrow_masters_(self) -> None:
+        """Keep masters as `optim.masters` says, before the first update and before any engine."""
+        if self.config.optim.masters == "fp32":
+            return
+        if self.policy.compute_dtype != torch.bfloat16:
+            raise ConfigError(
+                f'optim.masters = "bf16", but the trainer computes in {self.policy.compute_dtype} '
+                'and would see rounded weights; set model.compute_dtype = "bfloat16"'
+            )
+        narrow_masters_(self.policy.model, self.optimizer)
+        if self.critic is not None and self.critic_optimizer is not None:
+            narrow_masters_(self.critic, self.critic_optimizer)
 
     @property
     def optimizers(self) -> Optimizers:
@@ -376,7 +396,8 @@ class Learner:
         with self.ranks.agreeing(TrainingError):
             norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
         if name == "actor":
-            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr})
+            found = optimizer_metrics(optimizer)
+            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr, **found})
         else:
             meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
 
@@ -412,6 +433,7 @@ class Learner:
             clip_high=algo.clip_high,
             dual_clip=algo.dual_clip,
             acr_max_bound=self.config.experimental.acr_max_bound,
+            symmetric=Symmetric(algo.symmetric, algo.symmetric_alpha, algo.symmetric_beta),
             weight=batch.weight,
             shrink=batch.shrink,
             **shape,

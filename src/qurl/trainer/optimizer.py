@@ -1,4 +1,4 @@
-"""AdamW on FP32 masters, learning-rate schedules and gradient clipping."""
+"""The optimizer that a recipe names, learning-rate schedules and gradient clipping."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -14,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from qurl.config import OptimConfig
 from qurl.errors import TrainingError
 from qurl.trainer.adamw8bit import AdamW8bit, find_coded
+from qurl.trainer.hadam import HAdam
 
 
 def build_optimizer(
@@ -43,7 +45,10 @@ def build_optimizer(
         for (is_matrix, scale, is_coded), parameters in groups.items()
     ]
     optimizer: Optimizer
-    if config.moments == "8bit":
+    if config.name == "hadam":
+        moments = torch.float16 if config.moments == "fp16" else torch.float32
+        optimizer = HAdam(options, lr=lr, betas=config.betas, moments=moments)
+    elif (config.moments, config.masters) != ("fp32", "fp32"):
         optimizer = AdamW8bit(options, lr=lr, betas=config.betas)
     else:
         is_fused = next(model.parameters()).device.type == "cuda"
@@ -56,6 +61,13 @@ def _count_versions(optimizer: Optimizer, *_: Any) -> None:
     """Mark parameters as changed, so that copies are renewed; fused kernels do not do it."""
     for group in optimizer.param_groups:
         increment_version(group["params"])
+
+
+def optimizer_metrics(optimizer: Optimizer) -> dict[str, float]:
+    """What an optimizer has to say about its last update."""
+    if isinstance(optimizer, HAdam) and optimizer.is_scaled:
+        return {"optim/scale": optimizer.scale}
+    return {}
 
 
 def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> float:
@@ -82,7 +94,7 @@ def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> flo
         )
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-    if isinstance(optimizer, AdamW8bit):
+    if isinstance(optimizer, AdamW8bit | HAdam):
         optimizer.step(clip=min(1.0, grad_clip / (norm + 1e-6)))  # as torch clips
     else:
         clip_grads_with_norm_(parameters, grad_clip, total)

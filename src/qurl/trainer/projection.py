@@ -90,6 +90,8 @@ class Projection:
         """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for."""
         if self.format is None and dtype == torch.float32:  # rare, and a copy would be large
             return self._numbers(dtype)
+        if self.format is None and (masters := self._masters(dtype)) is not None:
+            return masters
         return self._copy(("weight", dtype), lambda: self._numbers(dtype))
 
     def multiply(self, x: Operand, dtype: torch.dtype) -> Tensor:
@@ -152,6 +154,16 @@ class Projection:
         elif biases:
             self._whole(biases).add_(dy.sum(0, dtype=torch.float32))
 
+    def _masters(self, dtype: torch.dtype) -> Tensor | None:
+        """W [N, K] without a copy, if the masters have the dtype and lie next to each other."""
+        weights = [linear._parameters.get("weight") for linear in self.linears]
+        parts = [weight for weight in weights if weight is not None and weight.dtype == dtype]
+        ends = [part.data_ptr() + part.nbytes for part in parts]
+        starts = [part.data_ptr() for part in parts[1:]]
+        if len(parts) < len(weights) or ends[:-1] != starts:
+            return None
+        return self._span(parts[0].detach())
+
     def _share(self, parameters: Sequence[Tensor], total: Tensor) -> None:
         """Make each `.grad` its part of a gradient of the whole stack."""
         for parameter, part in zip(parameters, total.split(self.sizes), strict=True):
@@ -161,6 +173,10 @@ class Projection:
         """The gradient of the whole stack, of which each `.grad` is a part."""
         first = parameters[0].grad
         assert first is not None
+        return self._span(first)
+
+    def _span(self, first: Tensor) -> Tensor:
+        """The whole stack, of which this is the first part."""
         return first.as_strided((sum(self.sizes), *first.shape[1:]), first.stride())
 
     def forget_copies_(self) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
-from qurl.rollout.canary import Yardstick, canary_bound, canary_ids, score_with, verify
+from qurl.rollout.canary import (
+    Yardstick,
+    canary_bound,
+    canary_ids,
+    product_dtype,
+    score_with,
+    verify,
+)
 from qurl.rollout.engine import check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
@@ -199,7 +206,7 @@ class LocalEngine:
         It is scored by prefill without a cache, whose keys and values give an FP8 cache its range,
         and by what samples tokens: the decode step and its cache.
         """
-        ids, dtypes = canary_ids(model), (self.weights.dtype, next(model.parameters()).dtype)
+        ids, dtypes = canary_ids(model), (self.weights.dtype, product_dtype(model))
         expected = score_with(model, ids, self.quant)
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from qurl.errors import EngineError, SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
-from qurl.rollout.canary import Yardstick, canary_bound, canary_ids, score_with, verify
+from qurl.rollout.canary import (
+    Yardstick,
+    canary_bound,
+    canary_ids,
+    product_dtype,
+    score_with,
+    verify,
+)
 from qurl.rollout.engine import Stream, check_prompts, generate
 from qurl.rollout.stop import StopRule
 from qurl.rollout.vllm.requests import Requests, VllmStream
@@ -199,7 +206,7 @@ class VllmEngine:
         decoded = list(output.outputs[0].token_ids)
         sampled = _logprobs(decoded, output.outputs[0].logprobs)
         expected = score_with(model, [*ids, *decoded], self.quant)
-        bound = canary_bound(self.quant, self.dtype, next(model.parameters()).dtype)
+        bound = canary_bound(self.quant, self.dtype, product_dtype(model))
         judge = partial(verify, bound=bound, version=version, yardstick=self._yardstick)
         gap = judge(expected[: len(ids) - 1], self._score(ids))
         judge(expected[len(ids) - 1 :], sampled, path="decoded with the KV cache")

@@ -72,7 +72,7 @@ test-parallel: install  ## whole runs on several trainer ranks, killed and resum
 # text models need none of them.
 test-vllm: $(VENV)-vllm/installed $(VENV)-vllm-old/installed  ## run the engine on two CPU builds of vLLM
 	$(VENV)-vllm/bin/python -m pytest $(VLLM_TESTS)
-	$(VENV)-vllm-old/bin/python -m pytest $(VLLM_TESTS) --ignore tests/vllm/test_exported.py
+	$(VENV)-vllm-old/bin/python -m pytest $(VLLM_TESTS)
 
 test-vllm-processes: $(VENV)-vllm/installed  ## vLLM in processes of its own: minutes
 	$(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm/test_processes.py

@@ -97,16 +97,19 @@ def memory(device: torch.device, frac: float) -> dict[str, Any]:
 
 @contextmanager
 def environment(own_process: bool, device: torch.device) -> Iterator[None]:
-    """vLLM reads these when it starts; those that are already set win, but for the first."""
+    """What vLLM reads when it starts; variables that are already set win, but for the first."""
     changed = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if device.type == "cpu" and not own_process:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # these threads are the trainer's, too
-    before = dict(os.environ)
+    before, dtype = dict(os.environ), torch.get_default_dtype()
     os.environ.update({**defaults, **before, **changed})
     try:
         yield
+    except Exception as error:  # of any kind: vLLM starts a lot
+        raise EngineError(f"vLLM did not start: {error}") from error
     finally:
+        torch.set_default_dtype(dtype)  # a start that fails leaves vLLM's
         for name in (*changed, *defaults):
             os.environ.pop(name, None)
             if name in before:

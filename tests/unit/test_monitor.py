@@ -23,6 +23,7 @@ from qurl.run.directory import Run, read_jsonl
 from qurl.run.evaluation import wilson_interval
 from qurl.run.interrupt import Interrupt
 from qurl.run.monitor import ALARMS
+from qurl.sampling import Sampler
 from qurl.train import train
 
 PAPER = Path(__file__).parents[2] / "benchmarks/results/paper"
@@ -394,9 +395,10 @@ def early_ends(patch):
     """From step 4 on every completion ends after one token."""
     real = qurl.train.Sampler
 
-    def sampler(config, stream, engine, pool, step):
+    def sampler(config, *parts):
+        *_, step, _ = parts
         sampling = dataclasses.replace(config.sampling, max_tokens=1 if step > 3 else 8)
-        return real(dataclasses.replace(config, sampling=sampling), stream, engine, pool, step)
+        return real(dataclasses.replace(config, sampling=sampling), *parts)
 
     patch.setattr(qurl.train, "Sampler", sampler)
 
@@ -489,13 +491,13 @@ def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):
     """It keeps its traceback, and the run is saved as it was before the step."""
     flags = write_reward(folder, LETTERS)
     assert run(*flags, "--run-dir", "whole", "--steps", "4") == 0
-    real = qurl.train.collect
+    real = Sampler.collect
 
-    def collect(sampler, *rest):
-        return {}["gone"] if sampler.step == 2 else real(sampler, *rest)
+    def collect(sampler):
+        return {}["gone"] if sampler.step == 2 else real(sampler)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qurl.train, "collect", collect)
+        patch.setattr(Sampler, "collect", collect)
         with pytest.raises(KeyError, match="gone"):
             run(*flags, "--steps", "4")
     assert checkpoints(folder) == ["step-000002"]

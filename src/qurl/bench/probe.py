@@ -121,7 +121,7 @@ def measure_mismatch(
         }
         engine = build_engine("local", policy.model, policy.tokenizer, **precision)
         rollouts = engine.generate(problems, params)
-        batch = pad([Graded(r, [0.0], [{}]) for r in rollouts]).to(device)
+        batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
         with torch.no_grad():
             logp = policy.score(batch).logp
         gap = ((logp - batch.logp_behav).abs() * batch.mask).sum() / batch.mask.sum()

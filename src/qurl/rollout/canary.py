@@ -20,9 +20,9 @@ from qurl.rollout.engine import Engine, context_length
 _LENGTH = 32
 
 
-def canary_ids(model: Any, length: int = _LENGTH) -> list[int]:
+def canary_ids(model: Any, length: int | None = None) -> list[int]:
     """A fixed prompt, spread over the vocabulary."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    length, vocabulary = length or _LENGTH, model.get_input_embeddings().num_embeddings
     longest = context_length(model.config) or length
     return [(i * 2654435761 + 1) % vocabulary for i in range(min(length, longest))]
 

@@ -146,7 +146,8 @@ def describe_broken(where: str, tensor: str) -> str:
 
 def describe_empty(names: Sequence[str]) -> str:
     """A note about weights that are all 0; empty if there are none."""
-    matrices = [name for name in names if name.endswith(".weight")]
+    # Some norms, such as Gemma's, add 1 to their weights.
+    matrices = [name for name in names if name.endswith(".weight") and "norm" not in name]
     if not matrices:
         return ""
     more = f" and {len(matrices) - 1} others" if matrices[1:] else ""

@@ -114,13 +114,13 @@ def alike_kernel(
         at = base + kv_head * D + offsets[:, None] + dims[None, :]
         # Unseen values may be NaN; they are loaded as zero.
         is_key = is_seen(position, key + block[:, None], window) & (key + block < end)[:, None]
-        k_tile = tl.load(k + at, mask=is_key, other=0.0).to(q.dtype.element_ty)
+        k_tile = _load(k + at, is_key, q.dtype.element_ty)
         s = dot(q_tile, k_tile.T, None)
         if kv_scale is not None:
             s *= tl.load(kv_scale + kv_head)
         s = tl.where(is_seen(position, key + block[None, :], window), s, HIDDEN)
         p, shrink, largest, total = softmax_step(s, largest, total, factor)
-        v_tile = tl.load(v + at, mask=is_key, other=0.0).to(q.dtype.element_ty)
+        v_tile = _load(v + at, is_key, q.dtype.element_ty)
         acc = dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
 
     if kv_scale is not None:
@@ -128,3 +128,12 @@ def alike_kernel(
     # Without a page for the last keys, no number is better than a wrong one.
     total = tl.where(position < end, total, float("nan"))
     store_rounded(out + place, acc / total[:, None], is_head)
+
+
+@triton.jit
+def _load(pointers, mask, dtype: tl.constexpr):
+    """Keys, values or their codes as numbers that multiply, zero outside the mask."""
+    numbers = tl.load(pointers, mask=mask, other=0.0)
+    if numbers.dtype != dtype:
+        numbers = numbers.to(tl.float32)  # compute capability 8.9 has no other way from FP8 to BF16
+    return numbers.to(dtype)

@@ -345,9 +345,10 @@ def test_attention_alike_against_float64(heads, head_dim, has_codes, window):
     assert (error / expected.abs().amax(1)).max() < 2**-7
 
 
-@pytest.mark.parametrize("has_codes", [False, True])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "window", "has_codes"),
+    [(64, None, False), (64, None, True), (64, 40, True), (128, None, True)],
+)
 def test_attention_alike_has_the_bits_of_the_trainers(head_dim, window, has_codes):
     """Each token of a sequence as a query of its own, over the sequence's pages."""
     length, (num_heads, kv_heads), page_size = 150, (6, 2), 16

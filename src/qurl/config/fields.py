@@ -16,6 +16,8 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Temperature = Annotated[float, Field(ge=1e-6, strict=True)]  # COLDEST of qurl.types
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+# A larger one overflows in the update, and trains nothing.
+Rate = Annotated[float, Field(gt=0, le=1000, strict=True)]
 Share = Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
 FilePath = Annotated[str, AfterValidator(expanduser)]
 T = TypeVar("T")

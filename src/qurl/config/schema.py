@@ -23,6 +23,7 @@ from qurl.config.fields import (
     NonNegative,
     OrNone,
     Positive,
+    Rate,
     Section,
     Share,
     Table,
@@ -43,7 +44,7 @@ class ScratchConfig(Section):
     """Attention heads, and key-value heads."""
     warm_start_steps: CountOrZero = 300
     """Supervised steps on the task's own worked answers before RL."""
-    warm_start_lr: Positive = 2e-3
+    warm_start_lr: Rate = 2e-3
     """Learning rate of the warm start."""
     warm_start_batch: Count = 128
     """Examples per supervised step."""
@@ -180,11 +181,11 @@ class AlgoConfig(Section):
     """Preset; the table of presets shows what it sets."""
     objective: str = "acr"
     """ppo_prox (Eq. 1), ppo_behav (3), decoupled (4), tis (5), acr (9), or module:name."""
-    cap: OrNone[Annotated[float, Field(ge=1, strict=True)]] = 2.0
+    cap: OrNone[Annotated[float, Field(ge=1, le=1e9, strict=True)]] = 2.0
     """C, the largest importance weight; larger ones are truncated. none = no truncation."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: NonNegative = 0.2
+    clip_high: Annotated[float, Field(ge=0, le=1e9, strict=True)] = 0.2
     """The ratio is clipped above 1 + clip_high; acr raises this bound for truncated weights."""
     dual_clip: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
     """Bound on the loss of tokens with negative advantages (verl's clip_ratio_c)."""
@@ -235,7 +236,7 @@ class AlgoConfig(Section):
 class CriticConfig(Section):
     """The value model. It is trained only if the advantage needs it (gae)."""
 
-    lr: Positive = 1e-5
+    lr: Rate = 1e-5
     """Learning rate of the critic."""
     clip: OrNone[Positive] = 0.5
     """Clip values to this range around the old value; none = no clipping."""
@@ -275,7 +276,7 @@ class CorrectionConfig(Section):
 class OptimConfig(Section):
     """AdamW on master weights."""
 
-    lr: Positive = 1e-6
+    lr: Rate = 1e-6
     """Peak learning rate of the policy."""
     base_batch: CountOrZero = 0
     """Sequences per step that lr is for; lr grows with the square root of the step's (BroRL).
@@ -470,11 +471,11 @@ class AlarmsConfig(Section):
 class ExperimentalConfig(Section):
     """Options for comparisons. They may change or disappear in any release."""
 
-    acr_max_bound: OrNone[Annotated[float, Field(gt=1, strict=True)]] = None
+    acr_max_bound: OrNone[Annotated[float, Field(gt=1, le=1e9, strict=True)]] = None
     """Largest upper clip bound that acr may widen to; none = no limit."""
     weighted_kl: Flag = False
     """Multiply the KL term by the importance weight, because the actor drew the samples."""
-    norm_fed_lr_scale: Positive = 1.0
+    norm_fed_lr_scale: Rate = 1.0
     """Multiply the learning rate of q, k, v, gate and up by this, and divide that of their norms.
     UAQ has the same effect."""
     dither: Flag = False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from qurl.errors import ConfigError, MissingExtra
@@ -83,6 +86,18 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
         if missing not in (package, module.partition(".")[0]):  # it is there and lacks another one
             raise
         raise MissingExtra(package, extra, purpose) from error
+
+
+@contextmanager
+def naming_failures(key: str) -> Iterator[None]:
+    """Say which part of a recipe failed, and where: code of yours may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        *_, place = extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"{key} failed: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from error
 
 
 def _is_importable(module: str) -> bool:

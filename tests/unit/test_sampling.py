@@ -8,6 +8,7 @@ from models import group
 
 from qurl.config import AlgoConfig, build_config
 from qurl.errors import ConfigError, DataError, EngineError, TrainingError
+from qurl.plugins import naming_failures
 from qurl.rewards import GradingPool
 from qurl.sampling import Hooks, ProblemStream, Sampler, collect, has_signal
 from qurl.seeds import derive_seed
@@ -422,3 +423,10 @@ def test_a_selector_can_ask_before_it_chooses():
     assert len(sampler.probed) == 1
     assert sampler.metrics()["perf/rollout_tokens"] == 3 * 14
     assert sampler.stream.position == 3
+
+
+def test_a_part_of_ones_own_that_raises_is_named():
+    with pytest.raises(
+        ConfigError, match=r"algo.advantage failed: ZeroDivisionError: .*, line \d+"
+    ):
+        naming_failures("algo.advantage")(lambda: 1 / 0)()

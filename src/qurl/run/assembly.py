@@ -19,7 +19,7 @@ from qurl.errors import ConfigError
 from qurl.losses import Surrogate
 from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
@@ -269,6 +269,8 @@ def _load_policies(
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     """GAE with the recipe's settings; other advantages have none."""
+    if is_users_own(algo.advantage):
+        return naming_failures("algo.advantage")(advantage)
     if advantage is not critic_advantages:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qurl.advantages import Estimator
 from qurl.errors import ConfigError
+from qurl.plugins import naming_failures
 from qurl.sampling.parts import SubSelect
 from qurl.types import Batch, Corrected
 
@@ -30,7 +31,8 @@ def narrow(batch: Batch, subselect: SubSelect | None, advantage: Estimator, seed
     if subselect is None:
         return Narrowed(batch, torch.arange(len(batch), device=batch.mask.device), advantage)
     whole = _sequence_advantages(batch, advantage)
-    found = subselect(batch, whole, seed)
+    with naming_failures("batch.subselect"):
+        found = subselect(batch, whole, seed)
     rows, kept = found if isinstance(found, tuple) else (found, None)
     _check(rows, len(batch))
     rows, bundle = rows.to(batch.mask.device), rows.shape[1] if rows.dim() == 2 else 1

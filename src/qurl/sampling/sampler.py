@@ -12,6 +12,7 @@ from statistics import fmean
 
 from qurl.config import AlgoConfig, Config
 from qurl.errors import ConfigError, EngineError, TrainingError
+from qurl.plugins import naming_failures
 from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
@@ -65,9 +66,11 @@ class Sampler:
     def _sample(self, problems: Sequence[Problem], round: int | str) -> list[Graded]:
         """A graded group for each problem, in their order."""
         sampling, hooks = self.config.sampling, self.hooks
+        with naming_failures("sampling.thermostat"):
+            temperature = hooks.thermostat(self.step, sampling.temperature)
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
-            temperature=hooks.thermostat(self.step, sampling.temperature),
+            temperature=temperature,
             stop=sampling.stops,
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
@@ -98,7 +101,8 @@ class Sampler:
     def _sizes(self, problems: Sequence[Problem]) -> list[int]:
         """Completions of each problem, as the budget has them."""
         indices, size = [self.stream.index_of(p) for p in problems], self.config.sampling.group_size
-        sizes = [int(n) for n in self.hooks.budget(indices, self.stream.history, size)]
+        with naming_failures("sampling.budget"):
+            sizes = [int(n) for n in self.hooks.budget(indices, self.stream.history, size)]
         if len(sizes) != len(problems) or min(sizes, default=1) < 1:
             raise ConfigError(
                 f"sampling.budget returned {sizes}; it must return {len(problems)} sizes of 1 or "

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from traceback import extract_tb
 from typing import Any
 
 import torch
 
 from qurl.errors import ConfigError, DataError
-from qurl.plugins import load_plugin
+from qurl.plugins import load_plugin, naming_failures
 from qurl.sampling.history import History
 from qurl.seeds import derive_seed, generator
 from qurl.tasks.joined import JoinedTask
@@ -110,14 +109,8 @@ class ProblemStream:
     def take(self, count: int) -> list[Problem]:
         """The next problems, as the selector wants them."""
         size = len(self.task)
-        try:
+        with naming_failures("sampling.select"):
             chosen = self.select(count, size, self.position, self.history, self.seed)
-        except Exception as error:  # code of yours may raise anything
-            *_, place = extract_tb(error.__traceback__)
-            raise ConfigError(
-                f"sampling.select failed: {type(error).__name__}: {error} ({place.filename}, line "
-                f"{place.lineno})"
-            ) from error
         try:
             indices = [operator.index(index) for index in chosen]
         except TypeError:  # no list, or not of whole numbers

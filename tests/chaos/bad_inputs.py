@@ -121,7 +121,13 @@ def _odd(default: Any) -> st.SearchStrategy[Any]:
 
 
 SETTABLE = {key: value for key, value in KEYS.items() if key not in RUNNING}
-TYPED = {key: value for key, value in SETTABLE.items() if not isinstance(value, dict)}
+TABLES = ("rollout.vllm.options",)
+"""Keys that take names and values of all kinds."""
+TYPED = {
+    key: value
+    for key, value in SETTABLE.items()
+    if not isinstance(value, dict) and key not in TABLES
+}
 WRONG_VALUES = st.sampled_from(sorted(TYPED)).flatmap(
     lambda key: _setting(key, _wrong_type(TYPED[key]))
 )

@@ -426,7 +426,5 @@ def test_a_selector_can_ask_before_it_chooses():
 
 
 def test_a_part_of_ones_own_that_raises_is_named():
-    with pytest.raises(
-        ConfigError, match=r"algo.advantage failed: ZeroDivisionError: .*, line \d+"
-    ):
+    with pytest.raises(ConfigError, match=r"algo.advantage failed: ZeroDivision.*, line \d+"):
         naming_failures("algo.advantage")(lambda: 1 / 0)()

@@ -332,9 +332,12 @@ LETTERS = "return float(sum(map(ord, text)) % 7)"
 """A reward that differs within every group, so that there is something to learn."""
 
 
+RUIN = ("--optim.lr", "1000", "--optim.weight-decay", "1e36")
+"""The first update multiplies the weights by a number that overflows."""
+
+
 def test_a_loss_that_is_nan(train, folder):
-    """A learning rate this large ruins the weights in the first update of the step."""
-    code, error = train(*write_reward(folder, LETTERS), "--optim.lr", "1e30")
+    code, error = train(*write_reward(folder, LETTERS), *RUIN)
     assert code == 1
     assert error.startswith("TrainingError: the loss of step 0 is nan (actor/pg_clipfrac = ")
     assert "No update was made with it; the batch and the weights are in the crash folder" in error
@@ -357,8 +360,8 @@ def test_a_loss_that_is_nan(train, folder):
 
 
 def test_weights_that_are_ruined_do_not_sample(train, folder):
-    flags = ["--optim.lr", "1e30", "--batch.minibatches", "1"]
-    code, error = train(*write_reward(folder, LETTERS), *flags)
+    flags = [*write_reward(folder, LETTERS), *RUIN, "--batch.minibatches", "1"]
+    code, error = train(*flags)
     assert code == 1
     assert error.startswith("SyncError: sync of version 1 failed on the canary prompt: the train")
 

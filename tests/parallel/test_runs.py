@@ -205,7 +205,8 @@ def test_torchrun_and_the_recipe_must_agree(tmp_path):
 
 def test_the_batch_and_the_weights_of_a_broken_step_are_kept(tmp_path):
     """The first update destroys the weights, and all ranks stop at the second."""
-    flags = words("ppo", tmp_path, **{"parallel.trainers": 2, "optim.lr": 1e30})
+    overflow = {"optim.lr": 1000, "optim.weight_decay": 1e36}
+    flags = words("ppo", tmp_path, **{"parallel.trainers": 2}, **overflow)
     code, errors = finish(start(flags))
     assert code == 1
     assert "trainer rank 0: the loss of step 0 is nan" in errors

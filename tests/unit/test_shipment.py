@@ -13,8 +13,8 @@ from qurl.errors import ConfigError, MissingExtra, ModelError
 from qurl.quant import get_format, quantize
 from qurl.quant.linear import projections
 from qurl.rollout import build_engine
-from qurl.rollout.vllm import shipment
-from qurl.rollout.vllm.shipment import Packing, checksum, mismatches, save_chunk, saved_weights
+from qurl.quant import shipment
+from qurl.quant.shipment import Packing, checksum, mismatches, save_chunk, saved_weights
 from tests.models import SHAPE, tiny_llama, tiny_policy
 
 INT8 = get_format("int8")

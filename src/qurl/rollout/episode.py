@@ -13,10 +13,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
+from qurl.quant.shipment import Packing
 from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, close, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
@@ -39,7 +40,12 @@ class EpisodeEngine:
     def kv_saturated_frac(self) -> float | None:
         return getattr(self.engine, "kv_saturated_frac", None)
 
-    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+    @property
+    def packing(self) -> Packing:
+        """Of the engine below, if it takes shipments."""
+        return self.engine.packing  # type: ignore[attr-defined]
+
+    def sync(self, source: Any, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:

@@ -126,6 +126,11 @@ class VllmEngine:
         self._max_length: int = config.model_config.max_model_len
         self._block_size: int = config.cache_config.block_size
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far: a sign of life."""
+        return self._requests.num_steps
+
     def sync(self, source: nn.Module | Shipment, *, version: int) -> SyncReport:
         """Send the trainer's weights into vLLM's buffers, in place, and verify them.
 

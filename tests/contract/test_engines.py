@@ -37,7 +37,7 @@ from qurl.quant import get_format, quantize, quantized_copy
 from qurl.quant.linear import PROJECTIONS
 from qurl.rollout import build_engine
 from qurl.rollout.local.cache import CacheOptions
-from qurl.run.assembly import build_actor
+from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
 from tests.models import tiny_policy

@@ -42,9 +42,10 @@ from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
-from qurl.run.assembly import Parts, assemble, build_actor
+from qurl.run.assembly import Parts, assemble
 from qurl.run.choices import Choices
 from qurl.run.directory import Run
+from qurl.run.engines import build_actor
 from qurl.run.fork import fork
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import microbatches, pad, padded_microbatches

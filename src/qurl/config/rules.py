@@ -260,7 +260,15 @@ def _optimizer_mistakes(config: Config) -> Iterator[str]:
 
 
 def _parallel_mistakes(config: Config) -> Iterator[str]:
-    """What is not built for sharded models."""
+    """What is not built for engines elsewhere, and for sharded models."""
+    parallel, engine = config.parallel, config.rollout.engine
+    if parallel.engines and engine not in ("local", "vllm"):
+        yield f"parallel.engines = {parallel.engines} needs rollout.engine = 'local' or 'vllm'"
+    if parallel.engines and parallel.min_engines > parallel.engines:
+        yield (
+            f"parallel.min_engines = {parallel.min_engines} exceeds parallel.engines = "
+            f"{parallel.engines}"
+        )
     if (trainers := config.parallel.trainers) == 1:
         return
     is_set = {

@@ -369,7 +369,7 @@ class ParallelConfig(Section):
     engines: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
     """Processes that sample, each with a whole copy of the actor on a GPU of its own (Ray).
     0 = the trainers sample."""
-    colocate: bool = True
+    colocate: Flag = True
     """Without `engines`, every trainer samples a share of the problems; else only the first."""
     min_engines: Count = 1
     """The run stops when fewer engines are left."""

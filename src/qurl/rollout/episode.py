@@ -41,6 +41,14 @@ class EpisodeEngine:
         return getattr(self.engine, "kv_saturated_frac", None)
 
     @property
+    def traffic(self) -> Any:
+        return getattr(self.engine, "traffic", None)
+
+    @property
+    def works_elsewhere(self) -> bool:
+        return False  # turns are played here
+
+    @property
     def packing(self) -> Packing:
         """Of the engine below, if it takes shipments."""
         return self.engine.packing  # type: ignore[attr-defined]

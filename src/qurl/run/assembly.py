@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,16 +19,14 @@ from qurl.errors import ConfigError
 from qurl.losses import Surrogate
 from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
-from qurl.plugins import is_users_own, load_plugin, naming_failures
+from qurl.plugins import is_users_own, naming_failures
 from qurl.quant import rescale_, unscale_
 from qurl.quant.linear import projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
-from qurl.rollout import Engine, build_engine
+from qurl.rollout import Engine
 from qurl.rollout.engine import close
-from qurl.rollout.episode import EpisodeEngine
-from qurl.rollout.local import LocalEngine
 from qurl.run.checkpoint import (
     load_checkpoint,
     load_saved_adapters,
@@ -38,8 +36,9 @@ from qurl.run.checkpoint import (
     set_aside,
     staged_folder,
 )
-from qurl.run.choices import Choices, check_engine
+from qurl.run.choices import Choices
 from qurl.run.directory import INITIAL, Run
+from qurl.run.engines import build_actor, open_place
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
@@ -146,13 +145,17 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             hooks.load_state_dict(state.get("hooks", {}))
             first_step = _resume(state, stream, tracker, run)
         graded = () if choices.reward else data.values()
-        with build_pool(config, choices.reward or task.reward, *graded) as pool:
+        grading = build_pool(config, choices.reward or task.reward, *graded)
+        with grading as pool, ExitStack() as stack:
             if first_step == 0 and choices.reward is None:
                 _try_grader(config, task, pool, run)
-            build = functools.partial(build_actor, config, policy, config.quant.format, choices)
+            place = stack.enter_context(open_place(config, learner, run))
+            build = functools.partial(
+                build_actor, config, policy, config.quant.format, choices, place
+            )
             engine = full_engine = build()
             if config.has_full_engine:
-                full_engine = build_actor(config, policy, "none", choices)
+                full_engine = build_actor(config, policy, "none", choices, place)
             parts = Parts(
                 learner=learner,
                 advantage=_configured(choices.advantage, config.algo),
@@ -357,39 +360,6 @@ def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     if not others:
         return GradingPool(reward, **options)
     return GradingPools(reward, sorted(others), **options)
-
-
-def build_actor(
-    config: Config, policy: Policy, quant: str, choices: Choices | None = None
-) -> Engine:
-    """The chosen engine or the recipe's; `quant.kv` applies in the recipe's own format only.
-
-    An engine of another format gives its cache back: two would leave the trainer too little memory.
-    """
-    rollout, engine = config.rollout, choices.engine if choices else None
-    options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
-    if engine is None and is_users_own(rollout.engine):
-        engine = load_plugin(rollout.engine, "rollout.engine")
-    if engine is None and rollout.engine == "vllm":
-        options |= {"max_batch": rollout.max_batch, "kv_memory_frac": rollout.kv_memory_frac}
-        options |= vars(rollout.vllm) | {"options": dict(rollout.vllm.options)}
-        options["online"] = rollout.vllm.online and quant == "int8"
-    elif engine is None:
-        options["full_layers"] = config.quant.full_layers
-    if engine is None and rollout.engine == "local":
-        others = ("engine", "episode", "vllm")
-        options |= {k: v for k, v in vars(rollout).items() if k not in others}
-        is_main = quant == config.quant.format
-        options["release_kv"] = rollout.release_kv or not is_main
-        options["kv"] = config.quant.kv if is_main else "none"
-        options["unified"] = config.quant.unified and is_main
-    factory = engine or functools.partial(build_engine, rollout.engine)
-    actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
-    check_engine(actor)
-    if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
-        policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
-    turns = (choices.episode if choices else None) or rollout.episode
-    return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
 def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker | None:

@@ -18,8 +18,9 @@ from qurl.errors import ConfigError, DataError
 from qurl.rewards import Grade, Grading
 from qurl.rewards.pool import Pool
 from qurl.rollout.engine import Engine
-from qurl.run.assembly import build_actor, build_pool, prepare_torch
+from qurl.run.assembly import build_pool, prepare_torch
 from qurl.run.checkpoint import find_policy
+from qurl.run.engines import build_actor
 from qurl.run.intervals import Z, wilson_interval
 from qurl.run.splits import held_out_problems, load_split
 from qurl.seeds import derive_seed

@@ -126,6 +126,8 @@ class Sampler:
         }
         if (saturated := getattr(self.engine, "kv_saturated_frac", None)) is not None:
             metrics["rollout/kv_saturated_frac"] = saturated
+        if (traffic := getattr(self.engine, "traffic", None)) is not None:
+            metrics["parallel/driver_bytes"] = float(traffic.take())
         if self.overlong_cache:
             allowed = self.config.sampling.max_tokens - self.overlong_cache
             metrics["reward/overlong"] = fmean(length > allowed for length in lengths)

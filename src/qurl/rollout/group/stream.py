@@ -48,6 +48,11 @@ class Traffic:
 
     num_bytes: int = 0
 
+    def take(self) -> int:
+        """Those since the last time."""
+        num_bytes, self.num_bytes = self.num_bytes, 0
+        return num_bytes
+
 
 class GroupStream:
     """See `qurl.rollout.engine.Stream`; work begins with `submit`, whoever waits for it."""

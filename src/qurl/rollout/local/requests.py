@@ -145,6 +145,11 @@ class LengthHistory:
         longest = self._longest.get(problem.name, 0)
         self._longest[problem.name] = max(num_tokens, longest)
 
+    def expect(self, problem: Problem) -> int:
+        """Tokens of a completion; of an unknown problem, as many as the longest so far."""
+        longest = max(self._longest.values(), default=1)
+        return self._longest.get(problem.name, longest)
+
     def order(self, asked: Sequence[tuple[Problem, int]]) -> list[tuple[Problem, int]]:
         """Unknown problems first, then the longest expected: a long one must not start last."""
         return sorted(asked, key=lambda pair: -self._longest.get(pair[0].name, math.inf))

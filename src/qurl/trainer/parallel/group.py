@@ -47,7 +47,7 @@ class LearnerGroup:
 
     def __init__(self, workers: Workers, make: Callable[[], Learner]) -> None:
         """`make` builds the whole learner; it is called on every rank."""
-        self._workers = workers
+        self.workers = workers
         workers.run(_build, make)
         self._learner: Learner = workers.post.held["learner"]
         self.policy: Policy = workers.post.held["whole"]
@@ -60,33 +60,33 @@ class LearnerGroup:
         return self._learner.version
 
     def recompute(self, batch: Batch, step: int) -> Scored:
-        return self._workers.run(_recompute, batch.to("cpu"), step)
+        return self.workers.run(_recompute, batch.to("cpu"), step)
 
     def update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
-        return self._workers.run(_update, batch.to("cpu"), step)
+        return self.workers.run(_update, batch.to("cpu"), step)
 
     def round_kv_(self, scales: KVScales) -> None:
-        self._workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
+        self.workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
 
     def source(self, engine: Any) -> nn.Module | GroupShipment:
         if hasattr(engine, "packing"):
-            return GroupShipment(self._workers)
+            return GroupShipment(self.workers)
         return self.whole_model()
 
     def whole_model(self) -> nn.Module:
         """The weights as they are now, in one module of the leader."""
-        self._workers.run(gather_whole)
+        self.workers.run(gather_whole)
         return self.policy.model
 
     def save(self, folder: Path) -> None:
-        self._workers.run(_save, folder)
+        self.workers.run(_save, folder)
 
     def load(self, folder: Path) -> None:
-        self._workers.run(_load, folder)
+        self.workers.run(_load, folder)
 
     def watch(self, tracker: UpdateTracker) -> GroupTracker:
         """The tracker on the shards of all ranks."""
-        return GroupTracker(self._workers, tracker)
+        return GroupTracker(self.workers, tracker)
 
 
 class GroupTracker:

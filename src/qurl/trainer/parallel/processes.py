@@ -62,6 +62,11 @@ class Workers:
         self._store, self._processes = store, processes
         self._failure: str | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the group is of no more use."""
+        return self._failure is not None
+
     def run(self, function: Function, *arguments: Any) -> Any:
         """Call `function(post, *arguments)` on all ranks; returns what it returns here.
 

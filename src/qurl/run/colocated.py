@@ -1,0 +1,118 @@
+"""An engine with each trainer rank: while rollouts are sampled, no GPU is idle.
+
+    sync      each rank codes its rows, all gather the codes, and each writes them into its engine
+    generate  the problems are dealt by expected length; rank 0 gets the rollouts of all
+
+All ranks build, sync and sample at the same time (`qurl.trainer.parallel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl.errors import QurlError
+from qurl.quant.shipment import Packing
+from qurl.rollout import build_engine
+from qurl.rollout.engine import Asked, QueueStream, Stream, check_prompts, generate
+from qurl.rollout.local import LocalEngine
+from qurl.rollout.local.requests import LengthHistory
+from qurl.trainer.batches import level
+from qurl.trainer.parallel.processes import Post, Workers
+from qurl.trainer.parallel.shipping import RankShipment
+from qurl.trainer.policy import Policy
+from qurl.types import Problem, Rollout, SamplingParams, SyncReport
+
+Portion = list[tuple[Problem, int]]
+
+
+class ColocatedEngines:
+    """See `qurl.rollout.engine.Engine`; led from rank 0."""
+
+    def __init__(self, workers: Workers, quant: str, options: Mapping[str, Any]) -> None:
+        self._workers, self._key = workers, f"engine {quant}"
+        self._lengths = LengthHistory()
+        workers.run(_build, self._key, quant, dict(options))
+
+    @property
+    def _own(self) -> LocalEngine:
+        return self._workers.post.held[self._key]
+
+    @property
+    def packing(self) -> Packing:
+        return self._own.packing
+
+    @property
+    def kv_saturated_frac(self) -> float | None:
+        return self._own.kv_saturated_frac
+
+    def sync(self, source: Any, *, version: int) -> SyncReport:
+        """From the shards of the ranks, whatever the source."""
+        return self._workers.run(_sync, self._key, version)
+
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        return self._own.score(token_ids)
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
+        return generate(self, problems, params)
+
+    def stream(self, params: SamplingParams) -> Stream:
+        def play(waiting: Asked) -> Iterator[Rollout]:
+            while waiting:
+                portions = self._deal(list(waiting))
+                waiting.clear()
+                for rollouts in self._workers.run(_generate, self._key, params, portions):
+                    for rollout in rollouts:
+                        longest = max(len(c.token_ids) for c in rollout.completions)
+                        self._lengths.record(rollout.problem, longest)
+                        yield rollout
+
+        model = self._workers.post.held["learner"].policy.model
+        return QueueStream(params, play, lambda problems: check_prompts(problems, params, model))
+
+    def close(self) -> None:
+        if not self._workers.has_failed:
+            self._workers.run(_forget, self._key)
+
+    def _deal(self, asked: Portion) -> list[Portion]:
+        """About as many expected tokens for each rank."""
+        tokens = [size * self._lengths.expect(problem) for problem, size in asked]
+        shares = level(tokens, self._workers.post.ranks.size)
+        return [[asked[row] for row in rows] for rows in shares]
+
+
+def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
+    policy: Policy = post.held["learner"].policy
+    with post.ranks.agreeing(QurlError):
+        options |= {"is_empty": True, "device": policy.device}
+        post.held[key] = build_engine(
+            "local", policy.model, policy.tokenizer, quant=quant, **options
+        )
+
+
+def _sync(post: Post, key: str, version: int) -> SyncReport:
+    shipment = RankShipment(post)
+    with post.ranks.agreeing(QurlError):
+        report = post.held[key].sync(shipment, version=version)
+    return report
+
+
+def _generate(
+    post: Post, key: str, params: SamplingParams, portions: list[Portion]
+) -> list[list[Rollout]]:
+    """The rollouts of all ranks, on rank 0."""
+    engine, portion = post.held[key], portions[post.ranks.rank]
+    with post.ranks.agreeing(QurlError), engine.stream(params) as stream:
+        stream.submit([problem for problem, _ in portion], [size for _, size in portion])
+        rollouts = list(stream)
+    is_first = post.ranks.rank == 0
+    gathered: list[Any] = [None] * post.ranks.size
+    dist.gather_object(rollouts, gathered if is_first else None, group=post.ranks.control)
+    return gathered
+
+
+def _forget(post: Post, key: str) -> None:
+    post.held.pop(key, None)

@@ -1,0 +1,143 @@
+"""The engines of a run, and where they are: in this process, with each trainer, or on their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qurl.config import Config
+from qurl.ops.device import pick_device
+from qurl.plugins import is_users_own, load_plugin
+from qurl.rollout import Engine, build_engine
+from qurl.rollout.episode import EpisodeEngine
+from qurl.rollout.group.engine import EngineGroup
+from qurl.rollout.group.fleet import Fleet
+from qurl.rollout.group.worker import EngineSpec
+from qurl.rollout.local import LocalEngine
+from qurl.run.choices import Choices, check_engine
+from qurl.run.colocated import ColocatedEngines
+from qurl.run.directory import Run
+from qurl.trainer.learner import Learner
+from qurl.trainer.parallel.group import LearnerGroup
+from qurl.trainer.policy import Policy
+
+Place = Callable[[Policy, str, Mapping[str, Any]], Engine]
+"""Builds one of our engines for a policy, in a format and with options, wherever it is to be."""
+LOGS = "workers"
+"""Folder of a run with what its workers wrote to stderr."""
+
+
+@contextmanager
+def open_place(config: Config, learner: Learner | LearnerGroup, run: Run) -> Iterator[Place]:
+    """Where the recipe wants its engines; processes that this starts end with it."""
+    parallel, kind = config.parallel, config.rollout.engine
+    if parallel.engines:
+        fleet = _open_fleet(config, run)
+        try:
+            yield functools.partial(_in_fleet, config, fleet)
+        finally:
+            fleet.close()
+    elif isinstance(learner, LearnerGroup) and parallel.colocate and kind == "local":
+        yield lambda policy, quant, options: ColocatedEngines(learner.workers, quant, options)
+    elif isinstance(learner, LearnerGroup) and kind in ("local", "vllm"):
+        # The policy at hand is a copy in main memory, and weights come from the ranks.
+        yield functools.partial(_here, kind, device=learner.device, is_empty=True)
+    else:
+        yield functools.partial(_here, kind)
+
+
+def _here(kind: str, policy: Policy, quant: str, options: Mapping[str, Any], **more: Any) -> Engine:
+    return build_engine(kind, policy.model, policy.tokenizer, quant=quant, **options, **more)
+
+
+def _open_fleet(config: Config, run: Run) -> Fleet:
+    from qurl.rollout.group.ray import starter
+
+    parallel, gpus = config.parallel, _engine_gpus(config)
+    start = starter(parallel.address, run.path / LOGS, threads=config.threads, gpus=gpus)
+    return Fleet(
+        parallel.engines,
+        start,
+        min_engines=parallel.min_engines,
+        timeout=parallel.timeout,
+        notify=lambda message: run.event("warning", message),
+    )
+
+
+def _engine_gpus(config: Config) -> list[int]:
+    """GPUs of this machine for engines: those that no trainer uses, or all if there are none."""
+    if pick_device(config.device).type != "cuda":
+        return []
+    count, trainers = torch.cuda.device_count(), config.parallel.trainers
+    return list(range(trainers, count)) or list(range(count))
+
+
+def _in_fleet(
+    config: Config, fleet: Fleet, policy: Policy, quant: str, options: Mapping[str, Any]
+) -> Engine:
+    model: Any = policy.model
+    device, gpus = pick_device(config.device), _engine_gpus(config)
+    spec = EngineSpec(
+        kind=config.rollout.engine,
+        model_config=model.config,
+        generation_config=model.generation_config,
+        tokenizer=policy.tokenizer,
+        quant=quant,
+        options=options,
+        device=device.type,
+    )
+    # NCCL wants a GPU for each member, and the trainer is one of them.
+    has_own = bool(config.parallel.address) or config.parallel.trainers + len(fleet.members) <= (
+        torch.cuda.device_count() if gpus else 0
+    )
+    nccl_device = policy.device if device.type == "cuda" and has_own else None
+    name = "actor" if quant == config.quant.format else "full"
+    return EngineGroup(fleet, spec, name=name, nccl_device=nccl_device)
+
+
+def build_actor(
+    config: Config,
+    policy: Policy,
+    quant: str,
+    choices: Choices | None = None,
+    place: Place | None = None,
+) -> Engine:
+    """The chosen engine or the recipe's; `quant.kv` applies in the recipe's own format only.
+
+    An engine of another format gives its cache back: two would leave the trainer too little memory.
+    """
+    rollout, engine = config.rollout, choices.engine if choices else None
+    options: dict[str, Any] = {"compute_dtype": policy.compute_dtype}
+    if engine is None and is_users_own(rollout.engine):
+        engine = load_plugin(rollout.engine, "rollout.engine")
+    if engine is not None:
+        actor = engine(policy.model, policy.tokenizer, quant=quant, **options)
+    else:
+        place = place or functools.partial(_here, rollout.engine)
+        actor = place(policy, quant, options | _engine_options(config, quant))
+    check_engine(actor)
+    if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
+        policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
+    turns = (choices.episode if choices else None) or rollout.episode
+    return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
+
+
+def _engine_options(config: Config, quant: str) -> dict[str, Any]:
+    """Options of one of our engines."""
+    rollout, is_main = config.rollout, quant == config.quant.format
+    if rollout.engine == "vllm":
+        sizes = {"max_batch": rollout.max_batch, "kv_memory_frac": rollout.kv_memory_frac}
+        own = vars(rollout.vllm) | {"options": dict(rollout.vllm.options)}
+        return {**sizes, **own, "online": rollout.vllm.online and quant == "int8"}
+    options: dict[str, Any] = {"full_layers": config.quant.full_layers}
+    if rollout.engine != "local":
+        return options
+    others = ("engine", "episode", "vllm")
+    options |= {k: v for k, v in vars(rollout).items() if k not in others}
+    options["release_kv"] = rollout.release_kv or not is_main
+    options["kv"] = config.quant.kv if is_main else "none"
+    return options | {"unified": config.quant.unified and is_main}

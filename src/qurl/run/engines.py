@@ -58,12 +58,16 @@ def _open_fleet(config: Config, run: Run) -> Fleet:
     from qurl.rollout.group.ray import starter
 
     parallel, gpus = config.parallel, _engine_gpus(config)
+    # NCCL wants a GPU for each member, and the trainer is one of them.
+    num_members = parallel.trainers + parallel.engines
+    has_own = bool(parallel.address) or num_members <= torch.cuda.device_count()
     start = starter(parallel.address, run.path / LOGS, threads=config.threads, gpus=gpus)
     return Fleet(
         parallel.engines,
         start,
         min_engines=parallel.min_engines,
         timeout=parallel.timeout,
+        nccl_device=torch.device("cuda", torch.cuda.current_device()) if gpus and has_own else None,
         notify=lambda message: run.event("warning", message),
     )
 
@@ -80,7 +84,6 @@ def _in_fleet(
     config: Config, fleet: Fleet, policy: Policy, quant: str, options: Mapping[str, Any]
 ) -> Engine:
     model: Any = policy.model
-    device, gpus = pick_device(config.device), _engine_gpus(config)
     spec = EngineSpec(
         kind=config.rollout.engine,
         model_config=model.config,
@@ -88,15 +91,10 @@ def _in_fleet(
         tokenizer=policy.tokenizer,
         quant=quant,
         options=options,
-        device=device.type,
+        device=pick_device(config.device).type,
     )
-    # NCCL wants a GPU for each member, and the trainer is one of them.
-    has_own = bool(config.parallel.address) or config.parallel.trainers + len(fleet.members) <= (
-        torch.cuda.device_count() if gpus else 0
-    )
-    nccl_device = policy.device if device.type == "cuda" and has_own else None
     name = "actor" if quant == config.quant.format else "full"
-    return EngineGroup(fleet, spec, name=name, nccl_device=nccl_device)
+    return EngineGroup(fleet, spec, name=name)
 
 
 def build_actor(

@@ -27,13 +27,10 @@ from qurl.rollout.canary import as_shipment
 from qurl.rollout.engine import generate
 from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
 from qurl.rollout.group.stream import GroupStream, Traffic
-from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, Question
 from qurl.rollout.local.requests import LengthHistory
 from qurl.types import KVScales, Problem, Rollout, SamplingParams, SyncReport
 
-CONNECT_SECONDS = 60.0
-"""How long the ends of a wire wait for each other, and for each tensor."""
 ATTEMPTS = 5
 """How often a sync is tried, if engines die in the midst of it."""
 
@@ -50,22 +47,16 @@ class EngineGroup:
         spec: EngineSpec,
         *,
         name: str = "actor",
-        nccl_device: torch.device | None = None,
         can_resync: bool = True,
     ) -> None:
-        """`nccl_device` from which weights are sent, if every engine has a GPU of its own; None:
-        through main memory. `can_resync`: if all engines die in the midst of a stream, the source
-        of the last sync still has the weights of that version."""
+        """`can_resync`: if all engines die in the midst of a stream, the source of the last sync
+        still has the weights of that version."""
         self.fleet, self.name, self.quant = fleet, name, spec.quant
         self.version, self.traffic = -1, Traffic()
         self.packing = fleet.add(name, spec)
         self._capacity = int(spec.options.get("max_batch", 256))
-        self._device, self._can_resync = nccl_device or torch.device("cpu"), can_resync
-        self._lengths = LengthHistory()
-        patience = min(CONNECT_SECONDS, fleet.timeout)
-        self._switchboard = Switchboard(patience, nccl_device is not None)
-        self._wire: tuple[Wire, list[Any]] | None = None
-        """With the handles that it goes to."""
+        self._can_resync, self._lengths = can_resync, LengthHistory()
+        self._bytes_sent = 0
         self._source: Shipment | None = None
         self._stream: GroupStream | None = None
 
@@ -91,7 +82,7 @@ class EngineGroup:
             except (RuntimeError, WorkerDied, TimeoutError) as error:
                 if isinstance(error, SyncError):
                     raise
-                self._wire = None
+                self.fleet.disconnect()
                 self.fleet.notify(f"a sync of version {version} broke off: {error}")
                 self.fleet.ping(members, seconds=10.0)
                 continue
@@ -106,7 +97,7 @@ class EngineGroup:
         self, members: Sequence[Member], shipment: Shipment, version: int
     ) -> list[SyncReport]:
         """The reports of the engines that took the weights in."""
-        wire = self._connect(members)
+        wire = self.fleet.connect(members)
         begun = [m.call("begin_sync", self.name, version, shipment.dtype) for m in members]
         _await(begun, self.fleet.timeout)
         before = wire.num_bytes
@@ -122,19 +113,6 @@ class EngineGroup:
             member.versions[self.name] = version
         self._bytes_sent = wire.num_bytes - before
         return list(reports.values())
-
-    def _connect(self, members: Sequence[Member]) -> Wire:
-        """The wire of the last sync, if it goes to the same workers."""
-        handles = [member.handle for member in members]
-        if self._wire is not None and self._wire[1] == handles:
-            return self._wire[0]
-        self._wire = None
-        address, size = self._switchboard.next_address(), len(members) + 1
-        joined = [m.call("join", address, rank, size) for rank, m in enumerate(members, 1)]
-        wire = Wire(address, 0, size, self._device)
-        _await(joined, self.fleet.timeout)
-        self._wire = wire, handles
-        return wire
 
     def _talk(
         self, members: Sequence[Member], shipment: Shipment
@@ -207,10 +185,6 @@ class EngineGroup:
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         return self._revive()[0].call("score", self.name, list(token_ids)).result()
-
-    def close(self) -> None:
-        """The fleet goes on: it may have other groups."""
-        self._wire = None
 
     def _members(self) -> list[Member]:
         """Those that hold the weights of this version."""

@@ -13,10 +13,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from qurl.errors import EngineError
 from qurl.quant.shipment import Packing
+from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec
 
+CONNECT_SECONDS = 60.0
+"""How long the ends of a wire wait for each other, and for each tensor."""
 MOST_DEATHS = 3
 """After so many deaths an engine is not started again."""
 
@@ -80,12 +85,20 @@ class Fleet:
         *,
         min_engines: int = 1,
         timeout: float = 300.0,
+        nccl_device: torch.device | None = None,
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
+        """`nccl_device` from which weights are sent, if every engine has a GPU of its own; None:
+        through main memory."""
         self._start, self.timeout, self.min_engines = start, timeout, min_engines
         self.notify = notify
         self._specs: dict[str, EngineSpec] = {}
         self._causes: list[str] = []
+        self._device = nccl_device or torch.device("cpu")
+        patience = min(CONNECT_SECONDS, timeout)
+        self._switchboard = Switchboard(patience, nccl_device is not None)
+        self._wire: tuple[Wire, list[Handle | None]] | None = None
+        """With the workers that it goes to."""
         self.members = [self._fill(number) for number in range(size)]
 
     def add(self, name: str, spec: EngineSpec) -> Packing:
@@ -123,6 +136,24 @@ class Fleet:
             pending = [f for m in alive for f in m.building.values() if not f.done()]
             wait(pending, timeout=1.0)
 
+    def connect(self, members: Sequence[Member]) -> Wire:
+        """A wire to these members: that of the last time, if it goes to the same workers."""
+        handles = [member.handle for member in members]
+        if self._wire is not None and self._wire[1] == handles:
+            return self._wire[0]
+        self._wire = None
+        address, size = self._switchboard.next_address(), len(members) + 1
+        joined = [m.call("join", address, rank, size) for rank, m in enumerate(members, 1)]
+        wire = Wire(address, 0, size, self._device)
+        for call in joined:
+            call.result(self.timeout)
+        self._wire = wire, handles
+        return wire
+
+    def disconnect(self) -> None:
+        """Give up a wire that is broken."""
+        self._wire = None
+
     def bury(self, member: Member, cause: Exception | str) -> None:
         """Give up a worker, and start another in its place."""
         said = member.handle.last_words() if member.handle is not None else ""
@@ -151,6 +182,7 @@ class Fleet:
                 self.bury(member, error)  # type: ignore[arg-type]
 
     def close(self) -> None:
+        self._wire = None
         for member in self.members:
             if member.handle is not None:
                 member.handle.kill()

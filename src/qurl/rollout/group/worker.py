@@ -48,8 +48,9 @@ class EngineSpec:
         from transformers.initialization import no_init_weights
 
         # Memory that nobody touches is never taken: the first sync brings the weights.
+        plain = {"dtype": torch.float32, "attn_implementation": "eager"}  # it never computes
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(self.model_config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(self.model_config, **plain)
         model.generation_config = self.generation_config
         options = {"device": device, "is_empty": True, **self.options}
         return build_engine(self.kind, model, self.tokenizer, quant=self.quant, **options)
@@ -95,8 +96,9 @@ class EngineWorker:
 
     def build(self, name: str, spec: EngineSpec) -> Packing:
         """Make an engine without weights; returns how it wants them."""
-        is_cuda = spec.device == "cuda"
-        self._device = torch.device(spec.device, (self._gpu or 0) if is_cuda else None)
+        self._device = torch.device(spec.device)
+        if spec.device == "cuda":
+            self._device = torch.device("cuda", self._gpu or 0)
         close(self._engines.pop(name, None))
         self._engines[name] = self._thread.submit(spec.build, self._device).result()
         return self._engines[name].packing

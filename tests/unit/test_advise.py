@@ -33,8 +33,8 @@ from qurl.bench.shapes import SHAPES, Shape
 from qurl.cli import main
 from qurl.config import build_config
 from qurl.errors import ConfigError
-from qurl.run.budget import measure
 from qurl.run.cards import CARDS, find_card
+from qurl.run.sizes import measure
 from qurl.tasks.tokenizer import build_tokenizer
 
 SMALL = Shape("small", 8, 2, 2, 1, 16, 100, is_tied=True)

@@ -32,7 +32,8 @@ from qurl.bench.scenario import (
 )
 from qurl.config import Config
 from qurl.ops.device import pick_device
-from qurl.run.budget import GIB, ModelSize, find_savings
+from qurl.run.budget import GIB, find_savings
+from qurl.run.sizes import ModelSize
 from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")

@@ -30,8 +30,9 @@ from qurl.errors import ConfigError, QurlError
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
-from qurl.run.budget import ModelSize, measure, measure_model, memory_rows, peak_memory
+from qurl.run.budget import memory_rows, peak_memory
 from qurl.run.cards import find_card
+from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer

@@ -98,9 +98,9 @@ def test_codes_take_about_half_the_time_of_bf16_between_processes(wire):
     for receivers in (1, 2, 3, 4):
         codes, bf16 = (wire[f"broadcast 64M {f} to {receivers}"] for f in ("int8", "bf16"))
         assert bf16["bytes"] == 2 * codes["bytes"] == 128e6
-        assert 0.3 < codes["median_s"] / bf16["median_s"] < 0.8
-        first = wire["broadcast 64M bf16 to 1"]["median_s"]
-        assert 0.5 * receivers < bf16["median_s"] / first < 2 * receivers
+        assert 0.3 < codes["fastest_s"] / bf16["fastest_s"] < 0.8
+        first = wire["broadcast 64M bf16 to 1"]["fastest_s"]
+        assert 0.5 * receivers < bf16["fastest_s"] / first < 2 * receivers
 
 
 def test_unfused_layers_take_as_long_as_was_measured():

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
+from qurl.run import rank_checks
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
@@ -322,3 +324,30 @@ def test_tied_embeddings_are_one_weight(workers):
 def make_tied():
     policy = tiny_policy(model=tiny_llama(tie_word_embeddings=True))
     return build_learner(make_config("dapo, checkpointed"), policy)
+
+
+def make_other_on_rank_1():
+    learner = rank_checks.make_learner("cpu")
+    with torch.no_grad():
+        next(learner.policy.model.parameters()).add_(dist.get_rank())
+    return learner
+
+
+def test_the_doctor_compares_ranks_with_one_device(workers):
+    """Whole, with a kill and a resume: tests/parallel."""
+    for name in rank_checks.EXCHANGES:
+        assert rank_checks.check_exchange(workers, name, CPU).verdict == "ok"
+    alone = rank_checks.make_learner("cpu")
+    before = rank_checks.copy_weights(alone.policy.model)
+    rank_checks.take_step(alone, 0)
+    expected = rank_checks.copy_weights(alone.policy.model)
+    assert rank_checks.largest_gap(before, expected) > 100 * rank_checks.CLOSE, "a step moves them"
+    group = LearnerGroup(workers, functools.partial(rank_checks.make_learner, "cpu"))
+    rank_checks.take_step(group, 0)
+    found = rank_checks.copy_weights(group.whole_model())
+    assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "ok"
+    assert rank_checks.check_sync(group).verdict == "ok"
+    wrong = LearnerGroup(workers, make_other_on_rank_1)
+    rank_checks.take_step(wrong, 0)
+    found = rank_checks.copy_weights(wrong.whole_model())
+    assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "FAIL"

@@ -109,15 +109,14 @@ class Planner:
     card: Card
     num_gpus: int
 
-    def placements(self) -> Iterator[Placement]:
-        """Training on all GPUs, and the splits into whole nodes, or GPUs of the only node."""
+    def splits(self) -> Iterator[Placement]:
+        """Training on all GPUs, and up to 32 splits into whole nodes, or GPUs of the only node."""
         total = self.num_gpus
         yield Placement(total, 1, True)
         yield Placement(total, total, True)
-        unit = NODE if total > NODE else 1
+        unit = NODE * max(1, total // (32 * NODE)) if total > NODE else 1
         for trainers in range(unit, total, unit):
-            for ahead in (0, 1):
-                yield Placement(trainers, total - trainers, False, ahead)
+            yield Placement(trainers, total - trainers, False)
 
     def notes(self, predictions: Sequence[Prediction], save_every: int) -> list[str]:
         """What stops a run that the table shows: loading, and failures."""
@@ -143,11 +142,13 @@ class Planner:
         `work` says what a sequence needs; how many a GPU has, is decided here.
         """
         found: dict[str, Prediction] = {}
-        for placement in self.placements():
-            new = self.predict(arm, work, placement)
-            old = found.get(str(placement))
-            if old is None or (not new.fits, new.step) < (not old.fits, old.step):
-                found[str(placement)] = new
+        for split in self.splits():
+            first = self.predict(arm, work, split)
+            for ahead in (0,) if split.is_colocated else (0, 1):
+                new = replace(first, placement=replace(split, ahead=ahead))
+                old = found.get(str(new.placement))
+                if old is None or (not new.fits, new.step) < (not old.fits, old.step):
+                    found[str(new.placement)] = new
         return list(found.values())
 
     def predict(self, arm: Arm, work: Work, placement: Placement) -> Prediction:

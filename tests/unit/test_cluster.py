@@ -170,6 +170,9 @@ def test_memory_of_placements():
     assert driver.loading_gib == pytest.approx((4 * P + 2**30) / 2**30)
     assert together.trainer_gib > apart.trainer_gib - 16 * P / 8 / 2**30
     assert driver.sync_bytes == 4 * P > 3 * together.sync_bytes
+    kept = predict(8, Placement(8, 8, True), rollout={"release_kv": False})[0]
+    cache = 57_344 * 1536 * 32  # BF16 keys of 4 problems x 8 completions
+    assert kept.trainer_gib - together.trainer_gib == pytest.approx(cache / 2**30)
     assert apart.fits
     large = predict(64, Placement(32, 32, False), arm="none", shape="72B")[0]
     assert not large.fits, "145 GB of BF16 weights are more than a GPU has"

@@ -2,7 +2,7 @@
 
     driver     all GPUs train, the first one samples: sync + rollout + train + driver
     together   every GPU trains and samples in turn:  the same
-    apart      T GPUs train, E sample, in turn:       the same, and half of them wait
+    apart      T GPUs train, E sample, in turn:       the same, while the others wait
     ahead      apart, with rollout.ahead = 1:         sync + max(rollout, train + driver)
 
 A rank trains on whole sequences, an engine samples whole groups, so more GPUs than sequences or
@@ -228,7 +228,7 @@ class Planner:
     def memory(self, arm: Arm, placement: Placement) -> tuple[float, float, float, float]:
         """Bytes at the peak of a trainer's GPU and of an engine's, while loading, of a cache.
 
-        A GPU that does both gives the cache back before it trains (rollout.release_kv).
+        A GPU that does both holds both, but for a cache that is given back (rollout.release_kv).
         """
         problems = math.ceil(self.config.batch.problems / placement.engines)
         parallel = replace(self.config.parallel, trainers=placement.trainers)
@@ -249,7 +249,9 @@ class Planner:
             engine += rows.get(DRIVER[0], 0.0) * placement.is_driver_alone
             needed = engine + update
         free = max(0.0, self.card.memory - engine)
-        cache = min(wanted, self.config.rollout.kv_memory_frac * free)
+        cache = min(wanted, config.rollout.kv_memory_frac * free)
+        if placement.is_colocated and not config.rollout.release_kv:
+            needed += cache
         return needed, engine + cache, loading, cache
 
 

@@ -156,9 +156,10 @@ lint: install  ## ruff, pyright and the layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-docs: install  ## write docs/recipe.md and the table of pairs in docs/systems.md
+docs: install  ## write docs/recipe.md and the tables of docs/systems.md and docs/scale.md
 	$(BIN)/python docs/write_recipe_reference.py
 	$(BIN)/python docs/write_systems_table.py
+	$(BIN)/python docs/write_scale_tables.py
 
 site: install  ## build the documentation site into site/, with every warning an error
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[docs]'

@@ -31,8 +31,10 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         check everything that train would refuse: keys, files, model, memory, grader
   qurl fork RUN --at STEP [--run-dir DIR] [--section.key value ...]
         make a new run from a checkpoint of RUN, with changed keys; qurl train DIR continues it
-  qurl doctor [--json]
-        check this machine: versions, GPU, memory, disk, and every kernel
+  qurl doctor [--gpus N [--device cpu]] [--json]
+        check this machine: versions, GPU, memory, disk, and every kernel. --gpus 2 checks what
+        two GPUs do together: exchanges, training, a sync, a killed rank; --device cpu tries that
+        without GPUs
   qurl advise RECIPE|RUN [--section.key value ...] [--flags]
         say whether quantizing helps, measured on a GPU, otherwise computed.
         --tokens N gives the mean length of completions, --gpu H100 and --gpus N plan for
@@ -173,8 +175,15 @@ def doctor_command(args: list[str]) -> int:
     from qurl.run.doctor import run_doctor
 
     as_json, args = _switch("--json", args)
+    word, args = _option("--gpus", args)
+    device, args = _option("--device", args)
     _exactly(args)
-    return 0 if run_doctor(as_json=as_json) else 1
+    gpus = _count("--gpus", word)
+    if gpus == 1:
+        raise ConfigError("--gpus 1 has nothing to exchange; use 2 or more, or leave it out")
+    if device is not None and (gpus is None or device not in ("cuda", "cpu")):
+        raise ConfigError(f"--device {device} goes with --gpus N, and is one of cuda, cpu")
+    return 0 if run_doctor(as_json=as_json, gpus=gpus, device=device) else 1
 
 
 def advise_command(args: list[str]) -> int:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
+from torch.distributed import run as torchrun
 
 from qurl.cli import COMMANDS
 from qurl.config import Config, load_config, read_recipe
@@ -26,6 +27,7 @@ from qurl.losses import tis
 from qurl.objectives import OBJECTIVES, with_facts
 from qurl.quant.tracking import GROUPS, update_ratios
 from qurl.rewards import GradingPool
+from qurl.run.cards import find_card
 from qurl.run.choices import Choices
 from qurl.run.directory import flatten, read_jsonl
 from qurl.tasks import load_task
@@ -36,7 +38,7 @@ PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 MODULES = sorted((ROOT / "src" / "qurl").rglob("*.py"))
-FOLDERS = ("src", "tests", "docs", "examples", "recipes", "benchmarks")
+FOLDERS = ("src", "tests", "docs", "examples", "recipes", "benchmarks", "deploy")
 SOURCE = "\n".join(path.read_text() for path in MODULES)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -305,6 +307,66 @@ def test_shell_commands_parse(page, tmp_path, monkeypatch):
             is_file = words[0].endswith(".toml")
             recipe = (ROOT / words[0] if is_file else words[0]) if has_recipe else None
             assert isinstance(load_config(recipe, words[has_recipe:]), Config)
+
+
+def qurl_commands(text):
+    """The words after `qurl train`, with variables of the shell replaced."""
+    text = re.sub(r'"\$@"', "", text.replace("\\\n", " "))
+    text = re.sub(r'"\$\(\(.*?\)\)"', "16", text)
+    return [shlex.split(m[1], comments=True) for m in re.finditer(r"\bqurl train (?!\[)(.+)", text)]
+
+
+@pytest.mark.parametrize("file", ["deploy/qurl.sbatch", "deploy/rayjob.yaml", "docs/nodes.md"])
+def test_commands_for_machines_have_real_flags(file):
+    """Their recipes are the reader's, so the flags are read over the defaults."""
+    commands = qurl_commands((ROOT / file).read_text().replace("`", " "))
+    assert commands
+    for words in commands:
+        flags = words[next(i for i, word in enumerate(words) if word.startswith("--")) :]
+        gpu = flags.index("--gpu") if "--gpu" in flags else None
+        if gpu is not None:
+            find_card(flags[gpu + 1].split(")")[0])
+            flags = flags[:gpu]
+        flags = [word for word in flags if word != "--dry-run"]
+        assert load_config(None, flags).parallel.trainers in (1, 8, 16)
+
+
+def test_the_slurm_script_is_sound():
+    script = ROOT / "deploy" / "qurl.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    help = torchrun.get_args_parser().format_help().replace("_", "-")
+    launched = script.read_text().split("torchrun")[-1].split("-m qurl")[0]
+    for flag in re.findall(r"--[a-z-]+", launched):
+        assert flag in help, flag
+
+
+def test_the_ray_job_and_the_image_agree():
+    job = yaml.safe_load((ROOT / "deploy" / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    for pod in pods:
+        mounts = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        assert all(
+            c["resources"]["limits"] == c["resources"]["requests"] for c in pod["containers"]
+        )
+    image = (ROOT / "Dockerfile").read_text()
+    assert f"ARG RAY=ray[default]=={cluster['rayVersion']}\n" in image
+    base = re.search(r"^FROM (\S+)$", image, re.MULTILINE)[1]
+    assert base.startswith(f"pytorch/pytorch:{pins('gpu-py312.txt')['torch']}-cuda13.")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.search(r"^ARG EXTRAS=(\S+)$", image, re.MULTILINE)[1].split(",")
+    assert set(named) <= extras["optional-dependencies"].keys()
+    copied = re.findall(r"^COPY (.+) \S+$", image, re.MULTILINE)
+    assert all((ROOT / name).exists() for line in copied for name in line.split())
+
+
+def test_the_tables_of_forecasts_are_what_the_code_says():
+    writer = runpy.run_path(str(ROOT / "docs" / "write_scale_tables.py"))
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert page == writer["rewrite"](page), "run `make docs`"
 
 
 def test_readme_quick_start_is_there():

@@ -4,6 +4,7 @@ make test-parallel
 """
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -288,3 +289,21 @@ def make_bfloat16():
     from test_parallel import make_config
 
     return build_learner(make_config("dapo, checkpointed"), tiny_policy(compute_dtype="bfloat16"))
+
+
+def test_the_doctor_of_two_ranks():
+    """The acceptance test of machines with several GPUs, here with gloo."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "qurl", "doctor", "--gpus", "2", "--device", "cpu", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {line["name"]: line["verdict"] for line in json.loads(done.stdout)}
+    names = ("all-reduce of 2 ranks (gloo)", "broadcast of 2 ranks (gloo)")
+    names += ("2 trainers against one", "sync to an engine", "kill -9 of rank 1")
+    assert {verdicts[name] for name in (*names, "resume after the kill")} == {"ok"}
+    assert verdicts["engines on other GPUs"] == "note"

@@ -8,9 +8,12 @@ from models import tiny_llama
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import qurl.run.budget
+import qurl.run.validate
 from qurl.config import build_config, load_config
 from qurl.errors import ConfigError
-from qurl.run.budget import describe_budget, measure, measure_model, memory_rows, peak_memory
+from qurl.run.budget import describe_budget, machine_memory, memory_rows, peak_memory
+from qurl.run.shares import follower_rows
+from qurl.run.sizes import measure, measure_model
 from qurl.tasks.tokenizer import build_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -286,3 +289,79 @@ def test_a_model_that_is_not_there_is_said_to_be_unknown(tmp_path):
 def test_a_gpu_that_is_not_there():
     with pytest.raises(ConfigError, match="device = 'cuda', but torch sees no GPU"):
         describe_budget(recipe(device="cuda"))
+
+
+def test_one_of_four_trainers_by_hand(on_gpu):
+    """39,328 parameters in two layers of 16,384 and 6,560 others, of which the head has 3,200.
+
+    A mini-batch of 2 problems x 16 is dealt to 4 ranks: 2 rows of 32 tokens in a micro-batch. An
+    unfused layer keeps 576 + 4 * 32 + 2 * 128 numbers of a token in BF16 and 68 + 64 in FP32.
+    """
+    config = recipe(
+        parallel={"trainers": 4},
+        algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1},
+        batch={"problems": 2, "minibatches": 4},
+        sampling={"max_tokens": 12, "group_size": 16},
+        quant={"format": "int8"},
+    )
+    rows = memory_rows(config, measure_model(config))
+    assert rows == {
+        "driver's policy, FP32": 4 * 39_328,
+        "policy, FP32": 39_328,
+        "reference": 39_328,
+        "critic": 39_328,
+        "engine weights": 32_768 + 2 * 6_560,
+        "CUDA": 2**30,
+        "while loading": 4 * 4 * 39_328 + 2**30,
+        "AdamW": 2 * 2 * 39_328,
+        "KV cache": 2 * 128 * 32 * 32,
+        "gradients": 39_328,
+        "BF16 copies": 2 * (32_768 + 3_200),
+        "activations": 2 * 32 * 2 * (2 * (576 + 384) + 4 * (68 + 64)),
+        "logits and head": (4 + 2) * 10 * 100 + 4 * 3_200,
+        "gathered weights": 4 * (3 * 16_384 + 6_560),
+        "gathered gradients": 4 * (2 * (16_384 + 6_560) - 3_200),
+    }
+    others = follower_rows(rows)
+    alone = ("driver's policy, FP32", "engine weights", "KV cache")
+    assert rows.keys() - others.keys() == set(alone)
+    assert others["while loading"] == 3 * 4 * 39_328 + 2**30
+
+
+def test_the_peak_of_a_rank_is_its_step_or_its_start():
+    """Each rank loads whole models; large ones need more for that than for a step."""
+    config = recipe(parallel={"trainers": 4})
+    rows = memory_rows(config, measure_model(config))
+    step = sum(rows.values()) - rows["while loading"]
+    assert peak_memory(config, rows) == step > rows["while loading"]
+    assert peak_memory(config, {**rows, "while loading": 2 * step}) == 2 * step
+    others = peak_memory(config, follower_rows(rows))
+    assert machine_memory(config, rows) == step + 3 * others
+    checkpointed = recipe(parallel={"trainers": 4}, model={"gradient_checkpointing": True})
+    size = measure_qwen(*QWEN_7B)
+    copies = [memory_rows(c, size, is_cuda=True)["BF16 copies"] for c in (config, checkpointed)]
+    assert copies[0] == 28 * copies[1] > 2 * 7e9, "sharding does not divide what autograd keeps"
+
+
+def test_the_text_of_several_trainers(on_gpu, monkeypatch):
+    class Card:
+        name, total_memory = "A small GPU", 2**30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card)
+    text = describe_budget(recipe(parallel={"trainers": 2}))
+    assert "driver's policy, FP32" in text
+    assert "of rank 0, which samples; each other rank" in text
+    too_much = next(line for line in text.splitlines() if "too much" in line)
+    assert "more GPUs (parallel.trainers)" in too_much
+    assert "8bit" not in too_much, "several trainers refuse it"
+
+
+def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):
+    flags = ["--device", "cpu", "--parallel.trainers", "3", "--model.scratch.hidden_size", "32"]
+    config = load_config(None, flags)
+    peak = machine_memory(config, memory_rows(config, measure_model(config)))
+    monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak - 1)
+    with pytest.raises(ConfigError, match=r"too much for cpu; .*parallel\.trainers"):
+        qurl.run.validate.Recipe(None, flags).check_memory()
+    monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak + 1)
+    assert "GiB at the peak" in qurl.run.validate.Recipe(None, flags).check_memory()

@@ -1,6 +1,7 @@
 """The doctor: what it says of machines that lack something, and of kernels that are wrong."""
 
 import json
+import signal
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import torch
 from packaging.requirements import Requirement
 
 from qurl.cli import main
+from qurl.errors import TrainingError
 from qurl.ops.target import Target
-from qurl.run import doctor
+from qurl.run import doctor, rank_checks
 from qurl.run.finding import Finding
 
 CPU = torch.device("cpu")
@@ -51,6 +53,96 @@ def test_a_failure_is_the_exit_status_and_json_holds_every_line(capsys, monkeypa
 def test_unknown_flags_are_refused(capsys):
     assert main(["doctor", "--fast"]) == 2
     assert "got --fast" in capsys.readouterr().err
+    for flags, expected in (
+        (["--gpus", "two"], "must be a whole number of at least 1"),
+        (["--gpus", "1"], "--gpus 1 has nothing to exchange"),
+        (["--device", "cpu"], "--device cpu goes with --gpus N"),
+        (["--gpus", "2", "--device", "tpu"], "one of cuda, cpu"),
+    ):
+        assert main(["doctor", *flags]) == 2
+        assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_gpus", "found"), [(0, "torch sees none"), (1, "torch sees 1")])
+def test_too_few_gpus_are_a_failure(num_gpus, found, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(doctor, "check_gpu", lambda _: [])
+    assert main(["doctor", "--gpus", "2"]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL"))
+    assert line.startswith(f"FAIL  2 GPUs: {found}")
+
+
+class Fakes:
+    """Ranks whose commands return what they are told to."""
+
+    def __init__(self, result):
+        self.post, self.result = SimpleNamespace(ranks=SimpleNamespace(size=2)), result
+
+    def run(self, function, *arguments):
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict", "found"),
+    [
+        ((0, 3e11), "ok", "right, 300.0 GB/s"),
+        ((0, 2e9), "note", "right, 2.0 GB/s"),
+        ((1, 3e11), "FAIL", "wrong on 1 ranks"),
+    ],
+)
+def test_exchanges_between_gpus(result, verdict, found):
+    finding = rank_checks.check_exchange(Fakes(result), "all-reduce", torch.device("cuda"))
+    assert (finding.verdict, finding.found) == (verdict, found)
+    assert finding.name == "all-reduce of 2 ranks (NCCL)"
+    assert bool(finding.advice) == (verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "found"),
+    [
+        ("trainer rank 1 was killed by signal 9. The others", "ok", "noticed after"),
+        ("the network is down", "FAIL", "reported as 'the network is down'"),
+        (None, "FAIL", "nobody noticed"),
+    ],
+)
+def test_a_kill_must_be_named(error, verdict, found, monkeypatch):
+    killed = []
+    monkeypatch.setattr(rank_checks.os, "kill", lambda *process: killed.append(process))
+
+    def whole_model():
+        if error is not None:
+            raise TrainingError(error)
+
+    group = SimpleNamespace(whole_model=whole_model)
+    finding = rank_checks.check_kill(Fakes([10, 11]), group)
+    assert killed == [(11, signal.SIGKILL)]
+    assert finding.verdict == verdict
+    assert found in finding.found
+
+
+@pytest.mark.parametrize("gap", [1e-3, float("nan")])
+def test_weights_that_differ_are_a_failure(gap):
+    assert rank_checks.judge_gap("2 trainers against one", 1e-6).verdict == "ok"
+    finding = rank_checks.judge_gap("2 trainers against one", gap)
+    assert finding.verdict == "FAIL"
+    assert finding.advice.startswith("do not train")
+
+
+def test_a_broken_exchange_is_a_line_and_not_a_traceback(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("NCCL error: unhandled system error\nmore lines")
+
+    monkeypatch.setattr(rank_checks, "check_trainers", fail)
+    (finding,) = rank_checks.check_ranks(2, "cpu")
+    assert finding.found == "RuntimeError: NCCL error: unhandled system error"
+    assert "NCCL_DEBUG=INFO" in finding.advice
+
+
+def test_engines_on_other_gpus_are_not_called_fine():
+    """Until the doctor has a check of them."""
+    (finding,) = rank_checks.check_engine_group(2, CPU)
+    assert finding.verdict == "note"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ longer: whole runs, kills, torchrun, and three ranks.
 
 import functools
 import math
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
+from qurl.run import rank_checks
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
@@ -338,3 +341,71 @@ def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
     problems = [Problem(str(i), [1, 2, 3 + i], "") for i in range(4)]
     params = SamplingParams(max_tokens=9, seed=3, group_size=2)
     assert engines[0].generate(problems, params) == engines[1].generate(problems, params)
+
+
+def make_other_on_rank_1():
+    learner = rank_checks.make_learner("cpu")
+    with torch.no_grad():
+        next(learner.policy.model.parameters()).add_(dist.get_rank())
+    return learner
+
+
+def test_the_doctor_compares_ranks_with_one_device(workers):
+    """Whole, with a kill and a resume: tests/parallel."""
+    for name in rank_checks.EXCHANGES:
+        assert rank_checks.check_exchange(workers, name, CPU).verdict == "ok"
+    alone = rank_checks.make_learner("cpu")
+    before = rank_checks.copy_weights(alone.policy.model)
+    rank_checks.take_step(alone, 0)
+    expected = rank_checks.copy_weights(alone.policy.model)
+    assert rank_checks.largest_gap(before, expected) > 100 * rank_checks.CLOSE, "a step moves them"
+    group = LearnerGroup(workers, functools.partial(rank_checks.make_learner, "cpu"))
+    rank_checks.take_step(group, 0)
+    found = rank_checks.copy_weights(group.whole_model())
+    assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "ok"
+    assert rank_checks.check_sync(group).verdict == "ok"
+    wrong = LearnerGroup(workers, make_other_on_rank_1)
+    rank_checks.take_step(wrong, 0)
+    found = rank_checks.copy_weights(wrong.whole_model())
+    assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "FAIL"
+
+
+def make_bfloat16(is_checkpointed):
+    model = {"compute_dtype": "bfloat16", "gradient_checkpointing": is_checkpointed}
+    config = build_config({"batch": {"problems": 3, "minibatches": 1}, "model": model})
+    return build_learner(config, tiny_policy(model=tiny_llama(intermediate_size=80), **model))
+
+
+def count_saved(post, batch):
+    """How many tensors of each dtype and shape autograd keeps for the backward pass."""
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr(), storage.nbytes()] = (tensor.dtype, tensor.shape[-2:])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        post.held["learner"].update(batch, 0)
+    return Counter((dtype, tuple(shape)) for dtype, shape in found.values())
+
+
+def test_what_autograd_keeps_on_a_shard(workers):
+    """`qurl.run.shares` and `activation_bytes` count it: two layers of H = 32 and an MLP of 80.
+
+    Of the projections a BF16 copy each. Of a rank's tokens, in each layer, 6 H and 4 MLP in BF16
+    (attention aside), and 4 H in FP32; two more of the last norm.
+    """
+    batch = recompute(make_bfloat16(False), random_batch(tiny_policy(), rows=6))
+    tokens = sum(batch.lengths[Ranks(0, 2).deal(batch.lengths.tolist())].tolist())
+    saved = {}
+    for is_checkpointed in (False, True):
+        LearnerGroup(workers, functools.partial(make_bfloat16, is_checkpointed))
+        saved[is_checkpointed] = workers.run(count_saved, batch)
+    narrow, wide = torch.bfloat16, torch.float32
+    kept = saved[False]
+    copies = {shape: kept[narrow, shape] for shape in ((32, 32), (32, 16), (32, 80), (80, 32))}
+    assert copies == {(32, 32): 2 * 2, (32, 16): 2 * 2, (32, 80): 2 * 2, (80, 32): 2}
+    assert (kept[narrow, (tokens, 32)], kept[narrow, (tokens, 80)]) == (6 * 2, 4 * 2)
+    assert kept[wide, (tokens, 32)] == 4 * 2 + 2
+    assert not any(dtype == narrow for dtype, _ in saved[True]), "checkpointed layers keep none"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from qurl.bench import probe
 from qurl.bench.arms import Arm
 from qurl.bench.forecast import StepSeconds, gain_range
+from qurl.bench.plan import Prediction, build_plan_table, shorten
 from qurl.bench.scenario import (
     BASE,
     Hardware,
@@ -30,9 +31,10 @@ from qurl.bench.scenario import (
     find_tokens,
     open_task,
 )
-from qurl.config import Config
+from qurl.config import Config, check_combinations
 from qurl.ops.device import pick_device
-from qurl.run.budget import GIB, ModelSize, find_savings
+from qurl.run.budget import GIB, find_savings
+from qurl.run.sizes import ModelSize
 from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
@@ -74,6 +76,8 @@ class Advice:
     rows: Sequence[Row]
     setting: str
     notes: Sequence[str]
+    plan: Sequence[Prediction] = ()
+    """Placements on several GPUs, in BF16 and with the best quantized rollouts."""
 
 
 def advise(
@@ -87,7 +91,13 @@ def advise(
     """Measure or compute every arm and choose; completions have `tokens` tokens on average."""
     if config.device == "cpu" and gpu is None:
         return advise_cpu()
+    if gpus is None and config.parallel.trainers > 1:
+        gpus = config.parallel.trainers
     hardware = find_hardware(gpu, gpus)
+    if hardware.num_gpus > 1:  # what several trainers refuse
+        parallel = replace(config.parallel, trainers=hardware.num_gpus)
+        config = replace(config, parallel=parallel)
+        check_combinations(config, f"--gpus {gpus}")
     size = find_size(config, shape)
     task, notes = open_task(config, shape is not None)
     prompt_tokens = count_prompt_tokens(config, task)
@@ -103,14 +113,21 @@ def advise(
     gaps, how = find_gaps(config, size, task, hardware)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, recommended, verdict = choose(rows, find_savings(config))
-    return Advice(
-        answer,
-        recommended,
-        verdict,
-        rows,
-        scenario.describe(),
-        (*hardware.notes, *notes, *scenario.notes(), how),
-    )
+    plan = make_plan(scenario, rows)
+    if plan:
+        notes += scenario.planner.notes(plan, config.save.every)
+    notes = (*hardware.notes, *notes, *scenario.notes(), how)
+    return Advice(answer, recommended, verdict, rows, scenario.describe(), notes, plan)
+
+
+def make_plan(scenario: Scenario, rows: Sequence[Row]) -> list[Prediction]:
+    """Who trains and who samples, in BF16 and with the best quantized rollouts."""
+    if scenario.hardware.num_gpus == 1:
+        return []
+    quantized = [row for row in rows[1:] if "unified" not in row.arm]
+    best = pick_rollout([row for row in quantized if row.fits] or quantized)
+    arms = [Arm.of(name) for name in (BASE, best.arm)]
+    return [p for arm in arms for p in scenario.planner.best(arm, scenario.work(arm))]
 
 
 def advise_cpu() -> Advice:
@@ -225,6 +242,9 @@ def print_advice(advice: Advice, *, as_json: bool = False) -> None:
     console.print(advice.setting)
     if advice.rows:
         console.print(build_table(advice.rows))
+    if advice.plan:
+        console.print("\nseconds of a step, by placement (docs/scale.md):")
+        console.print(build_plan_table(advice.plan))
     for note in advice.notes:
         console.print(f"- {note}", style="dim")
     console.print(*advice.verdict, sep="\n", style="bold", soft_wrap=True)
@@ -237,8 +257,10 @@ def build_table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         low, gain, high = row.gain
-        times = [_short(seconds) for seconds in (row.rollout_s, row.train_s, row.step_s)]
+        times = [shorten(seconds) for seconds in (row.rollout_s, row.train_s, row.step_s)]
         gains = [f"{gain:.2f}", "" if row.arm == BASE else f"{low:.2f}-{high:.2f}"]
+        if not rows[0].fits:  # nothing to compare with
+            gains = ["-", "-"]
         table.add_row(
             row.arm,
             *([*times, *gains] if row.fits else "-----"),  # an arm that cannot run takes no time
@@ -246,7 +268,3 @@ def build_table(rows: Sequence[Row]) -> Table:
             "-" if row.gap is None else f"{row.gap:.3f}",
         )
     return table
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}"

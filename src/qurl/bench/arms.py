@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qurl.bench.shapes import Bench
@@ -52,6 +52,13 @@ class Arm:
         if found["kv"]:
             quant["kv"] = "fp8"
         return Arm(name, quant)
+
+    def apply(self, config: Config) -> Config:
+        """A recipe with this [quant]."""
+        quant = {"kv": "none", "unified": False, "backward": "bf16", **self.quant}
+        if quant["format"] == "none":
+            quant["full_layers"] = 0
+        return replace(config, quant=replace(config.quant, **quant))
 
     @property
     def is_unified(self) -> bool:

@@ -54,6 +54,9 @@ two is between updates alone (0.32) and those of whole steps; coding a third cos
 saves. FP8 is from the one step whose products have a fixed order of sums."""
 UNIFIED_ROLLOUT = {"fp8": 1.8}
 """How much longer decoding takes in a unified flow, whose FP8 products are not cut."""
+UNFUSED_FORWARD, UNFUSED_UPDATE = 1.05, 1.07
+"""How much longer training takes on shards, whose layers are not fused. From 1.5B on one H200
+(benchmarks/results/update.json); shards themselves were never timed on GPUs."""
 LORA_FORWARD, LORA_UPDATE = 2.4, 3.3
 """How much longer training takes with adapters, which are merged for every micro-batch. From one
 step (1.5B, rank 32, micro-batches of 4096 tokens)."""
@@ -80,6 +83,7 @@ class Work:
     num_networks: int = 1  # that are trained
     has_checkpointing: bool = False
     has_lora: bool = False
+    num_ranks: int = 1  # that share the weights; a rank updates its shard
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,10 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         forward -= SAVED_FORWARD[format] * linears / 2
     if work.has_lora:
         forward, update = LORA_FORWARD * forward, LORA_UPDATE * update
-    optimizer = work.num_updates * shape.num_parameters * OPTIMIZER_BYTES / speed.bandwidth
+    if work.num_ranks > 1:
+        forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update
+    num_held = shape.num_parameters / work.num_ranks
+    optimizer = work.num_updates * num_held * OPTIMIZER_BYTES / speed.bandwidth
     slowdown = UNIFIED_ROLLOUT.get(arm.quant["format"], 1.0) if arm.is_unified else 1.0
     return StepSeconds(
         rollout=slowdown * rollout_seconds(shape, arm, speed, work),

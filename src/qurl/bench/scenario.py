@@ -6,7 +6,6 @@ What is not here, a GPU, a model, data or a run, is replaced by an assumption th
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from qurl.bench import probe
 from qurl.bench.arms import Arm
+from qurl.bench.cluster import ASSUMPTIONS
 from qurl.bench.forecast import (
     StepSeconds,
     Work,
@@ -24,14 +24,16 @@ from qurl.bench.forecast import (
     step_seconds,
 )
 from qurl.bench.limits import Speed, find_speed, speed_of
+from qurl.bench.plan import Planner, Prediction
 from qurl.bench.shapes import SHAPES, Shape, model_config
 from qurl.config import Config
 from qurl.errors import ConfigError, QurlError
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
-from qurl.run.budget import ModelSize, measure, measure_model, memory_rows, peak_memory
-from qurl.run.cards import find_card
+from qurl.run.budget import GIB, memory_rows, peak_memory
+from qurl.run.cards import Card, find_card
+from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
@@ -50,10 +52,13 @@ class Hardware:
     memory: float  # bytes of one GPU
     speed: Speed
     has_fp8: bool
-    link: float
+    card: Card | None = None  # None = measured here
     num_gpus: int = 1
-    is_here: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        return self.card is None
 
 
 def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
@@ -62,7 +67,7 @@ def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
         device = pick_device("cuda")
         target, memory = Target.of(device), torch.cuda.get_device_properties(device).total_memory
         speed = find_speed(device)
-        return Hardware(target.name, memory, speed, target.has_fp8, math.inf, is_here=True)
+        return Hardware(target.name, memory, speed, target.has_fp8)
     card = find_card(gpu or "H200")
     notes = [f"computed, not measured: rates are those of an H200{_not_here(gpu)}"]
     if card.name != "H200":
@@ -74,13 +79,11 @@ def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
     gpus = gpus or 1
     if gpus > 1:
         notes.append(
-            f"extrapolated: {gpus} GPUs share sequences and tokens evenly and add up FP32 "
-            "gradients over their links; QuRL trains on one GPU so far"
+            f"extrapolated: nothing was ever timed on {gpus} GPUs, and the range does not cover "
+            "it. The table of arms has each on its fastest placement without ahead"
         )
-    speed = speed_of(card)
-    return Hardware(
-        card.name, card.memory, speed, card.has_fp8, card.link, gpus, False, tuple(notes)
-    )
+        notes += [f"{a.source}: {a.text}" for a in ASSUMPTIONS]
+    return Hardware(card.name, card.memory, speed_of(card), card.has_fp8, card, gpus, tuple(notes))
 
 
 def _not_here(gpu: str | None) -> str:
@@ -188,29 +191,37 @@ class Scenario:
     def shape(self) -> Shape:
         return shape_of(self.size)
 
-    def arm_config(self, arm: Arm) -> Config:
-        """The recipe with the arm's [quant], and one GPU's share of the problems."""
-        quant = {"kv": "none", "unified": False, "backward": "bf16", **arm.quant}
-        if quant["format"] == BASE:
-            quant["full_layers"] = 0
-        problems = -(-self.config.batch.problems // self.hardware.num_gpus)
-        return replace(
-            self.config,
-            quant=replace(self.config.quant, **quant),
-            batch=replace(self.config.batch, problems=problems),
-        )
+    @property
+    def planner(self) -> Planner:
+        hardware = self.hardware
+        assert hardware.card is not None, "several GPUs are planned, not measured"
+        return Planner(self.config, self.size, self.shape, hardware.card, hardware.num_gpus)
+
+    def place(self, arm: Arm) -> Prediction:
+        """The fastest placement that fits and trains on what was just sampled."""
+        found = self.planner.best(arm, self._work(arm, cache=0.0))
+        found = [p for p in found if not p.placement.ahead]
+        return min(found, key=lambda p: (not p.fits, p.step))
 
     def memory(self, arm: Arm) -> tuple[float, float]:
-        """Bytes at the peak, and of the KV cache."""
-        config = self.arm_config(arm)
+        """Bytes at the peak of one GPU, and of its KV cache."""
+        if self.hardware.num_gpus > 1:
+            found = self.place(arm)
+            return GIB * max(found.trainer_gib, found.engine_gib), 0.0
+        config = arm.apply(self.config)
         rows = memory_rows(config, self.size, self.hardware.memory, is_cuda=True)
         return peak_memory(config, rows), rows["KV cache"]
 
     def work(self, arm: Arm) -> Work:
+        """Of one GPU; how several share sequences and caches, the planner decides."""
+        cache = self.memory(arm)[1] if self.hardware.num_gpus == 1 else 0.0
+        return self._work(arm, cache)
+
+    def _work(self, arm: Arm, cache: float) -> Work:
         config, longest = self.config, self.config.sampling.max_tokens
         sequences = config.batch.problems * config.sampling.group_size / self.hardware.num_gpus
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
-        tokens = self.memory(arm)[1] / (itemsize * self.size.kv_numbers_per_token)
+        tokens = cache / (itemsize * self.size.kv_numbers_per_token)
         # Sequences of a batch have all lengths up to the longest, about.
         capacity = max(1.0, tokens / (self.prompt_tokens + self.new_tokens / 2))
         advantage = ADVANTAGES.get(config.algo.advantage, Advantage())
@@ -235,11 +246,11 @@ class Scenario:
         return {arm.name: self.forecast(arm) for arm in arms}
 
     def forecast(self, arm: Arm) -> StepSeconds:
-        hardware = self.hardware
-        found = step_seconds(self.shape, arm, hardware.speed, self.work(arm))
-        others = 2 * (hardware.num_gpus - 1) / hardware.num_gpus  # a ring sends each number twice
-        added = 4 * self.size.num_parameters * others / hardware.link
-        return replace(found, update=found.update + self.config.updates_per_step * added)
+        if self.hardware.num_gpus == 1:
+            return step_seconds(self.shape, arm, self.hardware.speed, self.work(arm))
+        found = self.place(arm)
+        rest = found.rest + found.sync + found.driver
+        return StepSeconds(found.rollout, 0.0, found.train, rest)
 
     def measure(self, arms: Sequence[Arm], device: torch.device) -> dict[str, StepSeconds]:
         """Forecasts, scaled so that they hit what a shorter step takes here.

@@ -70,6 +70,8 @@ SHAPES: Mapping[str, Shape] = {
         Shape("3B", 2048, 36, 16, 2, 11008, 151936, is_tied=True),
         Shape("7B", 3584, 28, 28, 4, 18944, 152064, is_tied=False),
         Shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
+        Shape("32B", 5120, 64, 40, 8, 27648, 152064, is_tied=False),
+        Shape("72B", 8192, 80, 64, 8, 29568, 152064, is_tied=False),
     )
 }
 """The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
@@ -80,7 +82,8 @@ class Bench:
     """The flags of every benchmark."""
 
     model: str = "1.5B"
-    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
+    """Shapes of Qwen2.5 with random weights: tiny, 0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B;
+    several with commas."""
     repeats: int = 5
     """Measured runs; the median counts."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,46 +11,20 @@ from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.quant.formats import get_format
-from qurl.quant.linear import PROJECTIONS, projections
 from qurl.run.cards import Card
-from qurl.tasks.tokenizer import build_tokenizer
-from qurl.trainer.adamw8bit import find_coded
+from qurl.run.shares import LOADING, follower_rows, share_held, share_update
+from qurl.run.sizes import ModelSize, measure_model
 from qurl.trainer.moments import BLOCK
-from qurl.trainer.policy import load_empty_model
-from qurl.trainer.scratch import build_tiny_llama
 
 GIB = 1024**3
 CUDA_BYTES = GIB
 """CUDA's own memory and the workspaces of its libraries, about."""
-UPDATE = ("gradients", "BF16 copies", "merged weights", "activations", "logits and head")
+UPDATE = (
+    *("gradients", "gathered weights", "gathered gradients", "BF16 copies", "merged weights"),
+    *("activations", "logits and head"),
+)
 """Rows that a step needs while it updates. Policy and critic update in turn and share them."""
 CACHE = "KV cache"
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    num_parameters: int
-    num_quantized: int
-    """Parameters of the projections, which the engine holds in codes."""
-    num_in_rank: int
-    """Parameters of the projections' adapters of rank 1."""
-    num_narrow: int
-    """Parameters that optim.masters = "bf16" keeps in BF16."""
-    num_coded: int
-    """Parameters whose moments AdamW can hold in 8 bits."""
-    num_layers: int
-    hidden_size: int
-    mlp_size: int
-    num_heads: int
-    head_numbers: int
-    """Numbers of all query heads of a token."""
-    kv_numbers: int
-    """Numbers of all key heads of a token, in one layer."""
-    vocabulary: int
-
-    @property
-    def kv_numbers_per_token(self) -> int:
-        return 2 * self.num_layers * self.kv_numbers
 
 
 def describe_budget(config: Config, card: Card | None = None) -> str:
@@ -83,9 +55,21 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     peak = peak_memory(config, rows)
     of = f" of {room / GIB:.1f} ({of})" if room else ""
     lines.append(f"  {'at the peak':<24}{peak / GIB:10.3f}{of}, estimated")
+    lines += describe_ranks(config, rows)
     if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
     return "\n".join(lines)
+
+
+def describe_ranks(config: Config, rows: Mapping[str, float]) -> list[str]:
+    """What several trainers add to the text; `rows` are those of the first."""
+    if config.parallel.trainers == 1:
+        return []
+    peak = peak_memory(config, follower_rows(rows))
+    return [
+        f"  of rank 0, which samples; {'each other rank':<22}{peak / GIB:10.3f}",
+        f"  {LOADING} is before the rest, so the peak does not add it",
+    ]
 
 
 def room_of(device: torch.device) -> tuple[float | None, str]:
@@ -107,20 +91,31 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
     """All rows; with rollout.release_kv the cache and what an update needs take turns."""
     update = sum(rows.get(name, 0.0) for name in UPDATE)
     spared = min(update, rows.get(CACHE, 0.0)) if config.rollout.release_kv else 0.0
-    return sum(rows.values()) - spared
+    loading = rows.get(LOADING, 0.0)  # is over before anything else is made
+    return max(loading, sum(rows.values()) - loading - spared)
+
+
+def machine_memory(config: Config, rows: Mapping[str, float]) -> float:
+    """Bytes at the peak of what all ranks share: a machine's memory, where they have no GPUs."""
+    num_others = config.parallel.trainers - 1
+    if not num_others:
+        return peak_memory(config, rows)
+    others = num_others * peak_memory(config, follower_rows(rows))
+    return peak_memory(config, rows) + others
 
 
 def find_savings(config: Config) -> list[str]:
     """Settings that would lower the peak, the cheapest first."""
-    has_lora = config.model.lora_rank > 0
+    has_lora, is_alone = config.model.lora_rank > 0, config.parallel.trainers == 1
     settings = {
         "rollout.release_kv = true": not config.rollout.release_kv,
-        'optim.moments = "8bit"': config.optim.moments != "8bit" and not has_lora,
+        "more GPUs (parallel.trainers)": not is_alone,
+        'optim.moments = "8bit"': config.optim.moments != "8bit" and is_alone and not has_lora,
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
         < config.batch.microbatch_tokens,
-        'optim.masters = "bf16"': config.optim.masters != "bf16" and not has_lora,
-        "model.lora_rank": not has_lora,
+        'optim.masters = "bf16"': config.optim.masters != "bf16" and is_alone and not has_lora,
+        "model.lora_rank": is_alone and not has_lora,
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 
@@ -128,14 +123,35 @@ def find_savings(config: Config) -> list[str]:
 def memory_rows(
     config: Config, size: ModelSize, card: float | None = None, *, is_cuda: bool | None = None
 ) -> dict[str, float]:
-    """Bytes by use. The cache shrinks to what a card of `card` bytes has when it is first made.
+    """Bytes by use, of the first rank if several train.
 
-    Without `is_cuda`, on the device that the recipe names.
+    The cache shrinks to what a card of `card` bytes has when it is first made. Without `is_cuda`,
+    on the device that the recipe names.
     """
     if is_cuda is None:
         is_cuda = pick_device(config.device).type == "cuda"
-    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
+    held, moments = held_rows(config, size, is_cuda), moment_bytes(config, size)
+    is_shared = config.parallel.trainers > 1
+    if is_shared:
+        held = share_held(held, config, size.num_parameters)
+        moments /= config.parallel.trainers
+    cache = cache_bytes(config, size, wide)
+    if card is not None and not config.rollout.kv_tokens:
+        # The moments come with the first update. Only a cache that is given back makes room.
+        used = sum(held.values()) - held.get(LOADING, 0.0)
+        free = card - used - moments * config.rollout.release_kv
+        cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+    rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, size, wide)
+    if is_shared:
+        rows = share_update(rows, config, size)
+    return {name: number for name, number in rows.items() if number}
+
+
+def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float]:
+    """Weights of one trainer and of its engine."""
+    wide = 2 if is_cuda else 4
+    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
     num_wide = num_quantized * 2 * config.quant.full_layers // size.num_layers
@@ -143,47 +159,54 @@ def memory_rows(
     is_full = not num_adapters
     # The engine shares embedding, head and norms if they have its precision.
     unquantized = (parameters - num_quantized) * (is_cuda and is_full)
-    trained, num_coded = parameters, size.num_coded
-    if not is_full:
-        trained = num_coded = num_adapters
-    head = size.vocabulary * size.hidden_size * is_full  # a frozen one has no copy, no gradient
-    moments = (4.0 if config.optim.moments == "fp16" else 8.0) * trained
-    if config.optim.moments == "8bit":
-        moments -= (8 - 2 - 4 / BLOCK) * num_coded
     num_narrow = size.num_narrow * (config.optim.masters == "bf16")
-    has_critic = ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
     evaluated = (num_quantized + unquantized) * (is_cuda and config.has_full_engine)
-    held = {
+    return {
         "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
         "policy, BF16 + rest": 4.0 * num_narrow,
         "policy, frozen": float(wide * parameters * (not is_full)),
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
-        "critic": 4.0 * parameters * has_critic,
+        "critic": 4.0 * parameters * has_critic(config),
         "engine weights": float(
             narrow * (num_quantized - num_wide) + wide * (unquantized + num_wide)
         ),
         "engine of evaluations": float(wide * evaluated),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }
-    moments *= 1 + has_critic
-    cache = cache_bytes(config, size, wide)
-    if card is not None and not config.rollout.kv_tokens:
-        # The moments come with the first update. Only a cache that is given back makes room.
-        free = card - sum(held.values()) - moments * config.rollout.release_kv
-        cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+
+
+def update_rows(config: Config, size: ModelSize, wide: int) -> dict[str, float]:
+    """What one trainer needs while it updates one of its networks."""
+    num_quantized, is_full = size.num_quantized, not config.model.lora_rank
+    num_narrow = size.num_narrow * (config.optim.masters == "bf16")
+    head = size.num_head * is_full  # a frozen one has no copy, no gradient
     logits = min(config.model.logits_chunk, microbatch_tokens(config))
-    rows = held | {
-        "AdamW": moments,
-        CACHE: cache,
-        "gradients": 4.0 * trained,
-        "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (is_cuda and is_full),
+    return {
+        "gradients": 4.0 * num_trained(config, size),
+        "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (wide == 2 and is_full),
         "merged weights": float(wide * num_quantized * (not is_full)),
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
         "logits and head": (4.0 + wide) * logits * size.vocabulary + 4.0 * head,
     }
-    return {name: number for name, number in rows.items() if number}
+
+
+def moment_bytes(config: Config, size: ModelSize) -> float:
+    """The optimizers' moments, of policy and critic."""
+    trained = num_trained(config, size)
+    moments = (4.0 if config.optim.moments == "fp16" else 8.0) * trained
+    if config.optim.moments == "8bit":
+        moments -= (8 - 2 - 4 / BLOCK) * (trained if config.model.lora_rank else size.num_coded)
+    return moments * (1 + has_critic(config))
+
+
+def num_trained(config: Config, size: ModelSize) -> int:
+    return config.model.lora_rank * size.num_in_rank or size.num_parameters
+
+
+def has_critic(config: Config) -> bool:
+    return ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
 
 
 def cache_bytes(config: Config, size: ModelSize, wide: int) -> float:
@@ -207,53 +230,27 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     values and attention's result, gate, up, and as much again as one of those for what the backward
     pass computes meanwhile; in FP32: the residual stream before each norm (2 H) and a number per
     head. With checkpointing: the residual stream once per layer, and one layer with its gradients.
+
+    Layers on shards are not fused: they keep 4 H and 2 MLP in compute precision and 2 H in FP32
+    more, by count of what autograd saves.
     """
     tokens = microbatch_tokens(config)
     computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
     layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
+    if config.parallel.trainers > 1:
+        layer += wide * (4 * size.hidden_size + 2 * size.mlp_size) + 4 * 2 * size.hidden_size
     if config.model.gradient_checkpointing:
         return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))
     return float(tokens * layer * size.num_layers)
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Most tokens of one forward and backward pass."""
+    """Most tokens of one forward and backward pass of a rank."""
     longest = longest_sequence(config)
-    rows = -(-config.batch.problems * config.sampling.group_size // config.batch.minibatches)
+    parts = config.batch.minibatches * config.parallel.trainers
+    rows = -(-config.batch.problems * config.sampling.group_size // parts)
     return min(max(config.batch.microbatch_tokens, longest), rows * longest)
 
 
 def longest_sequence(config: Config) -> int:
     return config.task.max_prompt_tokens + config.sampling.max_tokens
-
-
-def measure_model(config: Config) -> ModelSize:
-    """Count parameters on the meta device: no weights are read or made."""
-    if config.model.path != "scratch":
-        return measure(load_empty_model(config.model.path))
-    with torch.device("meta"):
-        return measure(build_tiny_llama(config.model.scratch, build_tokenizer()))
-
-
-def measure(model: Any) -> ModelSize:
-    text = model.config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return ModelSize(
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_quantized=sum(
-            p.numel()
-            for name, p in model.named_parameters()
-            if p.dim() >= 2 and any(part in PROJECTIONS for part in name.split("."))
-        ),
-        num_in_rank=sum(sum(layer.weight.shape) for _, layer in projections(model)),
-        num_narrow=sum(layer.weight.numel() for _, layer in projections(model)),
-        num_coded=sum(p.numel() for p in find_coded(model)),
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        mlp_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_heads=text.num_attention_heads,
-        head_numbers=text.num_attention_heads * head_dim,
-        kv_numbers=kv_heads * head_dim,
-        vocabulary=text.vocab_size,
-    )

@@ -20,6 +20,8 @@ class Card:
     capability: tuple[int, int]
     link: float
     """Bytes per second to a neighbour, in one direction: NVLink or PCIe."""
+    network: float
+    """Bytes per second out of a node of 8 such GPUs, in one direction."""
 
     @property
     def has_fp8(self) -> bool:
@@ -29,15 +31,16 @@ class Card:
 CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
-        Card("H200", 141e9, 4.8e12, 989e12, 1979e12, (9, 0), 450e9),
-        Card("H100", 80e9, 3.35e12, 989e12, 1979e12, (9, 0), 450e9),
-        Card("A100", 80e9, 2.04e12, 312e12, 624e12, (8, 0), 300e9),
-        Card("L40S", 48e9, 0.864e12, 362e12, 733e12, (8, 9), 32e9),
-        Card("RTX 4090", 24e9, 1.01e12, 165e12, 330e12, (8, 9), 32e9),
-        Card("RTX 3090", 24e9, 0.936e12, 71e12, 284e12, (8, 6), 32e9),
+        Card("H200", 141e9, 4.8e12, 989e12, 1979e12, (9, 0), 450e9, 400e9),
+        Card("H100", 80e9, 3.35e12, 989e12, 1979e12, (9, 0), 450e9, 400e9),
+        Card("A100", 80e9, 2.04e12, 312e12, 624e12, (8, 0), 300e9, 200e9),
+        Card("L40S", 48e9, 0.864e12, 362e12, 733e12, (8, 9), 32e9, 25e9),
+        Card("RTX 4090", 24e9, 1.01e12, 165e12, 330e12, (8, 9), 32e9, 1.25e9),
+        Card("RTX 3090", 24e9, 0.936e12, 71e12, 284e12, (8, 6), 32e9, 1.25e9),
     )
 }
-"""H100 and A100 are the SXM versions with 80 GB."""
+"""H100 and A100 are the SXM versions with 80 GB. Networks are those of DGX machines, 8 cards of
+400 Gb/s (Hopper) or 200 Gb/s (Ampere); for the others we assume 200 Gb/s and 10 Gb/s a machine."""
 
 
 def find_card(name: str) -> Card:

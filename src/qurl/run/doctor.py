@@ -35,10 +35,15 @@ BUSY_SHARE = 0.1
 """Share of a GPU's memory that others may hold without a note."""
 
 
-def run_doctor(*, as_json: bool = False) -> bool:
-    """Print a line per check, or all of them as JSON; False if one failed."""
+def run_doctor(
+    *, as_json: bool = False, gpus: int | None = None, device: str | None = None
+) -> bool:
+    """Print a line per check, or all of them as JSON; False if one failed.
+
+    With `gpus`, so many ranks are checked in place of kernels.
+    """
     findings = []
-    for finding in examine():
+    for finding in examine() if gpus is None else examine_ranks(gpus, device or "cuda"):
         findings.append(finding)
         if not as_json:
             print(finding, flush=True)
@@ -72,6 +77,20 @@ def examine() -> Iterator[Finding]:
             "not tested, they need a GPU and Triton",
             "fine for trying things out; models of 0.5B and more need a GPU",
         )
+
+
+def examine_ranks(gpus: int, device: str) -> Iterator[Finding]:
+    """What several GPUs need; `examine` has the rest."""
+    from qurl.run.rank_checks import check_ranks
+
+    yield from check_versions()
+    if device == "cuda":
+        yield from check_gpu(pick_device("auto"))
+    if device == "cpu" or torch.cuda.is_available():
+        yield from check_ranks(gpus, device)
+    else:
+        advice = "--device cpu tries the same with processes of this machine"
+        yield Finding("FAIL", f"{gpus} GPUs", "torch sees none", advice)
 
 
 def check_versions() -> Iterator[Finding]:

@@ -24,12 +24,20 @@ from qurl.rollout.engine import check_prompts_for
 from qurl.rollout.local.architecture import read_architecture
 from qurl.rollout.stop import StopRule
 from qurl.run.assembly import build_pool
-from qurl.run.budget import GIB, find_savings, measure_model, memory_rows, peak_memory, total_memory
+from qurl.run.budget import (
+    GIB,
+    find_savings,
+    machine_memory,
+    memory_rows,
+    peak_memory,
+    total_memory,
+)
 from qurl.run.checkpoint import newest_sound
 from qurl.run.choices import Choices
 from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
+from qurl.run.sizes import measure_model
 from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import ProblemStream
 from qurl.tasks.task import Task
@@ -187,8 +195,9 @@ class Recipe:
     def check_memory(self) -> str:
         config, device = self.config, pick_device(self.config.device)
         total = total_memory(device)
-        rows = memory_rows(config, measure_model(config), total if device.type == "cuda" else None)
-        peak = peak_memory(config, rows)
+        is_cuda = device.type == "cuda"
+        rows = memory_rows(config, measure_model(config), total if is_cuda else None)
+        peak = (peak_memory if is_cuda else machine_memory)(config, rows)  # a CPU's ranks share it
         sizes = f"about {peak / GIB:.2f} of {total / GIB:.1f} GiB at the peak"
         if peak > total:
             savings = " or ".join(find_savings(config))

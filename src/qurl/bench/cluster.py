@@ -1,0 +1,181 @@
+"""What networks add to a step: bytes and seconds of each exchange, as pure functions.
+
+    n       processes of an exchange            P   parameters of the model
+    B       bytes that all of them hold after   P_q parameters of its projections
+    rate    bytes per second and process        hop seconds from one process to the next
+
+Nothing here was measured between GPUs: rates are vendors' numbers times an assumed share.
+`benchmarks.wire` counts the bytes between processes of one machine. All that is assumed is in
+`ASSUMPTIONS`, which `qurl advise --gpus` prints.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from qurl.run.cards import Card
+from qurl.run.sizes import ModelSize
+
+NODE = 8
+LINK_SHARE = 0.8
+HOP_SECONDS = 10e-6
+BUCKET_BYTES = 1e9
+CONTROL_RATE = 1.25e9
+VERIFY_SECONDS = 0.12
+BATCH_BYTES, TRAINABLE_BYTES = 16, 48
+RECORD_BYTES, RECORD_SECONDS = 20, 0.2e-6
+MTBF_HOURS = 16_384 * 54 * 24 / 419
+RESTART_SECONDS = 600.0
+
+Source = Literal["measured", "vendor", "public", "assumed"]
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A number that forecasts for many GPUs rest on, and where it comes from."""
+
+    source: Source
+    text: str
+
+
+ASSUMPTIONS = (
+    Assumption("measured", "one GPU: rates of an H200 (qurl.bench.forecast states their errors)"),
+    Assumption("measured", "layers that are not fused: forwards 1.05, updates 1.07 times as long"),
+    Assumption("measured", f"verifying a copy takes {VERIFY_SECONDS} s (7B on an H200)"),
+    Assumption(
+        "measured",
+        f"a step sends {BATCH_BYTES + TRAINABLE_BYTES} bytes per padded token to every trainer, "
+        f"and {RECORD_BYTES} bytes per sampled token to the driver, which takes "
+        f"{RECORD_SECONDS * 1e6:.1f} us for each (benchmarks/results/wire.json, a CPU)",
+    ),
+    Assumption("vendor", "links and networks are those of data sheets (qurl.run.cards)"),
+    Assumption("public", f"one failure in {MTBF_HOURS:,.0f} GPU hours (Llama 3, 16,384 H100s)"),
+    Assumption("assumed", f"exchanges reach {LINK_SHARE:.0%} of links and networks"),
+    Assumption("assumed", f"nodes of {NODE} GPUs; {HOP_SECONDS * 1e6:.0f} us per hop of a ring"),
+    Assumption("assumed", "exchanges of FSDP2 hide behind products, or products behind them"),
+    Assumption(
+        "assumed", f"the driver sends {CONTROL_RATE / 1e9} GB/s, in a tree, to all trainers"
+    ),
+    Assumption("assumed", f"a restart takes {RESTART_SECONDS:.0f} s"),
+)
+
+
+def collective_rate(card: Card, ranks: int) -> float:
+    """Bytes per second that each rank of a ring receives.
+
+    Within a node the link to a neighbour counts. Between nodes a ring per network card runs through
+    each node, so that all cards of the node carry one GPU's traffic.
+    """
+    rate = card.link if ranks <= NODE else min(card.link, card.network)
+    return LINK_SHARE * rate
+
+
+def point_rate(card: Card, ranks: int) -> float:
+    """Bytes per second from one GPU to others: one of the node's network cards carries them."""
+    return LINK_SHARE * (card.link if ranks <= NODE else min(card.link, card.network / NODE))
+
+
+def ring_bytes(num_bytes: float, ranks: int) -> float:
+    """What each rank receives in an all-gather or a reduce-scatter: B (n - 1) / n."""
+    return num_bytes * (ranks - 1) / ranks
+
+
+def ring_seconds(num_bytes: float, ranks: int, rate: float, num_calls: int = 1) -> float:
+    """One all-gather or reduce-scatter of B bytes, in `num_calls` parts (layers, buckets).
+
+    t = B (n - 1) / n / rate + calls (n - 1) hop
+    """
+    return ring_bytes(num_bytes, ranks) / rate + num_calls * (ranks - 1) * HOP_SECONDS
+
+
+def broadcast_seconds(num_bytes: float, receivers: int, rate: float) -> float:
+    """NCCL's ring, in buckets that flow through it: t = B / rate + (B / bucket) receivers hop."""
+    num_buckets = math.ceil(num_bytes / BUCKET_BYTES)
+    return num_bytes / rate + num_buckets * receivers * HOP_SECONDS
+
+
+def tree_seconds(num_bytes: float, receivers: int, rate: float) -> float:
+    """Gloo's binomial tree, without buckets: t = ceil(log2(receivers + 1)) B / rate."""
+    return math.ceil(math.log2(receivers + 1)) * num_bytes / rate
+
+
+def shipment_bytes(size: ModelSize, format: str) -> float:
+    """A sync: projections as codes with an FP32 scale per row, all else in BF16.
+
+    B = P_q + 4 rows + 2 (P - P_q), or 2 P without a format. Rows are counted at H inputs each.
+    """
+    if format == "none":
+        return 2.0 * size.num_parameters
+    rows = size.num_quantized / size.hidden_size
+    return size.num_quantized + 4 * rows + 2 * (size.num_parameters - size.num_quantized)
+
+
+def gathered_bytes(size: ModelSize, *, is_unified: bool) -> float:
+    """One gather of all weights by FSDP2: FP32, or codes for projections of one precision flow."""
+    width = 1 if is_unified else 4
+    return width * size.num_quantized + 4.0 * (size.num_parameters - size.num_quantized)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a rank gathers all weights and reduces all gradients in a step."""
+
+    gathers: float
+    reductions: float
+
+
+def exchange_seconds(
+    size: ModelSize, card: Card, ranks: int, passes: Passes, *, is_unified: bool
+) -> tuple[float, float]:
+    """(seconds, bytes that a rank receives) of FSDP2, layer by layer.
+
+    A forward gathers once. An update gathers for forward and backward, and reduces FP32 gradients.
+    """
+    rate, num_calls = collective_rate(card, ranks), size.num_layers + 1
+    seconds = received = 0.0
+    weights = gathered_bytes(size, is_unified=is_unified)
+    for count, num_bytes in (
+        (passes.gathers, weights),
+        (passes.reductions, 4.0 * size.num_parameters),
+    ):
+        seconds += count * ring_seconds(num_bytes, ranks, rate, num_calls)
+        received += count * ring_bytes(num_bytes, ranks)
+    return seconds, received
+
+
+def sync_seconds(
+    num_bytes: float, card: Card, trainers: int, engines: int, *, is_colocated: bool
+) -> float:
+    """From shards to engines that sample: gather codes on the trainers, broadcast, verify.
+
+    Where every GPU trains and samples, the gather leaves the codes where they are needed.
+    """
+    gather = ring_seconds(num_bytes, trainers, collective_rate(card, trainers))
+    if is_colocated:
+        return gather + VERIFY_SECONDS
+    rate = point_rate(card, trainers + engines)
+    return gather + broadcast_seconds(num_bytes, engines, rate) + VERIFY_SECONDS
+
+
+def driver_seconds(
+    num_tokens: float, num_padded: float, trainers: int
+) -> tuple[float, float, float]:
+    """(seconds, bytes in, bytes out) of the one process that sees every token.
+
+    in   20 bytes per sampled token: ids, log-probs and texts of the engines' rollouts
+    out  64 bytes per padded token, to every trainer, in a tree
+    """
+    received, sent = RECORD_BYTES * num_tokens, (BATCH_BYTES + TRAINABLE_BYTES) * num_padded
+    tree = tree_seconds(sent, trainers - 1, CONTROL_RATE) if trainers > 1 else 0.0
+    return RECORD_SECONDS * num_tokens + tree, received, sent
+
+
+def lost_share(gpus: int, seconds_between_saves: float) -> float:
+    """Share of the time that failures cost, if any GPU's failure stops the run.
+
+    failures per second f = N / MTBF; each costs half the time between checkpoints and a restart
+    """
+    failures = gpus / (MTBF_HOURS * 3600)
+    return min(1.0, failures * (seconds_between_saves / 2 + RESTART_SECONDS))

@@ -1,0 +1,241 @@
+"""`qurl doctor --gpus N`: do several ranks compute what one does, and does a run outlive a kill?
+
+A rank is a process with a GPU of its own. On a CPU the same checks run with gloo in place of NCCL.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl.config import build_config
+from qurl.errors import QurlError, TrainingError
+from qurl.losses import SURROGATES
+from qurl.objectives import ADVANTAGES
+from qurl.ops.device import pick_device
+from qurl.rollout import build_engine
+from qurl.run.checkpoint import load_saved_policy
+from qurl.run.finding import Finding
+from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.learner import Learner
+from qurl.trainer.parallel.group import LearnerGroup
+from qurl.trainer.parallel.processes import Post, Workers, lead
+from qurl.trainer.policy import Policy
+from qurl.trainer.scratch import build_tiny_llama
+from qurl.types import Batch, Trainable
+
+RECIPE: Mapping[str, Any] = {
+    "steps": 2,
+    "model": {"scratch": {"hidden_size": 32}, "compute_dtype": "float32"},
+    "batch": {"problems": 3, "minibatches": 2, "microbatch_tokens": 25},
+    "sampling": {"group_size": 2, "max_tokens": 8},
+    "algo": {"objective": "ppo_prox", "kl_coef": 0.0},
+    # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
+    "optim": {"lr": 1e-2, "eps": 1e-2},
+}
+LENGTHS = (11, 9, 7, 8, 5, 6)
+PROMPT = 2
+CLOSE = 1e-4
+"""Largest difference of a weight that another order of sums in FP32 explains."""
+EXCHANGED = {"cuda": 2**28, "cpu": 2**24}
+"""Bytes of a timed exchange."""
+REPEATS = 5
+SLOW = 10e9
+"""Bytes per second between GPUs; PCIe 4.0 reaches twice as much."""
+ADVICE = "run it again with NCCL_DEBUG=INFO, see docs/nodes.md, and please report the output"
+
+
+def check_ranks(size: int, device_name: str) -> Iterator[Finding]:
+    """Exchanges, training, a sync, a kill and a resume; the first failure ends the checks."""
+    device = pick_device(device_name)
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and found < size:
+        yield Finding("FAIL", f"{size} GPUs", f"torch sees {found}", "check CUDA_VISIBLE_DEVICES")
+        return
+    try:
+        with TemporaryDirectory() as folder:
+            yield from check_trainers(size, device, Path(folder))
+    except (QurlError, RuntimeError) as error:
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        yield Finding("FAIL", f"{size} ranks", cause, ADVICE)
+        return
+    yield from check_engine_group(size, device)
+
+
+def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Finding]:
+    """Two steps on `size` ranks, the second after a kill, against two steps on one device."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    alone = make_learner(device.type)
+    take_step(alone, 0)
+    expected = copy_weights(alone.policy.model)
+    take_step(alone, 1)
+    with lead(size, device.type, threads=1) as workers:
+        for name in EXCHANGES:
+            yield check_exchange(workers, name, device)
+        group = LearnerGroup(workers, functools.partial(make_learner, device.type))
+        take_step(group, 0)
+        gap = largest_gap(copy_weights(group.whole_model()), expected)
+        yield judge_gap(f"{size} trainers against one", gap)
+        yield check_sync(group)
+        group.save(folder)
+        yield check_kill(workers, group)
+    with lead(size, device.type, threads=1) as workers:
+        group = LearnerGroup(workers, functools.partial(make_learner, device.type, folder))
+        group.load(folder)
+        take_step(group, 1)
+        weights = copy_weights(group.whole_model())
+    yield judge_gap("resume after the kill", largest_gap(weights, copy_weights(alone.policy.model)))
+
+
+def check_engine_group(size: int, device: torch.device) -> Iterator[Finding]:
+    """Engines in processes of their own (parallel.engines): nothing checks them yet."""
+    yield Finding("note", "engines on other GPUs", "not tested: the doctor has no check of them")
+
+
+def _all_reduce(x: Tensor, ranks: int) -> float:
+    dist.all_reduce(x)
+    return ranks * (ranks + 1) / 2
+
+
+def _broadcast(x: Tensor, ranks: int) -> float:
+    dist.broadcast(x, src=0)
+    return 1.0
+
+
+EXCHANGES = {"all-reduce": _all_reduce, "broadcast": _broadcast}
+
+
+def _exchange(post: Post, name: str, device: str) -> tuple[int, float]:
+    """(how many ranks got a wrong result, bytes per second of the fastest repetition)."""
+    size, fastest, wrong = EXCHANGED[device], float("inf"), 0
+    for _ in range(REPEATS):
+        x = torch.full((size // 4,), post.ranks.rank + 1.0, device=device)
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        wait()
+        post.ranks.most(0)  # all begin together
+        start = time.perf_counter()
+        expected = EXCHANGES[name](x, post.ranks.size)
+        wait()
+        fastest = min(fastest, time.perf_counter() - start)
+        wrong = max(wrong, int(not bool((x == expected).all())))
+    return post.ranks.total(wrong), size / fastest
+
+
+def check_exchange(workers: Workers, name: str, device: torch.device) -> Finding:
+    num_wrong, rate = workers.run(_exchange, name, device.type)
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    title = f"{name} of {workers.post.ranks.size} ranks ({backend})"
+    if num_wrong:
+        return Finding("FAIL", title, f"wrong on {num_wrong} ranks", ADVICE)
+    found = f"right, {rate / 1e9:.1f} GB/s"
+    if device.type == "cuda" and rate < SLOW:
+        return Finding("note", title, found, "slow: see nvidia-smi topo -m and docs/nodes.md")
+    return Finding("ok", title, found)
+
+
+def make_learner(device: str, saved: Path | None = None) -> Learner:
+    """A whole learner, untrained or with the saved policy, the same on every rank."""
+    config = build_config({**RECIPE, "device": device})
+    precision = (config.model, torch.device(device), config.quant)
+    if saved is not None:
+        policy = load_saved_policy(saved, *precision, can_fuse=False)
+    else:
+        torch.manual_seed(0)
+        tokenizer = build_tokenizer()
+        model = build_tiny_llama(config.model.scratch, tokenizer)
+        policy = Policy(model, tokenizer, *precision, can_fuse=False)
+    algo = config.algo
+    parts = {"objective": SURROGATES[algo.objective], "advantage": ADVANTAGES[algo.advantage]}
+    return Learner(policy, config, **parts)
+
+
+def make_batch(seed: int) -> Batch:
+    """Rows of several lengths, so that ranks have different work."""
+    draw, rows = torch.Generator().manual_seed(seed), len(LENGTHS)
+    lengths, positions = torch.tensor(LENGTHS), torch.arange(max(LENGTHS))
+    is_token = positions < lengths[:, None]
+    mask = ((positions >= PROMPT) & is_token).float()
+    return Batch(
+        token_ids=torch.randint(4, 99, mask.shape, generator=draw) * is_token,
+        lengths=lengths,
+        mask=mask,
+        logp_behav=torch.zeros_like(mask),
+        rewards=torch.zeros(rows),
+        accuracies=torch.zeros(rows),
+        group=torch.arange(rows) // 2,
+        problem_ids=[f"problem-{row // 2}" for row in range(rows)],
+        temperature=1.0,
+    )
+
+
+def take_step(learner: Learner | LearnerGroup, step: int) -> None:
+    """Both forwards and an update of two mini-batches, with made-up advantages."""
+    scored = learner.recompute(make_batch(step).to(learner.policy.device), step)
+    draw = torch.Generator().manual_seed(step)
+    advantages = torch.randn(scored.mask.shape, generator=draw).to(scored.mask.device)
+    learner.update(
+        scored.into(
+            Trainable,
+            weight=scored.mask,
+            shrink=scored.mask,
+            advantages=advantages * scored.mask,
+            returns=torch.zeros_like(scored.mask),
+        ),
+        step,
+    )
+
+
+def copy_weights(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def largest_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """NaN if a weight is."""
+    gaps = [(found[name] - weight).abs().max() for name, weight in expected.items()]
+    return float(torch.stack(gaps).max())
+
+
+def judge_gap(name: str, gap: float) -> Finding:
+    found = f"weights differ by {gap:.1g} at most"
+    if gap < CLOSE:
+        return Finding("ok", name, found)
+    return Finding("FAIL", name, f"{found}, where {CLOSE:g} is allowed", f"do not train; {ADVICE}")
+
+
+def check_sync(group: LearnerGroup) -> Finding:
+    """An engine on the driver's device takes the gathered weights; a wrong copy raises."""
+    engine = build_engine("local", group.policy.model, quant="int8")
+    gap = engine.sync(group.whole_model(), version=1).canary_gap
+    found = f"INT8 copy of the gathered weights is {gap:.2g} from its model (log-probs)"
+    return Finding("ok", "sync to an engine", found)
+
+
+def _process_ids(post: Post) -> list[int]:
+    return post.ranks.pool(os.getpid())
+
+
+def check_kill(workers: Workers, group: LearnerGroup) -> Finding:
+    """Kill rank 1 between two commands; the next one must say so."""
+    name = "kill -9 of rank 1"
+    os.kill(workers.run(_process_ids)[1], signal.SIGKILL)
+    start = time.perf_counter()
+    try:
+        group.whole_model()
+    except TrainingError as error:
+        seconds = time.perf_counter() - start
+        if "trainer rank 1 was killed by signal 9" in str(error):
+            return Finding("ok", name, f"noticed after {seconds:.1f} s")
+        return Finding("FAIL", name, f"reported as {str(error)!r}", ADVICE)
+    return Finding("FAIL", name, "nobody noticed", ADVICE)

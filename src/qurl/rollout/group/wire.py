@@ -91,11 +91,14 @@ class Wire:
             self.num_bytes += tensor.nbytes
 
     def receive(self) -> Iterator[Chunk]:
-        """All chunks of a shipment; raises if one is not what was sent."""
+        """All chunks of a shipment; raises after the last if one was not what was sent."""
+        wrong: list[str] = []
         while True:
             length = self._broadcast(torch.zeros(1, dtype=torch.int64))
             header = self._broadcast(torch.empty(int(length), dtype=torch.uint8))
             described, sums = json.loads(bytes(header.tolist()))
+            if not described and wrong:
+                raise SyncError(f"{', '.join(wrong[:3])} arrived damaged")
             if not described:
                 return
             chunk: Chunk = {}
@@ -103,8 +106,7 @@ class Wire:
                 dtype = getattr(torch, dtype.removeprefix("torch."))
                 chunk[name] = torch.empty(shape, dtype=dtype, device=self.device)
                 self._broadcast(_as_bytes(chunk[name]))
-            if wrong := mismatches(chunk, sums):
-                raise SyncError(f"{', '.join(wrong[:3])} arrived damaged")
+            wrong += mismatches(chunk, sums)
             yield chunk
 
     def _broadcast(self, tensor: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl.errors import EngineError
 from qurl.quant.shipment import Chunk, Packing
 from qurl.rollout import build_engine
 from qurl.rollout.engine import close
@@ -44,16 +43,23 @@ class EngineSpec:
     device: str
 
     def build(self, device: torch.device) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
+        options = {"device": device, "is_empty": True, **self.options}
+        model = self.build_empty_model()
+        return build_engine(self.kind, model, self.tokenizer, quant=self.quant, **options)
 
-        # Memory that nobody touches is never taken: the first sync brings the weights.
+    def build_empty_model(self) -> Any:
+        """A model that takes no memory: the first sync brings the weights."""
+        from transformers import AutoModelForCausalLM
+
         plain = {"dtype": torch.float32, "attn_implementation": "eager"}  # it never computes
-        with no_init_weights():
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.model_config, **plain)
         model.generation_config = self.generation_config
-        options = {"device": device, "is_empty": True, **self.options}
-        return build_engine(self.kind, model, self.tokenizer, quant=self.quant, **options)
+        if self.kind == "vllm":  # it starts from files
+            return model.to_empty(device="cpu")
+        rotation = model.model.rotary_emb  # computed, not loaded
+        model.model.rotary_emb = type(rotation)(config=rotation.config)
+        return model
 
 
 @dataclass(frozen=True)
@@ -150,20 +156,19 @@ class Talk:
     """A sync under way: a shipment off the wire, and questions to the trainer."""
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
-        self.dtype, self._wire = dtype, wire
+        self.dtype, self._chunks = dtype, wire.receive()
         self.answers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[Question | Future[SyncReport]] = queue.SimpleQueue()
 
     def receive(self, engine: Any, version: int) -> SyncReport:
         try:
             return engine.sync(self, version=version)
-        except EngineError:
-            for _ in self._wire.receive():  # the sender goes on, for the others
+        finally:
+            for _ in self._chunks:  # the sender goes on, for the others
                 pass
-            raise
 
     def pack(self, packing: Packing) -> Iterator[Chunk]:
-        yield from self._wire.receive()
+        return self._chunks
 
     def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
         self._questions.put(Question(tuple(token_ids), quant))

@@ -1,0 +1,282 @@
+"""A group of engines is one engine, whoever dies. Workers are threads here; tests/parallel has real
+processes, killed with signal 9."""
+
+import pickle
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from models import tiny_llama
+
+from qurl.errors import EngineError, SyncError
+from qurl.rollout import build_engine
+from qurl.rollout.group.engine import EngineGroup
+from qurl.rollout.group.fleet import MOST_DEATHS, Fleet, WorkerDied
+from qurl.rollout.group.wire import Switchboard, Wire
+from qurl.rollout.group.worker import EngineSpec, EngineWorker
+from qurl.types import Problem, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=12, seed=3, group_size=2)
+PROBLEMS = [Problem(str(i), [1, 2, 3 + i], "") for i in range(8)]
+
+
+class ThreadHandle:
+    """A worker in this process, which can be made to die."""
+
+    def __init__(self, worker):
+        self.worker, self._pool = worker, ThreadPoolExecutor(8)
+        self._open, self.is_dead = [], False
+
+    def call(self, method, *arguments):
+        answer = Future()
+        if self.is_dead:
+            answer.set_exception(WorkerDied("it was killed by the test"))
+            return answer
+        self._open.append(answer)
+        self._pool.submit(self._run, answer, method, arguments)
+        return answer
+
+    def _run(self, answer, method, arguments):
+        try:
+            result = getattr(self.worker, method)(*arguments)
+            if not self.is_dead:
+                answer.set_result(result)
+        except Exception as error:
+            if not self.is_dead:
+                answer.set_exception(error)
+
+    def kill(self):
+        if not self.is_dead:
+            self.is_dead = True
+            for answer in self._open:
+                if not answer.done():
+                    answer.set_exception(WorkerDied("it was killed by the test"))
+            for stream in list(self.worker._plays):
+                self.worker.close_stream(stream)
+
+    def last_words(self):
+        return ""
+
+
+class Yard:
+    """Starts workers, and remembers them and what the fleet says."""
+
+    def __init__(self, make=EngineWorker):
+        self.handles, self.events, self._make = [], [], make
+
+    def start(self, number):
+        self.handles.append(ThreadHandle(self._make(threads=1)))
+        return self.handles[-1]
+
+    def group(self, model, size=2, quant="int8", max_batch=4, **options):
+        options = {"timeout": 20.0, "notify": self.events.append} | options
+        self.fleet = Fleet(size, self.start, **options)
+        engine_options = {"max_batch": max_batch, "deterministic": True}
+        setup = (model.config, model.generation_config, None, quant, engine_options, "cpu")
+        return EngineGroup(self.fleet, EngineSpec("local", *setup))
+
+
+@pytest.fixture
+def yard():
+    yard = Yard()
+    yield yard
+    for handle in yard.handles:
+        handle.kill()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one engine samples from the model of seed 0, and of seed 1."""
+    engine = build_engine("local", tiny_llama(), quant="int8", max_batch=4, deterministic=True)
+    first = engine.generate(PROBLEMS, PARAMS)
+    engine.sync(tiny_llama(seed=1), version=1)
+    return first, engine.generate(PROBLEMS, PARAMS)
+
+
+def texts(rollouts):
+    return [[(c.token_ids, c.logprobs) for c in r.completions] for r in rollouts]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_samples_what_one_engine_does(yard, expected, size):
+    group = yard.group(tiny_llama(), size)
+    report = group.sync(tiny_llama(), version=0)
+    assert report.verified
+    assert report.canary_gap < 0.1
+    assert group.generate(PROBLEMS, PARAMS) == expected[0]
+    changed = group.sync(tiny_llama(seed=1), version=1)
+    assert changed.code_flip_frac > 0.5
+    assert group.generate(PROBLEMS, PARAMS) == expected[1]
+    assert len(group.score([1, 2, 3])) == 2
+    assert group.traffic.take() > 1000 > group.traffic.take() == 0
+    codes = sum(t.numel() for n, t in tiny_llama().named_parameters() if "proj" in n)
+    assert codes < report.bytes < 4 * codes
+    assert not yard.events
+
+
+def test_two_formats_share_the_workers(yard, expected):
+    model = tiny_llama()
+    group = yard.group(model)
+    setup = (model.config, model.generation_config, None, "none", {"max_batch": 4}, "cpu")
+    full = EngineGroup(yard.fleet, EngineSpec("local", *setup), name="full")
+    for version in range(2):
+        group.sync(model, version=version)
+        assert full.sync(model, version=version).canary_gap < 1e-5
+    assert texts(group.generate(PROBLEMS, PARAMS)) == texts(expected[0])
+    assert texts(full.generate(PROBLEMS, PARAMS)) != texts(expected[0])
+
+
+def test_what_a_dead_engine_worked_on_is_asked_of_another(yard, expected):
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    with group.stream(PARAMS) as stream:
+        stream.submit(PROBLEMS)
+        yard.handles[0].kill()
+        found = {rollout.problem.id: rollout for rollout in stream}
+    assert [found[problem.id] for problem in PROBLEMS] == expected[0]
+    [event] = yard.events
+    assert "engine 0" in event
+    assert "it was killed by the test; another is starting and joins at a sync" in event
+    yard.fleet.muster(everyone=True)
+    assert [m.versions for m in yard.fleet.members] == [{}, {"actor": 0}]
+    group.sync(tiny_llama(seed=1), version=1)
+    assert [m.versions for m in yard.fleet.members] == [{"actor": 1}, {"actor": 1}]
+    assert group.generate(PROBLEMS, PARAMS) == expected[1]
+
+
+def test_all_engines_die_and_their_replacements_go_on(yard, expected):
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    with group.stream(PARAMS) as stream:
+        stream.submit(PROBLEMS)
+        for handle in list(yard.handles):
+            handle.kill()
+        found = {rollout.problem.id: rollout for rollout in stream}
+    assert [found[problem.id] for problem in PROBLEMS] == expected[0]
+    assert len(yard.handles) == 4
+
+
+def test_a_worker_without_weights_refuses_to_sample():
+    model = tiny_llama()
+    setup = (model.config, model.generation_config, None, "int8", {}, "cpu")
+    worker = EngineWorker(threads=1)
+    worker.build("actor", EngineSpec("local", *setup))
+    worker.open("stream", "actor", PARAMS)
+    worker.submit("stream", pickle.dumps([(PROBLEMS[0], 2)]))
+    with pytest.raises(EngineError, match="no weights have arrived yet"):
+        worker.poll("stream", 20.0)
+
+
+def test_too_few_engines_stop_the_run_with_the_cause(yard):
+    group = yard.group(tiny_llama(), min_engines=2)
+    group.sync(tiny_llama(), version=0)
+    for _ in range(MOST_DEATHS):
+        yard.fleet.bury(yard.fleet.members[1], "a test")
+    assert "it died 3 times and is not started again" in yard.events[-1]
+    with pytest.raises(EngineError, match=r"1 engines are left, and parallel.min_engines = 2: "):
+        group.sync(tiny_llama(), version=1)
+
+
+class Hanging(EngineWorker):
+    """One whose engine stops decoding, while the worker still answers."""
+
+    def submit(self, stream, asked):
+        pass
+
+
+def test_an_engine_that_decodes_nothing_is_replaced(expected):
+    made = []
+
+    def make(threads):
+        made.append(Hanging(threads) if not made else EngineWorker(threads))
+        return made[-1]
+
+    yard = Yard(make)
+    group = yard.group(tiny_llama(), timeout=1.5)
+    group.sync(tiny_llama(), version=0)
+    assert group.generate(PROBLEMS, PARAMS) == expected[0]
+    assert "it decoded no token for 1.5 s" in yard.events[0]
+
+
+class Damaging(EngineWorker):
+    """One whose engine loses a write."""
+
+    def begin_sync(self, name, version, dtype):
+        receiver = self._engines[name]._receiver
+        receiver.check = lambda version: (_ for _ in ()).throw(SyncError("a weight is not there"))
+        super().begin_sync(name, version, dtype)
+
+
+def test_an_engine_that_fails_a_sync_is_not_sampled_from(expected):
+    made = []
+
+    def make(threads):
+        made.append(Damaging(threads) if not made else EngineWorker(threads))
+        return made[-1]
+
+    yard = Yard(make)
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    assert "a weight is not there; another is starting" in yard.events[0]
+    assert [m.versions for m in yard.fleet.members] == [{}, {"actor": 0}]
+    assert group.generate(PROBLEMS, PARAMS) == expected[0]
+
+
+def test_a_sync_that_all_engines_refuse_is_an_error():
+    yard = Yard(Damaging)
+    group = yard.group(tiny_llama())
+    with pytest.raises(SyncError, match="a weight is not there"):
+        group.sync(tiny_llama(), version=0)
+
+
+def test_weights_that_are_not_finite_are_the_trainers_fault(yard):
+    group, broken = yard.group(tiny_llama()), tiny_llama()
+    with torch.no_grad():
+        broken.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(SyncError, match="the trainer's own log-probs are not finite"):
+        group.sync(broken, version=0)
+    group.sync(tiny_llama(), version=1)
+
+
+def test_one_stream_at_a_time(yard):
+    group = yard.group(tiny_llama())
+    with pytest.raises(EngineError, match="no weights have been sent yet"):
+        group.generate(PROBLEMS, PARAMS)
+    group.sync(tiny_llama(), version=0)
+    with group.stream(PARAMS):
+        with pytest.raises(EngineError, match="one stream at a time"):
+            group.stream(PARAMS)
+        with pytest.raises(EngineError, match="until the open stream is closed"):
+            group.sync(tiny_llama(), version=1)
+    group.sync(tiny_llama(), version=1)
+
+
+def test_an_error_of_the_engine_is_raised_here(yard):
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    with pytest.raises(EngineError, match="max_position_embeddings"):
+        group.generate(PROBLEMS, SamplingParams(max_tokens=10**6))
+
+
+def test_a_chunk_that_is_damaged_on_its_way_is_found(monkeypatch):
+    switchboard, cpu = Switchboard(10.0), torch.device("cpu")
+    address = switchboard.next_address()
+    caught = []
+
+    def receive():
+        try:
+            list(Wire(address, 1, 2, cpu).receive())
+        except SyncError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    wire = Wire(address, 0, 2, cpu)
+    weight = torch.arange(12, dtype=torch.int8).view(3, 4)
+    monkeypatch.setattr("qurl.rollout.group.wire.checksums", lambda chunk: {"weight": [0, 0]})
+    wire.send({"weight": weight})
+    monkeypatch.undo()
+    wire.send({})
+    thread.join(10.0)
+    assert caught == ["weight arrived damaged"]

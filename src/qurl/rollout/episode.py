@@ -39,6 +39,10 @@ class EpisodeEngine:
     def kv_saturated_frac(self) -> float | None:
         return getattr(self.engine, "kv_saturated_frac", None)
 
+    @property
+    def works_elsewhere(self) -> bool:
+        return getattr(self.engine, "works_elsewhere", False)
+
     def sync(self, source: nn.Module, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)
 

@@ -191,23 +191,46 @@ def test_a_failure_in_the_background_stops_the_run(model, tmp_path):
     class Broken(Elsewhere):
         def stream(self, params):
             if len(self.threads) == 3:
-                raise EngineError("the third rollouts failed")
+                raise EngineError("the fourth rollouts failed")
             return super().stream(params)
 
-    with pytest.raises(EngineError, match="the third rollouts failed"):
+    with pytest.raises(EngineError, match="the fourth rollouts failed"):
         train(config(model, tmp_path, eval__every=0), engine=Broken)
     assert len(rows(tmp_path)) == 2
     assert (tmp_path / "crash" / "step-000002" / "error.txt").exists()
 
 
+class Failing(Elsewhere):
+    """It is in this process after all, and fails once."""
+
+    works_elsewhere, is_broken = False, False
+
+    def stream(self, params):
+        if Failing.is_broken and len(self.threads) == 3:
+            raise EngineError("the fourth rollouts failed")
+        return super().stream(params)
+
+
+@pytest.mark.learn
+def test_a_failure_before_the_update_is_resumed_without_loss(model, tmp_path, monkeypatch):
+    """What was pending then is saved, though no checkpoint was due."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    keys = {"save__every": 0, "eval__every": 0}
+    train(config(model, whole, **keys), engine=Failing)
+    monkeypatch.setattr(Failing, "is_broken", True)
+    with pytest.raises(EngineError, match="fourth"):
+        train(config(model, broken, **keys), engine=Failing)
+    monkeypatch.setattr(Failing, "is_broken", False)
+    assert [path.name for path in (broken / "checkpoints").iterdir()] == ["step-000002"]
+    train(config(model, broken, **keys), engine=Failing)
+    assert_same(whole, broken)
+
+
 @pytest.mark.learn
 def test_one_step_off_learns_and_tells_age_from_quantization(tmp_path):
-    rows = run(tmp_path, steps=30, rollout__ahead=1, eval__every=0)
-    assert gain(rows, span=6) > 0.1
-    for row in rows[1:]:
-        assert row["rollout_corr/k3_kl_age"] > 0
-    assert rows[0]["rollout_corr/k3_kl_age"] < 1e-6
-    ages, quants = (
-        sum(row[f"rollout_corr/k3_kl_{part}"] for row in rows[1:]) for part in ("age", "quant")
-    )
-    assert ages > 3 * quants > 0
+    """Without it, the gain of these 24 steps is about as large: 0.16."""
+    found = run(tmp_path, steps=24, rollout__ahead=1, eval__every=0)
+    assert gain(found, span=6) > 0.1
+    first, *others = ((r["rollout_corr/k3_kl_age"], r["rollout_corr/k3_kl_quant"]) for r in found)
+    assert first[0] < 1e-6 < min(age for age, _ in others)
+    assert sum(age for age, _ in others) > 3 * sum(quant for _, quant in others) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -66,11 +67,16 @@ def judge(first: str, second: str) -> tuple[str, str]:
     ours, theirs = FEATURES[first], FEATURES[second]
     if clash := [key for key in ours if key in theirs and ours[key] != theirs[key]]:
         return ONE_KEY, f"both set `{clash[0]}`"
-    alone = [*findings(ours), *findings(theirs)]
+    alone = [*findings_of(first), *findings_of(second)]
     for verdict, rule in findings({**ours, **theirs}):
         if (verdict, rule) not in alone:
             return verdict, rule
     return WORKS, NOTES.get((first, second), "")
+
+
+@functools.cache
+def findings_of(feature: str) -> list[tuple[str, str]]:
+    return findings(FEATURES[feature])
 
 
 def findings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

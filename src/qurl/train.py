@@ -86,7 +86,7 @@ def train(
             with keep_evidence(config, parts, run, step):
                 metrics = run_step(config, parts, run, step)
             with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
-                metrics |= peak_memory(parts.learner.policy.device)
+                metrics |= peak_memory(parts.learner.device)
                 if config.eval.every and is_due(step, config.eval.every, config.steps):
                     metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
             is_stopping = interrupt.is_requested or monitor.reason_to_stop is not None
@@ -179,11 +179,11 @@ def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     """Quantize the weights into the engine, and see how much of the last update arrived."""
     quant = "none" if parts.is_full else config.quant.format
     with run.timer("sync"):
-        model = parts.learner.whole_model()
-        synced = parts.actor.sync(model, version=step)
+        source = parts.learner.source(parts.actor)
+        synced = parts.actor.sync(source, version=step)
         gap = synced.canary_gap
         if not synced.verified:
-            gap = check_copy(parts.actor, model, quant, step)
+            gap = check_copy(parts.actor, source, quant, step)
         if synced.kv_scales is not None:
             parts.learner.round_kv_(synced.kv_scales)
     # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
@@ -191,7 +191,7 @@ def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
     metrics |= {FALLEN_BACK: 1.0} if parts.is_full else {}
     if parts.tracker is not None:
         with run.timer("track"):
-            metrics |= parts.tracker.measure(model)
+            metrics |= parts.tracker.measure(parts.learner.policy.model)
     return metrics | {"sync/seconds": synced.seconds}
 
 
@@ -201,10 +201,9 @@ def evaluate_policy(
     """Held-out accuracy of the present weights, in each precision that the recipe asks for."""
     metrics: dict[str, float] = {}
     with run.timer("eval"):
-        model = parts.learner.whole_model()
         for precision in config.eval_precisions:
             engine = parts.full_engine if precision == "full" else parts.engine
-            engine.sync(model, version=num_updates)
+            engine.sync(parts.learner.source(engine), version=num_updates)
             result = evaluate(config, engine, parts.held_out, parts.pool, precision)
             run.evaluation(num_updates, precision, result.outcomes)
             metrics |= result.metrics()

@@ -17,6 +17,7 @@ from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
+from qurl.rollout import build_engine
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
@@ -26,6 +27,7 @@ from qurl.trainer.parallel.processes import lead
 from qurl.trainer.policy import Policy
 from qurl.trainer.ranks import ALONE, Ranks
 from qurl.trainer.unified import UnifiedLinear
+from qurl.types import Problem, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one other process for all tests
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
@@ -322,3 +324,17 @@ def test_tied_embeddings_are_one_weight(workers):
 def make_tied():
     policy = tiny_policy(model=tiny_llama(tie_word_embeddings=True))
     return build_learner(make_config("dapo, checkpointed"), policy)
+
+
+@pytest.mark.parametrize("case", ["grpo, reference, UAQ", "one precision flow"])
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8-block"])
+def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
+    """Each rank codes its rows, and the codes of all are those of the whole."""
+    group = LearnerGroup(workers, functools.partial(make, case))
+    engines = [build_engine("local", tiny_llama(), quant=quant, is_empty=True) for _ in range(2)]
+    by_shards = engines[0].sync(group.source(engines[0]), version=1)
+    by_model = engines[1].sync(group.whole_model(), version=1)
+    assert by_shards.canary_gap == pytest.approx(by_model.canary_gap, abs=1e-5)
+    problems = [Problem(str(i), [1, 2, 3 + i], "") for i in range(4)]
+    params = SamplingParams(max_tokens=9, seed=3, group_size=2)
+    assert engines[0].generate(problems, params) == engines[1].generate(problems, params)

@@ -10,11 +10,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from qurl.config import ModelConfig, build_config
 from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError
-from qurl.quant import get_format, quantize
+from qurl.quant import get_format, quantize, shipment
 from qurl.quant.linear import projections
+from qurl.quant.shipment import Packing, checksum, mismatches, save_chunk, saved_weights
 from qurl.rollout import build_engine
-from qurl.rollout.vllm import shipment
-from qurl.rollout.vllm.shipment import Packing, checksum, mismatches, save_chunk, saved_weights
 from tests.models import SHAPE, tiny_llama, tiny_policy
 
 INT8 = get_format("int8")

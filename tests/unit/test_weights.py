@@ -7,11 +7,14 @@ import torch
 from models import tiny_llama
 from torch import nn
 
-from qurl.errors import EngineError
+from qurl.errors import EngineError, SyncError
 from qurl.quant import Quantized, quantize
+from qurl.rollout import build_engine
+from qurl.rollout.canary import ModelShipment
 from qurl.rollout.local import sync as module
 from qurl.rollout.local.sync import WeightSync, watch_parameters
 from qurl.rollout.local.weights import Weights
+from qurl.types import Problem, SamplingParams
 
 FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
@@ -403,3 +406,69 @@ def test_a_recorded_sync(quant, master):
     sync.load_(other)
     assert_holds(sync, other)
     sync.check(6)
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "fp8-block"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_shipment_is_the_same_as_a_sync_from_the_model(quant, is_tied):
+    before, after = (tiny_llama(seed=s, tie_word_embeddings=is_tied) for s in (0, 1))
+    near = build_engine("local", before, quant=quant)
+    far = build_engine("local", before, quant=quant, is_empty=True)
+    reports = near.sync(after, version=1), far.sync(ModelShipment(after), version=1)
+    assert reports[0].canary_gap == reports[1].canary_gap
+    problems = [Problem(str(i), [1, 2, 3 + i], "") for i in range(4)]
+    params = SamplingParams(max_tokens=9, seed=3, group_size=2)
+    assert near.generate(problems, params) == far.generate(problems, params)
+    flips = near.sync(before, version=2), far.sync(ModelShipment(before), version=2)
+    assert flips[0].code_flip_frac == flips[1].code_flip_frac
+    assert (flips[0].code_flip_frac > 0) == (quant != "none")
+
+
+def test_an_engine_without_weights_samples_nothing():
+    engine = build_engine("local", tiny_llama(), quant="int8", is_empty=True)
+    with pytest.raises(EngineError, match="no weights have arrived yet; sync again"):
+        engine.generate([Problem("a", [1, 2], "")], SamplingParams(max_tokens=2))
+
+
+class Lost(ModelShipment):
+    """A shipment that loses, renames or bends a weight on its way."""
+
+    def __init__(self, model, change):
+        super().__init__(model)
+        self.change = change
+
+    def pack(self, packing):
+        for chunk in super().pack(packing):
+            self.change(chunk)
+            yield chunk
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_shipment_with_a_missing_or_unknown_weight_is_refused():
+    engine = build_engine("local", tiny_llama(), quant="int8", is_empty=True)
+    with pytest.raises(SyncError, match=f"the shipment lacks {NAME}_scale"):
+        engine.sync(Lost(tiny_llama(), lambda chunk: chunk.pop(f"{NAME}_scale")), version=1)
+    unknown = Lost(tiny_llama(), lambda c: c.update({"model.other.weight": c[NAME]}))
+    with pytest.raises(SyncError, match=r"the engine has nothing for model\.other\.weight"):
+        engine.sync(unknown, version=1)
+    with pytest.raises(SyncError, match=f"has .* for {NAME}"):
+        engine.sync(Lost(tiny_llama(), lambda c: c.update({NAME: c[NAME][1:]})), version=1)
+    engine.sync(ModelShipment(tiny_llama()), version=1)
+
+
+def test_a_buffer_that_differs_from_what_was_shipped_is_found(monkeypatch):
+    """As if a write had been lost: too small for the canary prompt."""
+    engine = build_engine("local", tiny_llama(), quant="int8", is_empty=True)
+    write = engine._receiver._write
+
+    def write_badly(name, tensor):
+        num_flips = write(name, tensor)
+        if name == NAME:
+            engine._receiver._targets[name][3, 5] += 1
+        return num_flips
+
+    monkeypatch.setattr(engine._receiver, "_write", write_badly)
+    with pytest.raises(SyncError, match=f"version 1 failed: {NAME} in the engine is not what was"):
+        engine.sync(ModelShipment(tiny_llama()), version=1)

@@ -112,7 +112,7 @@ class Stale:
         worker = engine.llm.llm_engine.model_executor.driver_worker.worker
         model = worker.weight_transfer_engine.model
         load = model.load_weights
-        [old] = engine._packing.pack(contract.own_model())
+        [old] = engine.packing.pack(contract.own_model())
 
         def load_some(weights):
             return load((name, old[name] if is_stale(name) else new) for name, new in weights)

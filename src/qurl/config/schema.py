@@ -369,6 +369,17 @@ class ParallelConfig(Section):
 
     trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Processes that train one model, each with a share of its weights and on a GPU of its own."""
+    engines: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
+    """Processes that sample, each with a whole copy of the actor on a GPU of its own (Ray).
+    0 = the trainers sample."""
+    colocate: bool = True
+    """Without `engines`, every trainer samples a share of the problems; else only the first."""
+    min_engines: Count = 1
+    """The run stops when fewer engines are left."""
+    timeout: Positive = 300.0
+    """Seconds after which an engine that decodes no token, or does not answer, is replaced."""
+    address: str = ""
+    """HOST:PORT of a Ray cluster; empty = Ray is started on this machine."""
 
 
 @dataclass(frozen=True)

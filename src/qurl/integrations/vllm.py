@@ -39,7 +39,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from qurl.errors import SyncError
 from qurl.quant import quantize
-from qurl.rollout.vllm.shipment import mismatches
+from qurl.quant.shipment import mismatches
 
 _PROBE_STEP = 7919
 """A prime, so that the rows that are read back are others at each version."""
@@ -171,7 +171,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A chunk of a shipment (`qurl.rollout.vllm.shipment`)."""
+    """A chunk of a shipment (`qurl.quant.shipment`)."""
 
     version: int
     checksums: dict[str, list[int]]

@@ -15,6 +15,7 @@ from qurl.ops.device import default_dtype
 from qurl.quant import get_format
 from qurl.quant.kv import KVRounding
 from qurl.quant.linear import full_precision
+from qurl.quant.shipment import Chunk, Packing, Shipment
 from qurl.rollout.engine import Engine, context_length
 
 _LENGTH = 32
@@ -51,6 +52,23 @@ def score_with(model: Any, token_ids: Sequence[int], quant: str = "none") -> Ten
     with evaluating(model, quant), full_precision(model, KVRounding), eager:
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+
+
+class ModelShipment:
+    """The weights of a model at hand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.dtype = model, product_dtype(model)
+
+    def pack(self, packing: Packing) -> Iterator[Chunk]:
+        return packing.pack(self.model)
+
+    def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
+        return score_with(self.model, token_ids, quant)
+
+
+def as_shipment(source: nn.Module | Shipment) -> Shipment:
+    return ModelShipment(source) if isinstance(source, nn.Module) else source
 
 
 class Yardstick:
@@ -110,7 +128,7 @@ def verify(
     )
 
 
-def check_copy(engine: Engine, model: nn.Module, quant: str, version: int) -> float:
+def check_copy(engine: Engine, model: Any, quant: str, version: int) -> float:
     """`verify` for an engine that did not do it itself, through its `score`."""
     device, ids = next(model.parameters()).device, canary_ids(model)
     bound = canary_bound(quant, default_dtype(device), product_dtype(model))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qurl.errors import DataError, EngineError
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
@@ -49,10 +49,11 @@ class Engine(Protocol):
     the engine's other methods are not called meanwhile.
     """
 
-    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+    def sync(self, source: Any, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into the engine, in place, and verify the copy.
 
-        On one device the source is the trainer's model.
+        The source is the trainer's model. Engines with an attribute `packing` also take a
+        `qurl.quant.shipment.Shipment`, which they get from trainers on several ranks.
         """
         ...
 

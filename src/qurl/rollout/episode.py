@@ -13,10 +13,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
+from qurl.quant.shipment import Packing
 from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, close, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
@@ -43,7 +44,12 @@ class EpisodeEngine:
     def works_elsewhere(self) -> bool:
         return getattr(self.engine, "works_elsewhere", False)
 
-    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+    @property
+    def packing(self) -> Packing:
+        """Of the engine below, if it takes shipments."""
+        return self.engine.packing  # type: ignore[attr-defined]
+
+    def sync(self, source: Any, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:

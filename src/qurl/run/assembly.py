@@ -418,7 +418,7 @@ def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker 
         return None
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves
-        dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
+        dtype = None if config.rollout.engine == "hf" else default_dtype(learner.device)
     quant = config.quant
     return learner.watch(UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers))
 

@@ -93,7 +93,7 @@ class Learner:
         advantage: Advantage,
     ) -> None:
         self.config, self.objective, self.advantage = config, objective, advantage
-        self.policy, self.reference = policy, reference
+        self.policy, self.reference, self.device = policy, reference, policy.device
         self.version: int | None = 0
         """Changes with the weights; None if they are between two steps, in or after a failure."""
         self.critic = Critic(policy) if advantage.needs_critic else None
@@ -130,8 +130,11 @@ class Learner:
             found = {**found, "critic": (self.critic, self.critic_optimizer)}
         return found
 
+    def source(self, engine: Any) -> nn.Module:
+        """The policy's weights as they are now, for this engine to copy."""
+        return self.policy.model
+
     def whole_model(self) -> nn.Module:
-        """The policy's weights as they are now, for an engine to copy."""
         return self.policy.model
 
     def watch(self, tracker: UpdateTracker) -> UpdateTracker:

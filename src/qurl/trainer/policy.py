@@ -173,10 +173,12 @@ class Policy:
         self.model.requires_grad_(False).eval()
         return self
 
-    def copy(self) -> Policy:
-        """The same with weights of its own, never to be trained."""
+    def copy_to_cpu(self) -> Policy:
+        """The same with weights of its own in main memory, never to be trained."""
         twin = copy.copy(self)
-        twin.model = copy.deepcopy(self.model)
+        # Copied there and not on the device, which may hold the weights only once.
+        twin.model, twin.device = copy.deepcopy(self.model.cpu()), torch.device("cpu")
+        self.model.to(self.device)
         twin.scorer = Scorer(twin.model, *self.scorer.precision)
         return twin.freeze_()
 

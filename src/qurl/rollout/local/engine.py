@@ -13,20 +13,15 @@ from torch import Tensor, nn
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
-from qurl.rollout.canary import (
-    Yardstick,
-    canary_bound,
-    canary_ids,
-    product_dtype,
-    score_with,
-    verify,
-)
+from qurl.quant.shipment import Packing, Shipment
+from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids, verify
 from qurl.rollout.engine import check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
 from qurl.rollout.local.generation import Generation, Resources
 from qurl.rollout.local.graphs import Stepper
 from qurl.rollout.local.kv_range import KVRange
+from qurl.rollout.local.receive import Receiver
 from qurl.rollout.local.requests import LengthHistory
 from qurl.rollout.local.scheduler import GPU_PATIENCE, Scheduler
 from qurl.rollout.local.sync import WeightSync
@@ -58,6 +53,8 @@ class LocalEngine:
         unified: bool = False,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        is_empty: bool = False,
     ) -> None:
         """Options are those of `RolloutConfig`, `kv` and `full_layers` of `QuantConfig`, and these:
 
@@ -65,8 +62,10 @@ class LocalEngine:
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
         `unified`: the trainer multiplies the same codes, so products must add up alike.
+        `device` that computes; None: the model's.
+        `is_empty`: the model only says what there is, and the first sync brings weights.
         """
-        device = next(model.parameters()).device
+        device = device or next(model.parameters()).device
         is_cuda = device.type == "cuda"
         page_size = page_size or (PAGE_SIZE_CUDA if is_cuda else PAGE_SIZE)
         cache = CacheOptions(page_size, kv_tokens, kv_memory_frac, kv == "fp8", release_kv)
@@ -86,25 +85,41 @@ class LocalEngine:
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
         self.stepper = Stepper(self._ops, max_batch)
         self._sync = WeightSync(self.weights)
+        self._receiver = Receiver(model, self.weights, full_layers)
         self._active: tuple[Generation, Scheduler] | None = None
         """Who has the pages."""
         self._yardstick = Yardstick()
         self._model: Any = model
-        self.sync(model, version=0)
+        self._flaw = "no weights have arrived yet"
+        """Why there is nothing to sample from; empty if there is."""
+        if not is_empty:
+            self.sync(model, version=0)
 
-    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+    @property
+    def packing(self) -> Packing:
+        """How the weights of a shipment are wanted."""
+        return self._receiver.packing
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps so far: a sign of life."""
+        return self.stepper.num_launched
+
+    def sync(self, source: nn.Module | Shipment, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into the engine's buffers, in place, and verify them.
 
         A stream under way gives its pages back, and goes on with the new weights.
         """
         if self._active is not None:
             self._active[0].release()
-        self._is_sound = False
+        self._flaw = f"the weights of version {self.version} were overwritten by a sync that failed"
         start = self._clock()
-        flip_frac = self._sync.load_(source)
+        is_shipped = not isinstance(source, nn.Module)
+        flip_frac = self._receiver.load_(source) if is_shipped else self._sync.load_(source)
         loaded = self._clock()
         gap = self._verify(source, version)
-        self._model, self.version, self._is_sound = source, version, True
+        self._model, self.version = self._model if is_shipped else source, version
+        self._flaw = ""
         num_bytes = sum(p.num_bytes for p in self.weights.projections())
         times = {"seconds": loaded - start, "verify_seconds": self._clock() - loaded}
         return SyncReport(
@@ -153,11 +168,8 @@ class LocalEngine:
 
     def _acquire(self, generation: Generation, problem: Problem, num_sequences: int) -> Scheduler:
         """Pages and rows for a generation, until it releases them."""
-        if not self._is_sound:
-            raise EngineError(
-                f"the weights of version {self.version} were overwritten by a sync that failed; "
-                "sync again before sampling"
-            )
+        if self._flaw:
+            raise EngineError(f"{self._flaw}; sync again before sampling")
         if self._active is not None and self._active[0] is not generation:
             self._active[0].release()
         self._release(generation)
@@ -200,14 +212,15 @@ class LocalEngine:
             )
 
     @torch.no_grad()
-    def _verify(self, model: nn.Module, version: int) -> float:
+    def _verify(self, source: nn.Module | Shipment, version: int) -> float:
         """The canary's mean |log-prob gap|; raises if the copy is not sound.
 
         It is scored by prefill without a cache, whose keys and values give an FP8 cache its range,
         and by what samples tokens: the decode step and its cache.
         """
-        ids, dtypes = canary_ids(model), (self.weights.dtype, product_dtype(model))
-        expected = score_with(model, ids, self.quant)
+        ids, shipment = canary_ids(self._model), as_shipment(source)
+        dtypes = (self.weights.dtype, shipment.dtype)
+        expected = shipment.score(ids, self.quant)
         bound = canary_bound(self.quant, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
         scores = self._score(ids, None, (), sample)
@@ -218,7 +231,7 @@ class LocalEngine:
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])
         bound = canary_bound(self.quant, *dtypes, kv=self.kv)
         judge(_logprobs(logits, ids[1:]), bound=bound, path="decoded with the KV cache")
-        self._sync.check(version)
+        (self._sync if isinstance(source, nn.Module) else self._receiver).check(version)
         return gap
 
     def _clock(self) -> float:

@@ -24,18 +24,11 @@ from torch import Tensor, nn
 from qurl.errors import EngineError, SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
-from qurl.rollout.canary import (
-    Yardstick,
-    canary_bound,
-    canary_ids,
-    product_dtype,
-    score_with,
-    verify,
-)
+from qurl.quant.shipment import Packing, Shipment, checksums, save_chunk
+from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids, verify
 from qurl.rollout.engine import Stream, check_prompts, generate
 from qurl.rollout.stop import StopRule
 from qurl.rollout.vllm.requests import Requests, VllmStream
-from qurl.rollout.vllm.shipment import Packing, checksums, save_chunk
 from qurl.rollout.vllm.start import (
     FIXED,
     Companions,
@@ -69,21 +62,24 @@ class VllmEngine:
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         options: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+        is_empty: bool = False,
     ) -> None:
         """Options are those of `RolloutConfig` and `VllmConfig`, and these:
 
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
+        `device` and `is_empty` are those of `LocalEngine`.
         """
         self.quant, self.tokenizer, self.version = quant, tokenizer, 0
-        device = next(model.parameters()).device
+        device = device or next(model.parameters()).device
         # vLLM's FP8 wants 16 bits around it, also on a CPU.
         self.dtype = dtype or (torch.bfloat16 if quant == "fp8" else default_dtype(device))
         method = choose_method(quant, online, model)
         format = None if quant == "none" else get_format(quant)
         # On a CPU a head has a packed copy of its own, which vLLM forgets if it is tied.
         is_cpu = device.type == "cpu"
-        self._packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype, is_cpu)
+        self.packing = Packing(self.dtype, format, method == "qurl_codes", compute_dtype, is_cpu)
         self._is_remote = own_process or tensor_parallel > 1
         arguments: dict[str, Any] = {
             **FIXED,
@@ -96,11 +92,13 @@ class VllmEngine:
         check_options(options or {}, arguments)
         arguments |= options or {}
         self._yardstick = Yardstick()
-        self._is_sound = False
+        self._flaw = "no weights have arrived yet"
+        """Why there is nothing to sample from; empty if there is."""
         self._start(model, arguments, own_process, device)
         self._requests = Requests(self.llm)
         self._model: Any = model
-        self.canary_gap = self._finish(model, 0, time.perf_counter(), 0).canary_gap
+        if not is_empty:
+            self.canary_gap = self._finish(model, 0, time.perf_counter(), 0).canary_gap
 
     def _start(
         self, model: Any, arguments: dict[str, Any], own_process: bool, device: torch.device
@@ -114,9 +112,9 @@ class VllmEngine:
             folder = Path(name)
             config = copy.deepcopy(model.config)
             config.architectures = config.architectures or [type(model).__name__]
-            config.tie_word_embeddings = config.tie_word_embeddings and not self._packing.unties
+            config.tie_word_embeddings = config.tie_word_embeddings and not self.packing.unties
             config.save_pretrained(folder)
-            for index, chunk in enumerate(self._packing.pack(model)):
+            for index, chunk in enumerate(self.packing.pack(model)):
                 save_chunk(chunk, folder / f"model-{index:05}.safetensors")
             devices = [device] if device.type == "cuda" else []
             with environment(own_process, device), torch.random.fork_rng(devices):
@@ -128,27 +126,32 @@ class VllmEngine:
         self._max_length: int = config.model_config.max_model_len
         self._block_size: int = config.cache_config.block_size
 
-    def sync(self, source: nn.Module, *, version: int) -> SyncReport:
+    @property
+    def num_steps(self) -> int:
+        """Steps so far: a sign of life."""
+        return self._requests.num_steps
+
+    def sync(self, source: nn.Module | Shipment, *, version: int) -> SyncReport:
         """Send the trainer's weights into vLLM's buffers, in place, and verify them.
 
         Unfinished completions of open streams start over with the new weights.
         """
         start = time.perf_counter()
         unfinished = self._requests.drop_all()
-        self._is_sound = False
-        num_bytes = self._send(source, version)
+        self._flaw = f"the weights of version {self.version} were overwritten by a sync that failed"
+        num_bytes = self._send(as_shipment(source), version)
         report = self._finish(source, version, start, num_bytes)
         for request in unfinished:
             self._requests.add(request)
         return report
 
-    def _send(self, model: nn.Module, version: int) -> int:
+    def _send(self, shipment: Shipment, version: int) -> int:
         """All chunks of a shipment, through vLLM's weight update; returns their bytes."""
         num_bytes, llm = 0, self.llm
         try:
             llm.start_weight_update()
             with tempfile.TemporaryDirectory(prefix="qurl-sync-", dir=shared_memory()) as folder:
-                for chunk in self._packing.pack(model):
+                for chunk in shipment.pack(self.packing):
                     update = self._wrap(chunk, Path(folder, "chunk.safetensors"))
                     llm.update_weights({"update_info": {"version": version, **update}})
                     num_bytes += sum(tensor.nbytes for tensor in chunk.values())
@@ -174,29 +177,32 @@ class VllmEngine:
         save_chunk(chunk, path)
         return {"checksums": sums, "path": str(path)}
 
-    def _finish(self, model: nn.Module, version: int, start: float, num_bytes: int) -> SyncReport:
+    def _finish(
+        self, source: nn.Module | Shipment, version: int, start: float, num_bytes: int
+    ) -> SyncReport:
         sent = time.perf_counter()
-        gap = self._verify(model, version)
-        self._model, self.version, self._is_sound = model, version, True
+        gap = self._verify(as_shipment(source), version)
+        self._model = source if isinstance(source, nn.Module) else self._model
+        self.version, self._flaw = version, ""
         return SyncReport(
             version=version,
             seconds=sent - start,
             bytes=num_bytes,
-            code_flip_frac=math.nan if self._packing.format else 0.0,
+            code_flip_frac=math.nan if self.packing.format else 0.0,
             verified=True,
             canary_gap=gap,
             verify_seconds=time.perf_counter() - sent,
         )
 
     @torch.no_grad()
-    def _verify(self, model: nn.Module, version: int) -> float:
+    def _verify(self, shipment: Shipment, version: int) -> float:
         """The canary's mean |log-prob gap|; raises if the copy is not sound.
 
         vLLM decodes a few tokens after the prompt, longer than a block of the cache, and scores the
         prompt: decoding and prefill run different kernels, and only the first reads cached blocks.
         """
-        length = max(len(canary_ids(model)), self._block_size + 1)
-        ids = canary_ids(model, min(length, self._max_length - _NUM_DECODED))
+        length = max(len(canary_ids(self._model)), self._block_size + 1)
+        ids = canary_ids(self._model, min(length, self._max_length - _NUM_DECODED))
         output = self._requests.ask(ids, max_tokens=_NUM_DECODED, logprobs=0)
         if output.num_cached_tokens:
             raise SyncError(
@@ -205,8 +211,8 @@ class VllmEngine:
             )
         decoded = list(output.outputs[0].token_ids)
         sampled = _logprobs(decoded, output.outputs[0].logprobs)
-        expected = score_with(model, [*ids, *decoded], self.quant)
-        bound = canary_bound(self.quant, self.dtype, product_dtype(model))
+        expected = shipment.score([*ids, *decoded], self.quant)
+        bound = canary_bound(self.quant, self.dtype, shipment.dtype)
         judge = partial(verify, bound=bound, version=version, yardstick=self._yardstick)
         gap = judge(expected[: len(ids) - 1], self._score(ids))
         judge(expected[len(ids) - 1 :], sampled, path="decoded with the KV cache")
@@ -242,18 +248,15 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM, or in this process the last of several, and give its memory back."""
-        was_open, self._is_open, self._is_sound = self._is_open, False, False
+        was_open, self._is_open, self._flaw = self._is_open, False, "the engine was closed"
         if was_open and self._is_companion:
             Companions.close_one()
         elif was_open:
             self.llm.llm_engine.engine_core.shutdown()
 
     def _sound_version(self) -> int:
-        if not self._is_sound:
-            raise EngineError(
-                f"the weights of version {self.version} were overwritten by a sync that failed; "
-                "sync again before sampling"
-            )
+        if self._flaw:
+            raise EngineError(f"{self._flaw}; sync again before sampling")
         return self.version
 
     def _check_prompts(self, problems: Sequence[Problem], params: SamplingParams) -> None:

@@ -62,7 +62,7 @@ class Requests:
         self._open: dict[str, Request] = {}
         self._answers: dict[str, Any] = {}
         """Outputs of `ask`; None until they come."""
-        self._num_asked = 0
+        self._num_asked = self.num_steps = 0
 
     def add(self, request: Request) -> None:
         """Sample a completion from its first token on."""
@@ -87,6 +87,7 @@ class Requests:
 
     def step(self) -> None:
         """Let vLLM compute one step, and hand out what it sampled."""
+        self.num_steps += 1
         for output in self._engine.step():
             if output.request_id in self._answers and output.finished:
                 self._answers[output.request_id] = output

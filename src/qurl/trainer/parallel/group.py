@@ -19,17 +19,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qurl.errors import CheckpointError, QurlError
 from qurl.quant.tracking import UpdateTracker
 from qurl.trainer.learner import CRITIC, Learner
 from qurl.trainer.parallel.processes import Post, Workers, lead
 from qurl.trainer.parallel.sharding import shard_
+from qurl.trainer.parallel.shipping import GroupShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
 from qurl.trainer.weight_files import UNREADABLE
@@ -50,7 +51,8 @@ class LearnerGroup:
         workers.run(_build, make)
         self._learner: Learner = workers.post.held["learner"]
         self.policy: Policy = workers.post.held["whole"]
-        """A whole copy of the policy, as `whole_model` saw it last."""
+        """A whole copy of the policy in main memory, as `whole_model` saw it last."""
+        self.device = self._learner.policy.device
         self.cap, self.describe = self._learner.cap, self._learner.describe
 
     @property
@@ -66,8 +68,14 @@ class LearnerGroup:
     def round_kv_(self, scales: KVScales) -> None:
         self._workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
 
+    def source(self, engine: Any) -> nn.Module | GroupShipment:
+        if hasattr(engine, "packing"):
+            return GroupShipment(self._workers)
+        return self.whole_model()
+
     def whole_model(self) -> nn.Module:
-        self._workers.run(_gather)
+        """The weights as they are now, in one module of the leader."""
+        self._workers.run(gather_whole)
         return self.policy.model
 
     def save(self, folder: Path) -> None:
@@ -116,7 +124,7 @@ def _build(post: Post, make: Callable[[], Learner]) -> None:
     with post.ranks.agreeing(QurlError):
         learner = make()
         if post.ranks.rank == 0:
-            post.held["whole"] = learner.policy.copy()
+            post.held["whole"] = learner.policy.copy_to_cpu()
     with post.ranks.agreeing(QurlError):
         shard_(learner, post.ranks)
     post.held["learner"] = learner
@@ -137,26 +145,11 @@ def _round_kv(post: Post, scale: Tensor, center: Tensor) -> None:
     post.held["learner"].round_kv_(KVScales(scale.to(device), center.to(device)))
 
 
-@torch.no_grad()
-def _gather(post: Post) -> None:
-    """Write the whole weights into the copy of rank 0, one after the other."""
-    whole = post.held["whole"].model if post.ranks.rank == 0 else None
-    targets = {} if whole is None else dict(whole.named_parameters())
-    for name, parameter in post.held["learner"].policy.model.named_parameters():
-        found = _whole(parameter)
-        if targets:
-            targets[name].copy_(found)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _save(post: Post, folder: Path) -> None:
     learner: Learner = post.held["learner"]
-    _gather(post)
+    gather_whole(post)
     critic = learner.critic.state_dict() if learner.critic is not None else {}
-    critic = {name: _whole(weight).cpu() for name, weight in critic.items()}
+    critic = {name: gather(weight).cpu() for name, weight in critic.items()}
     with post.ranks.agreeing(CheckpointError):
         try:
             if post.ranks.rank == 0:

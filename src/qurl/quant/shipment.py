@@ -1,30 +1,46 @@
-"""What a sync sends to vLLM: named tensors as a saved model has them, in chunks with checksums.
+"""Weights on their way to an engine: named tensors as a saved model has them, in chunks.
 
-Projections go as codes and scales, or in full precision if vLLM quantizes them itself. Names are
-those of saved files, since vLLM's loaders know no others: transformers holds the experts of a layer
-in two tensors, and saves a matrix for each expert.
+Projections go as codes and scales, half the bytes of BF16, or in full precision if the engine
+quantizes them itself. Names are those of saved files, since vLLM's loaders know no others:
+transformers holds the experts of a layer in two tensors, and saves a matrix for each expert.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from qurl.quant import Format, quantize
-from qurl.quant.linear import projections
+from qurl.quant.formats import Format, quantize
+from qurl.quant.linear import quantized_projections
 
 CHUNK_BYTES = 2**30
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
+Chunk = dict[str, Tensor]
+
+
+class Shipment(Protocol):
+    """What an engine syncs from if the trainer's model is not at hand as one module."""
+
+    dtype: torch.dtype
+    """In which the trainer multiplies when it scores."""
+
+    def pack(self, packing: Packing) -> Iterator[Chunk]:
+        """All weights, each once, as the engine wants them."""
+        ...
+
+    def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
+        """The trainer's own log-probs [T - 1] of these tokens, as in `qurl.rollout.canary`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,45 +50,74 @@ class Packing:
     dtype: torch.dtype
     """Of all that is not coded."""
     format: Format | None = None
-    """Of the projections in vLLM."""
+    """Of the engine's projections."""
     sends_codes: bool = False
-    """We code them, not vLLM."""
+    """The trainer's side codes them, not the engine."""
     compute_dtype: torch.dtype | None = None
     """The trainer's: what is coded is rounded to it first, so that codes are of what it sees."""
     unties: bool = False
     """Send a head that is tied to the embedding, too."""
+    keeps: tuple[str, ...] = ()
+    """How names end whose tensors keep the trainer's dtype."""
+    full_layers: int = 0
+    """Layers at either end whose projections are not coded."""
 
     @torch.no_grad()
-    def pack(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    def pack(self, model: nn.Module) -> Iterator[Chunk]:
         """All weights of a model, in the order of its layers, in chunks of `CHUNK_BYTES` or so."""
-        coded = {f"{name}.weight" for name, _ in projections(model)} if self.format else set()
-        chunk: dict[str, Tensor] = {}
-        for name, weight in saved_weights(model, self.unties):
-            chunk |= self._pack(name, weight.detach(), name in coded)
-            if sum(part.nbytes for part in chunk.values()) >= CHUNK_BYTES:
-                yield chunk
-                chunk = {}
-        if chunk:
-            yield chunk
+        coded = self.coded_names(model)
+        weights = saved_weights(model, self.unties)
+        return bucket(self.pack_one(name, x.detach(), name in coded) for name, x in weights)
 
-    def _pack(self, name: str, weight: Tensor, is_coded: bool) -> dict[str, Tensor]:
+    def coded_names(self, model: nn.Module) -> set[str]:
+        """The weights that the engine holds in codes."""
+        found = quantized_projections(model, self.full_layers) if self.format else []
+        return {f"{name}.weight" for name, _ in found}
+
+    def pack_one(self, name: str, weight: Tensor, is_coded: bool) -> Chunk:
         if is_coded:
             weight = weight.to(self.compute_dtype or self.dtype)
         if is_coded and self.sends_codes and self.format:
             packed = quantize(weight, self.format)
             return {name: packed.codes, f"{name}_scale": packed.scale}
-        return {name: weight.to(self.dtype) if weight.is_floating_point() else weight}
+        is_kept = name.endswith(self.keeps) or not weight.is_floating_point()
+        return {name: weight if is_kept and not is_coded else weight.to(self.dtype)}
+
+
+def bucket(parts: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Parts put together into chunks of `CHUNK_BYTES` or so."""
+    chunk: Chunk = {}
+    for part in parts:
+        chunk |= part
+        if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
 
 
 def saved_weights(model: Any, unties: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors as a saved model has them: adapters merged, tied weights once."""
+    # A layer at a time: merged adapters, and experts that are taken apart, are copies.
+    for names in names_by_layer(model, unties):
+        yield from as_saved(model, {name: find_weight(model, name) for name in names}).items()
+
+
+def as_saved(model: Any, weights: Chunk) -> Chunk:
+    """Weights of a layer, with the names and shapes that a saved model has."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for _, names in groupby(_names(model, unties), key=_layer_of):
-        # A layer at a time: merged adapters, and experts that are taken apart, are copies.
-        owners = ((name, *name.rpartition(".")[::2]) for name in names)
-        layer = {name: getattr(model.get_submodule(owner), leaf) for name, owner, leaf in owners}
-        yield from revert_weight_conversion(model, layer).items()
+    return revert_weight_conversion(model, weights)
+
+
+def names_by_layer(model: nn.Module, unties: bool = False) -> list[list[str]]:
+    """The names of all weights, layer by layer."""
+    return [list(names) for _, names in groupby(_names(model, unties), key=_layer_of)]
+
+
+def find_weight(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def _names(model: nn.Module, unties: bool) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Engines in other processes (`engine.EngineGroup`)."""

@@ -1,0 +1,245 @@
+"""Engines in other processes as one engine: replicas that share the problems of a step.
+
+    trainer  ──codes, once, to all──▶  engine 0 .. M - 1  ──rollouts, as they finish──▶  trainer
+
+1. A sync packs the weights once and broadcasts them (`wire`). Each engine compares checksums, reads
+   its buffers back, and asks the trainer for log-probs of canary tokens.
+2. A stream deals problems to the engines as they get free (`stream`).
+3. An engine that dies, hangs or fails a sync is replaced (`fleet`). The new one has no weights and
+   samples nothing before the next sync.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl.errors import EngineError, SyncError
+from qurl.quant.shipment import Shipment
+from qurl.rollout.canary import as_shipment
+from qurl.rollout.engine import generate
+from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
+from qurl.rollout.group.stream import GroupStream, Traffic
+from qurl.rollout.group.wire import Switchboard, Wire
+from qurl.rollout.group.worker import EngineSpec, Question
+from qurl.rollout.local.requests import LengthHistory
+from qurl.types import KVScales, Problem, Rollout, SamplingParams, SyncReport
+
+CONNECT_SECONDS = 60.0
+"""How long the ends of a wire wait for each other, and for each tensor."""
+ATTEMPTS = 5
+"""How often a sync is tried, if engines die in the midst of it."""
+
+
+class EngineGroup:
+    """See `qurl.rollout.engine.Engine`. Groups of several formats may share one fleet."""
+
+    works_elsewhere = True
+    """What is submitted is worked on while this process does something else."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        spec: EngineSpec,
+        *,
+        name: str = "actor",
+        nccl_device: torch.device | None = None,
+        can_resync: bool = True,
+    ) -> None:
+        """`nccl_device` from which weights are sent, if every engine has a GPU of its own; None:
+        through main memory. `can_resync`: if all engines die in the midst of a stream, the source
+        of the last sync still has the weights of that version."""
+        self.fleet, self.name, self.quant = fleet, name, spec.quant
+        self.version, self.traffic = -1, Traffic()
+        self.packing = fleet.add(name, spec)
+        self._capacity = int(spec.options.get("max_batch", 256))
+        self._device, self._can_resync = nccl_device or torch.device("cpu"), can_resync
+        self._lengths = LengthHistory()
+        patience = min(CONNECT_SECONDS, fleet.timeout)
+        self._switchboard = Switchboard(patience, nccl_device is not None)
+        self._wire: tuple[Wire, list[Any]] | None = None
+        """With the handles that it goes to."""
+        self._source: Shipment | None = None
+        self._stream: GroupStream | None = None
+
+    @property
+    def kv_saturated_frac(self) -> float | None:
+        found = [m.call("get", self.name, "kv_saturated_frac").result() for m in self._members()]
+        known = [frac for frac in found if frac is not None]
+        return fmean(known) if known else None
+
+    def sync(self, source: Any, *, version: int) -> SyncReport:
+        """Send the trainer's weights to all engines that are there, and verify them."""
+        if self._stream is not None and self._stream.is_open:
+            raise EngineError("a sync has to wait until the open stream is closed")
+        return self._sync(as_shipment(source), version)
+
+    def _sync(self, shipment: Shipment, version: int) -> SyncReport:
+        self._source, self.version = shipment, version
+        for _ in range(ATTEMPTS):
+            members = self.fleet.muster()
+            start = time.perf_counter()
+            try:
+                reports = self._ship(members, shipment, version)
+            except (RuntimeError, WorkerDied, TimeoutError) as error:
+                if isinstance(error, SyncError):
+                    raise
+                self._wire = None
+                self.fleet.notify(f"a sync of version {version} broke off: {error}")
+                self.fleet.ping(members, seconds=10.0)
+                continue
+            if reports:
+                return self._sum_up(reports, time.perf_counter() - start)
+        raise SyncError(
+            f"sync of version {version} failed {ATTEMPTS} times; the events say what became of "
+            "the engines"
+        )
+
+    def _ship(
+        self, members: Sequence[Member], shipment: Shipment, version: int
+    ) -> list[SyncReport]:
+        """The reports of the engines that took the weights in."""
+        wire = self._connect(members)
+        begun = [m.call("begin_sync", self.name, version, shipment.dtype) for m in members]
+        _await(begun, self.fleet.timeout)
+        before = wire.num_bytes
+        for chunk in shipment.pack(self.packing):
+            wire.send(chunk)
+        wire.send({})
+        reports, failures = self._talk(members, shipment)
+        if failures and not reports:
+            raise next(iter(failures.values()))
+        for member, error in failures.items():
+            self.fleet.bury(member, error)
+        for member in reports:
+            member.versions[self.name] = version
+        self._bytes_sent = wire.num_bytes - before
+        return list(reports.values())
+
+    def _connect(self, members: Sequence[Member]) -> Wire:
+        """The wire of the last sync, if it goes to the same workers."""
+        handles = [member.handle for member in members]
+        if self._wire is not None and self._wire[1] == handles:
+            return self._wire[0]
+        self._wire = None
+        address, size = self._switchboard.next_address(), len(members) + 1
+        joined = [m.call("join", address, rank, size) for rank, m in enumerate(members, 1)]
+        wire = Wire(address, 0, size, self._device)
+        _await(joined, self.fleet.timeout)
+        self._wire = wire, handles
+        return wire
+
+    def _talk(
+        self, members: Sequence[Member], shipment: Shipment
+    ) -> tuple[dict[Member, SyncReport], dict[Member, Exception]]:
+        """Answer the questions of all engines, until each has reported or failed."""
+        reports: dict[Member, SyncReport] = {}
+        failures: dict[Member, Exception] = {}
+        answers: dict[Question, Tensor] = {}
+        calls = {member: member.call("question") for member in members}
+        deadline = time.monotonic() + self.fleet.timeout
+        while calls:
+            wait(calls.values(), timeout=1.0, return_when="FIRST_COMPLETED")
+            for member, call in list(calls.items()):
+                if not call.done():
+                    if time.monotonic() > deadline:
+                        failures[member] = EngineError("it did not verify its weights in time")
+                        del calls[member]
+                    continue
+                del calls[member]
+                try:
+                    heard = call.result()
+                except (EngineError, WorkerDied) as error:
+                    failures[member] = error
+                    continue
+                if isinstance(heard, SyncReport):
+                    reports[member] = heard
+                    continue
+                if heard not in answers:
+                    answers[heard] = shipment.score(heard.token_ids, heard.quant).cpu()
+                member.call("answer", answers[heard])
+                calls[member] = member.call("question")
+        return reports, failures
+
+    def _sum_up(self, reports: Sequence[SyncReport], seconds: float) -> SyncReport:
+        scales = [r.kv_scales for r in reports if r.kv_scales is not None]
+        if not _are_equal(scales):
+            raise SyncError(
+                f"sync of version {self.version} failed: the engines chose different scales for "
+                "their FP8 caches; are their GPUs of one kind?"
+            )
+        return SyncReport(
+            version=self.version,
+            seconds=seconds - max(r.verify_seconds for r in reports),
+            bytes=self._bytes_sent,
+            code_flip_frac=fmean(r.code_flip_frac for r in reports),
+            verified=True,
+            canary_gap=max(r.canary_gap for r in reports),
+            verify_seconds=max(r.verify_seconds for r in reports),
+            kv_scales=scales[0] if scales else None,
+        )
+
+    def stream(self, params: SamplingParams) -> GroupStream:
+        """One stream at a time."""
+        if self._stream is not None and self._stream.is_open:
+            raise EngineError("a group of engines has one stream at a time; close the other first")
+        self._stream = GroupStream(
+            self.fleet,
+            self.name,
+            params,
+            capacity=self._capacity,
+            lengths=self._lengths,
+            traffic=self.traffic,
+            get_members=self._revive,
+            get_version=lambda: self.version,
+        )
+        return self._stream
+
+    def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
+        return generate(self, problems, params)
+
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        return self._revive()[0].call("score", self.name, list(token_ids)).result()
+
+    def close(self) -> None:
+        """The fleet goes on: it may have other groups."""
+        self._wire = None
+
+    def _members(self) -> list[Member]:
+        """Those that hold the weights of this version."""
+        members = self.fleet.members
+        return [m for m in members if m.handle and m.versions.get(self.name) == self.version]
+
+    def _revive(self) -> list[Member]:
+        """The members that can be sampled from. If none is left, the replacements get weights."""
+        if members := self._members():
+            return members
+        if self._source is None:
+            raise EngineError("no weights have been sent yet; sync before sampling")
+        self.fleet.muster()
+        if not self._can_resync:
+            raise EngineError(
+                f"no engine is left that holds version {self.version}, and the trainer has moved "
+                "on; everything is saved, and the same command resumes"
+            )
+        self._sync(self._source, self.version)
+        return self._members()
+
+
+def _await(calls: Sequence[Future[Any]], seconds: float) -> None:
+    for call in calls:
+        call.result(timeout=seconds)
+
+
+def _are_equal(scales: Sequence[KVScales]) -> bool:
+    first = scales[0] if scales else None
+    return all(
+        first is not None and torch.equal(s.scale.cpu(), first.scale.cpu()) for s in scales
+    ) and not any(math.isnan(float(s.scale.sum())) for s in scales)

@@ -1,0 +1,172 @@
+"""Problems dealt to engines, and their rollouts as they finish.
+
+An engine gets no more sequences than it decodes at once, so that a problem waits here and not with
+a busy engine. What a completion is depends on the weights, the parameters and the problem's id
+alone: what a dead engine was working on is asked of another, with the same result.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+
+from qurl.errors import EngineError
+from qurl.rollout.engine import pair_sizes
+from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
+from qurl.rollout.group.worker import Progress
+from qurl.rollout.local.requests import LengthHistory
+from qurl.types import Problem, Rollout, SamplingParams
+
+POLL_SECONDS = 1.0
+
+
+@dataclass
+class Work:
+    """What one engine is doing."""
+
+    opened: Future[None]
+    asked: dict[str, list[tuple[Problem, int]]] = field(default_factory=lambda: defaultdict(list))
+    """By the id of the problem."""
+    poll: Future[Progress] | None = None
+    num_steps: int = -1
+    seen: float = field(default_factory=time.monotonic)
+    """When it decoded something last."""
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(size for entries in self.asked.values() for _, size in entries)
+
+
+@dataclass
+class Traffic:
+    """Bytes of problems and rollouts that passed through this process."""
+
+    num_bytes: int = 0
+
+
+class GroupStream:
+    """See `qurl.rollout.engine.Stream`; work begins with `submit`, whoever waits for it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        name: str,
+        params: SamplingParams,
+        *,
+        capacity: int,
+        lengths: LengthHistory,
+        traffic: Traffic,
+        get_members: Callable[[], list[Member]],
+        get_version: Callable[[], int],
+    ) -> None:
+        """`get_members`: those that can be sampled from; it may take long to find any."""
+        self._fleet, self._name, self._params = fleet, name, params
+        self._capacity, self._lengths, self._traffic = capacity, lengths, traffic
+        self._get_members, self._get_version = get_members, get_version
+        self._waiting: deque[tuple[Problem, int]] = deque()
+        self._work: dict[Member, Work] = {}
+        self._id = str(uuid.uuid4())
+        self.is_open = True
+
+    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+        asked = pair_sizes(problems, sizes, self._params)
+        self._waiting.extend(self._lengths.order(asked))
+        self._deal()
+
+    def __iter__(self) -> Iterator[Rollout]:
+        while self._waiting or self._is_busy:
+            self._deal()
+            for rollout in self._collect():
+                longest = max(len(c.token_ids) for c in rollout.completions)
+                self._lengths.record(rollout.problem, longest)
+                yield rollout
+
+    def __enter__(self) -> GroupStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
+        for member in self._work:
+            if member.handle is not None:
+                member.call("close_stream", self._id)
+        self._work, self.is_open = {}, False
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(work.asked for work in self._work.values())
+
+    def _deal(self) -> None:
+        """Hand waiting problems to the engines that have the fewest sequences."""
+        members = self._get_members() if self._waiting else []
+        portions: dict[Member, list[tuple[Problem, int]]] = defaultdict(list)
+        while self._waiting:
+            load = {m: self._work[m].num_sequences if m in self._work else 0 for m in members}
+            member = min(members, key=lambda m: load[m])
+            if load[member] >= self._capacity:
+                break
+            if member not in self._work:
+                self._work[member] = Work(member.call("open", self._id, self._name, self._params))
+            problem, size = self._waiting.popleft()
+            self._work[member].asked[problem.id].append((problem, size))
+            portions[member].append((problem, size))
+        for member, portion in portions.items():
+            message = pickle.dumps(portion)
+            self._traffic.num_bytes += len(message)
+            work = self._work[member]
+            work.seen = work.seen if work.poll else time.monotonic()
+            try:
+                work.opened.result(self._fleet.timeout)  # calls overtake each other
+                member.call("submit", self._id, message)
+            except (WorkerDied, TimeoutError) as error:
+                self._lose(member, error)
+
+    def _collect(self) -> Iterator[Rollout]:
+        """Rollouts that have finished by now; waits a moment for the first."""
+        busy = {member: work for member, work in self._work.items() if work.asked}
+        for member, work in busy.items():
+            work.poll = work.poll or member.call("poll", self._id, POLL_SECONDS)
+        wait([w.poll for w in busy.values() if w.poll], POLL_SECONDS * 2, FIRST_COMPLETED)
+        for member, work in busy.items():
+            if work.poll is not None and work.poll.done():
+                yield from self._take(member, work)
+            elif time.monotonic() - work.seen > self._fleet.timeout:
+                self._lose(member, f"it did not answer for {self._fleet.timeout:g} s")
+
+    def _take(self, member: Member, work: Work) -> Iterator[Rollout]:
+        assert work.poll is not None
+        poll, work.poll = work.poll, None
+        try:
+            progress = poll.result()
+        except WorkerDied as error:
+            self._lose(member, error)
+            return
+        rollouts: list[Rollout] = pickle.loads(progress.rollouts)
+        self._traffic.num_bytes += len(progress.rollouts)
+        if rollouts or progress.num_steps != work.num_steps:
+            work.num_steps, work.seen = progress.num_steps, time.monotonic()
+        elif time.monotonic() - work.seen > self._fleet.timeout:
+            self._lose(member, f"it decoded no token for {self._fleet.timeout:g} s")
+        for rollout in rollouts:
+            self._check_off(member, work, rollout)
+            yield rollout
+
+    def _check_off(self, member: Member, work: Work, rollout: Rollout) -> None:
+        if rollout.version != (version := self._get_version()):
+            raise EngineError(
+                f"{member} sampled with weights of version {rollout.version}, not {version}"
+            )
+        entries = work.asked[rollout.problem.id]
+        entries.pop(0)
+        if not entries:
+            del work.asked[rollout.problem.id]
+
+    def _lose(self, member: Member, cause: Exception | str) -> None:
+        """Ask others for what a dead engine was working on."""
+        lost = [entry for entries in self._work.pop(member).asked.values() for entry in entries]
+        self._waiting.extendleft(reversed(lost))
+        self._fleet.bury(member, cause)

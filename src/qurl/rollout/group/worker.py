@@ -1,0 +1,229 @@
+"""An engine in a process of its own, and what the group may ask of it.
+
+Everything that touches an engine runs in one thread, in the order in which it was asked for. Calls
+come in on other threads, in any order: a worker answers while its engine computes, or hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl.errors import EngineError
+from qurl.quant.shipment import Chunk, Packing
+from qurl.rollout import build_engine
+from qurl.rollout.engine import close
+from qurl.rollout.group.wire import Address, Wire
+from qurl.types import Problem, Rollout, SamplingParams, SyncReport
+
+Asked = Sequence[tuple[Problem, int]]
+"""Problems, with the number of completions of each."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All that it takes to build an engine elsewhere, but its weights."""
+
+    kind: str
+    model_config: Any
+    """Of transformers."""
+    generation_config: Any
+    tokenizer: Any
+    quant: str
+    options: Mapping[str, Any]
+    device: str
+
+    def build(self, device: torch.device) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        # Memory that nobody touches is never taken: the first sync brings the weights.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(self.model_config, dtype=torch.float32)
+        model.generation_config = self.generation_config
+        options = {"device": device, "is_empty": True, **self.options}
+        return build_engine(self.kind, model, self.tokenizer, quant=self.quant, **options)
+
+
+@dataclass(frozen=True)
+class Question:
+    """The engine wants to know the trainer's log-probs of these tokens."""
+
+    token_ids: tuple[int, ...]
+    quant: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What became of a stream since the last time."""
+
+    rollouts: bytes
+    """Pickled, so that their size is known."""
+    num_steps: int
+    """That the engine has decoded so far."""
+
+
+class EngineWorker:
+    """Lives in the other process."""
+
+    def __init__(self, threads: int = 0, log: str | None = None, gpu: int | None = None) -> None:
+        """`log`: a file for what this process writes to stderr, its last words among it. `gpu`:
+        number of the one to use, where several are in sight."""
+        if log is not None:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
+        self._engines: dict[str, Any] = {}
+        self._device, self._gpu = torch.device("cpu"), gpu
+        self._wire: Wire | None = None
+        self._thread = ThreadPoolExecutor(1)
+        if threads:  # torch counts them by the thread that asks
+            self._thread.submit(torch.set_num_threads, threads).result()
+        self._talk: Talk | None = None
+        self._plays: dict[str, Play] = {}
+
+    def describe(self) -> str:
+        return f"{socket.gethostname()}, process {os.getpid()}"
+
+    def build(self, name: str, spec: EngineSpec) -> Packing:
+        """Make an engine without weights; returns how it wants them."""
+        is_cuda = spec.device == "cuda"
+        self._device = torch.device(spec.device, (self._gpu or 0) if is_cuda else None)
+        close(self._engines.pop(name, None))
+        self._engines[name] = self._thread.submit(spec.build, self._device).result()
+        return self._engines[name].packing
+
+    def join(self, address: Address, rank: int, size: int) -> None:
+        """Become a member of a wire."""
+        self._wire = None
+        self._wire = Wire(address, rank, size, self._device)
+
+    def begin_sync(self, name: str, version: int, dtype: torch.dtype) -> None:
+        """Take in the shipment that the wire brings next."""
+        assert self._wire is not None
+        self._talk = Talk(self._wire, dtype)
+        talk, engine = self._talk, self._engines[name]
+        talk.follow(self._thread.submit(talk.receive, engine, version))
+
+    def question(self) -> Question | SyncReport:
+        """What the engine asks next, or its report if it has nothing more to ask."""
+        assert self._talk is not None
+        return self._talk.listen()
+
+    def answer(self, logprobs: Tensor) -> None:
+        assert self._talk is not None
+        self._talk.answers.put(logprobs)
+
+    def open(self, stream: str, name: str, params: SamplingParams) -> None:
+        """Begin a stream of that engine; the next one begins when this one is closed."""
+        self._plays[stream] = Play(self._engines[name], params)
+        self._plays[stream].done = self._thread.submit(self._plays[stream].run)
+
+    def submit(self, stream: str, asked: bytes) -> None:
+        self._plays[stream].inbox.put(pickle.loads(asked))
+
+    def poll(self, stream: str, seconds: float) -> Progress:
+        """Rollouts that have finished; waits so long for the first of them."""
+        return self._plays[stream].poll(seconds)
+
+    def close_stream(self, stream: str) -> None:
+        self._plays.pop(stream).close()
+
+    def score(self, name: str, token_ids: Sequence[int]) -> Tensor:
+        return self._thread.submit(self._engines[name].score, token_ids).result().cpu()
+
+    def get(self, name: str, attribute: str) -> Any:
+        return getattr(self._engines[name], attribute, None)
+
+
+class Talk:
+    """A sync under way: a shipment off the wire, and questions to the trainer."""
+
+    def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
+        self.dtype, self._wire = dtype, wire
+        self.answers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[Question | Future[SyncReport]] = queue.SimpleQueue()
+
+    def receive(self, engine: Any, version: int) -> SyncReport:
+        try:
+            return engine.sync(self, version=version)
+        except EngineError:
+            for _ in self._wire.receive():  # the sender goes on, for the others
+                pass
+            raise
+
+    def pack(self, packing: Packing) -> Iterator[Chunk]:
+        yield from self._wire.receive()
+
+    def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
+        self._questions.put(Question(tuple(token_ids), quant))
+        return self.answers.get()
+
+    def follow(self, report: Future[SyncReport]) -> None:
+        report.add_done_callback(self._questions.put)
+
+    def listen(self) -> Question | SyncReport:
+        heard = self._questions.get()
+        return heard.result() if isinstance(heard, Future) else heard
+
+
+class Play:
+    """A stream of the engine, fed from an inbox until it is closed."""
+
+    done: Future[None]
+
+    def __init__(self, engine: Any, params: SamplingParams) -> None:
+        self._engine, self._params = engine, params
+        self.inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def run(self) -> None:
+        with self._engine.stream(self._params) as stream:
+            while not self._is_closed and (asked := self.inbox.get()) is not None:
+                _submit(stream, asked)
+                for rollout in stream:
+                    self._finished.put(rollout)
+                    if self._is_closed:
+                        return
+                    while not self.inbox.empty():
+                        _submit(stream, self.inbox.get() or ())
+
+    def poll(self, seconds: float) -> Progress:
+        deadline, found = time.monotonic() + seconds, []
+        while not found and time.monotonic() < deadline and not self.done.done():
+            try:
+                found.append(self._finished.get(timeout=min(0.2, seconds)))
+            except queue.Empty:
+                continue
+        while not self._finished.empty():
+            found.append(self._finished.get())
+        if not found and self.done.done():
+            self.done.result()  # raises what the stream did
+        return Progress(pickle.dumps(found), getattr(self._engine, "num_steps", 0))
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.inbox.put(None)
+
+
+def _submit(stream: Any, asked: Asked) -> None:
+    if asked:
+        stream.submit([problem for problem, _ in asked], [size for _, size in asked])
+
+
+def last_words(log: str | None, count: int = 5) -> str:
+    """The last lines of what a worker wrote."""
+    try:
+        with open(log or "", errors="replace") as file:
+            return "\n".join(file.read().rstrip().splitlines()[-count:])
+    except OSError:
+        return ""

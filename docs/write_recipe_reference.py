@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 import textwrap
 import types
@@ -125,7 +126,7 @@ def render_type(hint: Any) -> str:
     if origin is Annotated:
         return f"{render_type(args[0])} {render_bounds(args[1])}".rstrip()
     if origin is Literal:
-        return ", ".join(f'`"{value}"`' for value in args)
+        return ", ".join(f"`{json.dumps(value)}`" for value in args)
     if origin in (Union, types.UnionType):
         return " or ".join("none" if a is type(None) else render_type(a) for a in args)
     if origin is dict:

@@ -6,11 +6,15 @@
 
 Row `step` of metrics.jsonl describes one step: the sync before it, its rollouts, its updates and,
 when due, the evaluation of the weights that it leaves. Row -1 evaluates the untrained model.
+
+With `rollout.ahead = 1` a step trains on what the weights before the last update have sampled, and
+the next step's rollouts are sampled meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from qurl.advantages import Estimator, compare
@@ -31,11 +35,13 @@ from qurl.run.interrupt import Interrupt
 from qurl.run.monitor import FALLEN_BACK, Monitor
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
-from qurl.sampling import Sampler, Selector, narrow
+from qurl.sampling import Sampled, Selector, narrow
+from qurl.sampling.age import Rescored, age_metrics, rescore
 from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, Task
 from qurl.trainer.batches import pad, sample_records
+from qurl.types import Batch
 
 
 def train(
@@ -100,12 +106,14 @@ def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, flo
     """One step of the figure above, from the sync to the update; returns what it measured."""
     learner, hooks, timer = parts.learner, parts.hooks, run.timer
     metrics = sync(config, parts, run, step)
-    sampler = Sampler(config, parts.stream, parts.actor, parts.pool, step, hooks)
-    collected = sampler.collect()
-    metrics |= sampler.metrics() | collected.metrics()
-    sampled = pad(collected.graded).to(learner.policy.device)
+    sampled = take_rollouts(config, parts, run, step)
+    metrics |= sampled.metrics
+    seed = derive_seed(config.seed, "replay", step)
+    graded = hooks.replay.merge(sampled.graded, config.batch.problems, seed)
+    whole = pad(graded).to(learner.policy.device)
     seed = derive_seed(config.seed, "subselect", step)
-    batch, rows, advantage = narrow(sampled, hooks.subselect, parts.advantage, seed)
+    batch, rows, advantage = narrow(whole, hooks.subselect, parts.advantage, seed)
+    rescored, begun = begin_next(config, parts, run, step, batch)
     with timer("prox"):
         scored = learner.recompute(batch, step)
     corrected = correct(scored, cap=learner.cap, **vars(config.correction))
@@ -115,11 +123,51 @@ def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, flo
     metrics |= update_metrics | learner.describe(trained, batch.mask)
     num_tokens = trained.num_tokens * config.batch.epochs
     metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
-    hooks.observe(step, sampler.graded, metrics)
-    records = (collected.graded, trained, config.track.samples, learner.policy.tokenizer, rows)
+    if config.rollout.ahead:
+        metrics |= age_metrics(sampled.graded, step, rescored, trained)
+    parts.pending = finish_next(begun, run)
+    hooks.observe(step, sampled.everything, metrics)
+    records = (graded, trained, config.track.samples, learner.policy.tokenizer, rows)
     for record in sample_records(*records):
         run.sample(step, record)
     return metrics | hooks.metrics(trained)
+
+
+def take_rollouts(config: Config, parts: Parts, run: Run, step: int) -> Sampled:
+    """The rollouts of a step: those begun beside the last update, or new ones."""
+    if parts.pending is not None:
+        return parts.pending
+    sampler = parts.sampler(config, step)
+    if not config.rollout.ahead:
+        return sampler.collect()
+    with run.timer("rollout"):
+        return sampler.begin().result()
+
+
+def begin_next(
+    config: Config, parts: Parts, run: Run, step: int, batch: Batch
+) -> tuple[Rescored | None, Future[Sampled] | None]:
+    """With rollout.ahead, begin the next step's rollouts with the weights that were just synced.
+
+    Before that, the engine scores some rows of this step's batch, which older weights sampled.
+    """
+    if not config.rollout.ahead:
+        return None, None
+    with run.timer("track"):
+        rescored = rescore(parts.actor, batch, config.model.logits_chunk)
+    if step + 1 == config.steps:
+        return rescored, None
+    with run.timer("rollout"):
+        return rescored, parts.sampler(config, step + 1).begin()
+
+
+def finish_next(begun: Future[Sampled] | None, run: Run) -> Sampled | None:
+    """Wait for the next step's rollouts, as evaluations, checkpoints and the parts of sampling
+    must find an idle engine and a settled history."""
+    if begun is None:
+        return None
+    with run.timer("rollout"):
+        return begun.result()
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:

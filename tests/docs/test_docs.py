@@ -168,7 +168,7 @@ RUNS = {
         **{"sampling.select": "dots", "systems.dots.references": 2, "sampling.thermostat": "e3"},
         **{"batch.subselect": "shuffle-r1"},
     },
-    "vapo": {"critic.pretrain_steps": 1},
+    "vapo": {"critic.pretrain_steps": 1, "rollout.ahead": 1},
 }
 
 

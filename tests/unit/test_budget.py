@@ -259,6 +259,7 @@ def test_the_text_holds_the_token_budget():
     lines = [" ".join(line.split()) for line in describe_budget(recipe()).splitlines()]
     assert "sequences per step 15 (3 problems x 5)" in lines
     assert "sampled per step at most 180" in lines
+    assert "age of rollouts 0 steps (rollout.ahead)" in lines
     assert "updates per step 8" in lines
     assert "updates in the run 56" in lines
     config = recipe(batch={"problems": 3000, "minibatches": 4})

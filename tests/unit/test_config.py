@@ -270,6 +270,14 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             },
             "'auto' does not go with correction.batch_normalize, algo.kl_in_reward: they read",
         ),
+        (
+            {
+                "rollout": {"ahead": 1},
+                "correction": {"mode": "auto"},
+                "quant": {"unified": True},
+            },
+            "'auto' takes behav for prox, and rollout.ahead = 1 makes behav an update older than",
+        ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
         (
             {"save": {"every": 5, "keep": 0}},
@@ -470,6 +478,14 @@ def test_new_places_of_moved_keys_exist():
             {"quant": {"unified": True}, "rollout": {"engine": "qurl.rollout:HFEngine"}},
             "quant.unified: rollout.engine = 'qurl.rollout:HFEngine' must quantize as qurl.quant",
         ),
+        (
+            {
+                "rollout": {"ahead": 1},
+                "algo": {"objective": "ppo_prox"},
+                "quant": {"format": "none"},
+            },
+            "'ppo_prox' does not correct the age of rollouts that rollout.ahead = 1 samples",
+        ),
         ({"steps": 9, "optim": {"warmup_steps": 10}}, "the learning rate never reaches optim.lr"),
     ],
 )
@@ -486,6 +502,12 @@ def test_choices_that_need_no_warning():
         {"algo": {"objective": "ppo_prox"}, "quant": {"format": "none"}},
         {"correction": {"mode": "auto"}, "quant": {"format": "none"}},
         {"algo": {"objective": "ppo_prox"}, "quant": {"unified": True}},
+        {"rollout": {"ahead": 1}},
+        {
+            "rollout": {"ahead": 1},
+            "algo": {"objective": "ppo_behav"},
+            "quant": {"format": "none"},
+        },
     ):
         assert not list(find_warnings(build_config(tree)))
 

@@ -4,6 +4,7 @@ processes, killed with signal 9."""
 import pickle
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class ThreadHandle:
 class Yard:
     """Starts workers, and remembers them and what the fleet says."""
 
-    def __init__(self, make=EngineWorker):
+    def __init__(self, make: Any = EngineWorker):
         self.handles, self.events, self._make = [], [], make
 
     def start(self, number):

@@ -168,6 +168,9 @@ def _correction_mistakes(
     if correction.mode == "auto" and (readers := prox_readers(config, advantage)):
         remedy = "they read the prox of all tokens before the first update; use 'decoupled'"
         yield f"correction.mode = 'auto' does not go with {', '.join(readers)}: {remedy}"
+    if correction.mode == "auto" and config.rollout.ahead:
+        age = "rollout.ahead = 1 makes behav an update older than that"
+        yield f"correction.mode = 'auto' takes behav for prox, and {age}; use 'decoupled'"
     if correction.kind == "icepop" and objective and not objective.is_truncated:
         truncated = " or ".join(repr(n) for n, o in OBJECTIVES.items() if o.is_truncated)
         yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
@@ -440,9 +443,13 @@ def find_warnings(
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
     yield from _symmetric_warnings(config)
     has_mismatch = (quant.format, quant.kv) != ("none", "none") and not quant.unified
+    is_late = config.rollout.ahead > 0
     if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
         yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
+    elif objective and objective.against == "prox" and not objective.is_weighted and is_late:
+        uncorrected = f"algo.objective = {algo.objective!r} does not correct the age"
+        yield f"{uncorrected} of rollouts that rollout.ahead = 1 samples; use 'acr' or 'tis'"
     if config.correction.mode == "auto" and has_mismatch:
         risk = "a mismatch of quantized rollouts without a tail goes uncorrected"
         yield f"correction.mode = 'auto': {risk}; use 'decoupled', or one precision for both sides"

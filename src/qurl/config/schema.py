@@ -357,6 +357,9 @@ class RolloutConfig(Section):
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
+    ahead: Literal[0, 1] = 0
+    """1: sample the next step's rollouts while this step's batch is trained, one update late
+    ([one step off](parallel.md#one-step-off))."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 

@@ -42,7 +42,12 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """The actor's side of the loop."""
+    """The actor's side of the loop.
+
+    An engine whose weights and arithmetic are in other processes may have `works_elsewhere = True`.
+    With `rollout.ahead = 1`, a thread then submits and reads a stream while the trainer updates;
+    the engine's other methods are not called meanwhile.
+    """
 
     def sync(self, source: Any, *, version: int) -> SyncReport:
         """Quantize the trainer's weights into the engine, in place, and verify the copy.

@@ -46,7 +46,7 @@ class EpisodeEngine:
 
     @property
     def works_elsewhere(self) -> bool:
-        return False  # turns are played here
+        return getattr(self.engine, "works_elsewhere", False)
 
     @property
     def packing(self) -> Packing:

@@ -42,7 +42,7 @@ from qurl.run.engines import build_actor, open_place
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
-from qurl.sampling import Hooks, ProblemStream, Setup
+from qurl.sampling import Hooks, ProblemStream, Sampled, Sampler, Setup
 from qurl.seeds import derive_seed
 from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
@@ -57,6 +57,10 @@ from qurl.types import Problem
 
 AnyLearner = Learner | LearnerGroup
 AnyTracker = UpdateTracker | GroupTracker
+IN_TURNS = (
+    "rollout.ahead = 1 saves no time here: the engine is in the trainer's process, so they take "
+    "turns, and rollouts are one update old all the same"
+)
 
 
 @dataclass
@@ -77,6 +81,8 @@ class Parts:
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
     """Of the data files, by the key that names them."""
+    pending: Sampled | None = None
+    """With `rollout.ahead`, the next step's rollouts; complete whenever a step has ended."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 
@@ -84,6 +90,10 @@ class Parts:
     def actor(self) -> Engine:
         """The engine that samples rollouts."""
         return self.full_engine if self.is_full else self.engine
+
+    def sampler(self, config: Config, step: int) -> Sampler:
+        """Samples the rollouts of a step with the actor's present weights."""
+        return Sampler(config, self.stream, self.actor, self.pool, step, self.hooks)
 
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
@@ -98,14 +108,16 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        hooks = self.hooks.state_dict()
-        return {**self.stream.state_dict(), **sizes, "tracker": tracker, "hooks": hooks}
+        state = {**self.stream.state_dict(), **sizes, "tracker": tracker, "pending": self.pending}
+        return {**state, "hooks": self.hooks.state_dict()}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
         folder, state = run.path / "checkpoints", state or self.state()
         if self.tracker is not None:
             state = {**state, "tracker": self.tracker.collect(state["tracker"])}
+        pending: Sampled | None = state["pending"]
+        state = {**state, "pending": pending.state_dict() if pending else {}}
         path = save_checkpoint(folder, step, self.learner, state, keep=config.save.keep)
         run.event("checkpoint", f"saved {path.name}", step=step)
 
@@ -138,9 +150,10 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         keeps = config.sampling.keep_responses
         stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
         tracker = _build_tracker(config, learner, run)
-        first_step = 0
+        first_step, pending = 0, None
         if checkpoint:
             state = load_checkpoint(checkpoint, learner)
+            pending = Sampled.load(state["pending"]) if state.get("pending") else None
             _warn_of_changed_data(state, prints, run)
             hooks.load_state_dict(state.get("hooks", {}))
             first_step = _resume(state, stream, tracker, run)
@@ -169,7 +182,10 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 first_step=first_step,
                 build_engine=build,
                 fingerprints=prints,
+                pending=pending,
             )
+            if config.rollout.ahead and not getattr(parts.actor, "works_elsewhere", False):
+                run.warn(IN_TURNS)
             _set_aside(damaged, first_step, run)
             run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
             try:

@@ -38,6 +38,7 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
         f" x {config.sampling.group_size})",
         f"  sampled per step        at most {sequences * config.sampling.max_tokens:,}",
         f"  updates per step        {config.updates_per_step}",
+        f"  age of rollouts         {config.rollout.ahead} steps (rollout.ahead)",
         f"  updates in the run      {config.steps * config.updates_per_step:,}",
         f"memory (GiB) on {card.name if card else device}",
     ]

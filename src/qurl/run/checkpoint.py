@@ -7,7 +7,8 @@ checkpoints/step-000123/
     critic.pt          only if a critic is trained
     optimizer.pt       AdamW state of policy and critic, and the rests of BF16 masters
     optimizer/         in place of it, the shards of several trainers
-    state.pt           step, data position, update tracker, random state
+    state.pt           step, data position, update tracker, random state, and with rollout.ahead
+                       the next step's rollouts
     checksums.json     SHA-256 of each file above
 """
 
@@ -193,7 +194,7 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"its state.pt is of step {state['step']!r}")
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"its state.pt has position = {position!r}")
-    for key in ("history", "accuracies", "hooks"):
+    for key in ("history", "accuracies", "hooks", "pending"):
         if not isinstance(state.get(key, {}), dict):
             raise ValueError(f"its state.pt has {key} that no run writes")
 

@@ -94,7 +94,8 @@ def _in_fleet(
         device=pick_device(config.device).type,
     )
     name = "actor" if quant == config.quant.format else "full"
-    return EngineGroup(fleet, spec, name=name)
+    # One step ahead, the trainer's weights have moved on when rollouts are still sampled.
+    return EngineGroup(fleet, spec, name=name, can_resync=not config.rollout.ahead)
 
 
 def build_actor(
@@ -134,7 +135,7 @@ def _engine_options(config: Config, quant: str) -> dict[str, Any]:
     options: dict[str, Any] = {"full_layers": config.quant.full_layers}
     if rollout.engine != "local":
         return options
-    others = ("engine", "episode", "vllm")
+    others = ("engine", "episode", "vllm", "ahead")
     options |= {k: v for k, v in vars(rollout).items() if k not in others}
     options["release_kv"] = rollout.release_kv or not is_main
     options["kv"] = config.quant.kv if is_main else "none"

@@ -42,7 +42,8 @@ class Dots:
         self._references: list[int] = []
         self._predicted = torch.zeros(0)  # [N]
         self._order = torch.zeros(0, dtype=torch.int64)  # [N], as drawn
-        self._asked: list[int] = []
+        self._expected: list[float] = []
+        """Predictions for the problems that were asked and not observed yet."""
         self._metrics: dict[str, float] = {}
 
     def probe(self, step: int, history: History, seed: int) -> list[int]:
@@ -70,7 +71,7 @@ class Dots:
         places = (torch.arange(count) + self._cursor) % num_problems
         self._cursor += count
         chosen = self._order[places].tolist()
-        self._asked += chosen
+        self._expected += self._predicted[chosen].tolist()
         return chosen
 
     def predict(self, history: History) -> Tensor:
@@ -123,22 +124,24 @@ class Dots:
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         """Compare what was predicted with what came."""
-        predicted = self._predicted[torch.tensor(self._asked)]
+        count = len(graded)  # with rollout.ahead, the next step's problems were asked already
+        predicted, self._expected = torch.tensor(self._expected[:count]), self._expected[count:]
         found = torch.tensor([fmean(group.accuracies) for group in graded])
         self._metrics = {
             "sampling/predicted_accuracy": float(predicted.mean()),
             "sampling/prediction_error": float((predicted - found).abs().mean()),
         }
-        self._asked = []
 
     def metrics(self, trained: Trained) -> dict[str, float]:
         return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {"order": self._order, "predicted": self._predicted}
-        return {**tensors, "cursor": self._cursor, "references": self._references}
+        asked = {"references": self._references, "expected": list(self._expected)}
+        return {**tensors, "cursor": self._cursor, **asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._order, self._predicted = state["order"], state["predicted"]
         self._cursor, self._references = state["cursor"], state["references"]
+        self._expected = list(state.get("expected", []))
         self._is_due = not len(self._order)

@@ -80,10 +80,11 @@ class E3Budget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "ranks": self.ranks}
+        return {"epoch": self.epoch, "ranks": self.ranks, "sizes": self._sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.ranks = state["epoch"], state["ranks"]
+        self._sizes = state.get("sizes", [])
 
 
 def rank(history: History) -> dict[int, float]:

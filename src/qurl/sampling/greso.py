@@ -95,7 +95,8 @@ class Greso:
             change = self.config.step if rate < target else -self.config.step
             self.p[kind] = min(max(self.p[kind] + change, low), high)
         self.flat_rate = 1 - kinds.count("mixed") / len(kinds)
-        self._skipped_frac = self._num_skipped / (self._num_skipped + self._num_asked)
+        if self._num_asked:  # not in the last step of a run with rollout.ahead
+            self._skipped_frac = self._num_skipped / (self._num_skipped + self._num_asked)
         self._num_skipped = self._num_asked = 0
 
     def metrics(self, trained: Trained) -> dict[str, float]:
@@ -106,8 +107,9 @@ class Greso:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "p": dict(self.p), "flat_rate": self.flat_rate}
+        state = {"cursor": self.cursor, "p": dict(self.p), "flat_rate": self.flat_rate}
+        return {**state, "skipped_frac": self._skipped_frac}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cursor, self.flat_rate = state["cursor"], state["flat_rate"]
-        self.p = dict(state["p"])
+        self.p, self._skipped_frac = dict(state["p"]), state.get("skipped_frac", 0.0)

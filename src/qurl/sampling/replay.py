@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from qurl.losses import kl_penalty
+from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Setup
 from qurl.seeds import generator
-from qurl.types import Completion, Graded, Problem, Rollout, Trained
+from qurl.types import Graded, Trained
 
 
 class RecentReplay:
@@ -35,7 +36,7 @@ class RecentReplay:
     def merge(self, fresh: Sequence[Graded], num_groups: int, seed: int) -> list[Graded]:
         """The fresh groups and others drawn from the buffer, to which the fresh ones are added."""
         order = torch.randperm(len(self._buffer), generator=generator(seed, "replay")).tolist()
-        replayed = [_unpack(self._buffer[i]) for i in order[: num_groups - len(fresh)]]
+        replayed = [unpack(self._buffer[i]) for i in order[: num_groups - len(fresh)]]
         now = max(group.rollout.version for group in fresh)
         self._num_fresh = len(fresh)
         self._age = fmean(now - g.rollout.version for g in replayed) if replayed else 0.0
@@ -47,7 +48,7 @@ class RecentReplay:
         names = {group.rollout.problem.name for group in fresh}
         older = [packed for packed in self._buffer if packed["name"] not in names]
         room = max(0, self.config.capacity - len(fresh))
-        added = {g.rollout.problem.name: _pack(g) for g in fresh if 0 < fmean(g.accuracies) < 1}
+        added = {g.rollout.problem.name: pack(g) for g in fresh if 0 < fmean(g.accuracies) < 1}
         self._buffer = [*older[max(0, len(older) - room) :], *added.values()]
         self._buffer = self._buffer[-self.config.capacity :]
 
@@ -69,43 +70,3 @@ class RecentReplay:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._buffer = list(state["buffer"])
-
-
-def _pack(group: Graded) -> dict[str, Any]:
-    """Plain containers and tensors, as checkpoints hold them."""
-    rollout, problem = group.rollout, group.rollout.problem
-    return {
-        "name": problem.name,
-        "id": problem.id,
-        "prompt_ids": torch.tensor(problem.prompt_ids, dtype=torch.int32),
-        "answer": problem.answer,
-        "prompt": str(problem.extra.get("prompt", "")),
-        "version": rollout.version,
-        "temperature": rollout.temperature,
-        "rewards": [float(reward) for reward in group.rewards],
-        "details": [{k: float(v) for k, v in detail.items()} for detail in group.details],
-        "completions": [
-            {
-                "token_ids": torch.tensor(c.token_ids, dtype=torch.int32),
-                "logprobs": torch.tensor(c.logprobs, dtype=torch.float32),
-                "trained": torch.tensor(c.trained),
-                "versions": torch.tensor(c.versions, dtype=torch.int32),
-                "text": c.text,
-                "finish": c.finish,
-            }
-            for c in rollout.completions
-        ],
-    }
-
-
-def _unpack(packed: Mapping[str, Any]) -> Graded:
-    problem = Problem(
-        packed["id"], packed["prompt_ids"].tolist(), packed["answer"], {"prompt": packed["prompt"]}
-    )
-    per_token = ("token_ids", "logprobs", "trained", "versions")
-    completions = [
-        Completion(text=c["text"], finish=c["finish"], **{k: c[k].tolist() for k in per_token})
-        for c in packed["completions"]
-    ]
-    rollout = Rollout(problem, completions, packed["version"], packed["temperature"])
-    return Graded(rollout, packed["rewards"], packed["details"])

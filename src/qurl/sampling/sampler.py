@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from qurl.config import AlgoConfig, Config
 from qurl.errors import ConfigError, EngineError, TrainingError
@@ -17,6 +20,7 @@ from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
 from qurl.rollout.engine import Stream
+from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Hooks
 from qurl.sampling.stream import ProblemStream
 from qurl.seeds import derive_seed
@@ -24,7 +28,7 @@ from qurl.types import Graded, Problem, Rollout, SamplingParams
 
 
 class Sampler:
-    """Takes problems, generates and grades, as often as `collect` asks within one step.
+    """Takes problems, generates and grades, as often as a step needs.
 
     Grading starts with the first finished group. `timing_s/rollout` is the time until the last one
     is finished, and `timing_s/grade` what grading takes after that.
@@ -46,17 +50,33 @@ class Sampler:
         """Groups that only tell the selector something."""
         self._rollout_seconds = self._grade_seconds = 0.0
 
-    def collect(self) -> Collected:
-        """The groups of the step, fresh and replayed."""
-        num_groups, replay = self.config.batch.problems, self.hooks.replay
+    def collect(self) -> Sampled:
+        """The fresh groups of the step."""
         probe = getattr(self.hooks.select, "probe", None)
         if probe and (indices := probe(self.step, self.stream.history, self.config.seed)):
             self.probed = self._sample(self.stream.hand_out(indices), "probe")
-        num_fresh, size = replay.num_fresh(num_groups), getattr(self.hooks.select, "round", None)
+        num_fresh = self.hooks.replay.num_fresh(self.config.batch.problems)
+        size = getattr(self.hooks.select, "round", None)
         collected = collect(self, num_fresh, self.config.algo, size)
-        seed = derive_seed(self.config.seed, "replay", self.step)
-        merged = replay.merge(collected.graded, num_groups, seed)
-        return dataclasses.replace(collected, graded=merged)
+        return Sampled(collected.graded, self.graded, self.metrics() | collected.metrics())
+
+    def begin(self) -> Future[Sampled]:
+        """`collect` without times, in the background if the engine works elsewhere.
+
+        An engine in this process shares weights with the trainer, which is about to change them:
+        it samples everything now. The numbers are the same.
+        """
+        if getattr(self.engine, "works_elsewhere", False):
+            return in_background(self._collect_untimed)
+        begun: Future[Sampled] = Future()
+        begun.set_result(self._collect_untimed())
+        return begun
+
+    def _collect_untimed(self) -> Sampled:
+        """The loop times itself what it waits for."""
+        sampled = self.collect()
+        metrics = {k: v for k, v in sampled.metrics.items() if not k.startswith("timing_s/")}
+        return dataclasses.replace(sampled, metrics=metrics)
 
     def __call__(self, round: int, count: int) -> list[Graded]:
         graded = self._sample(self.stream.take(count), round)
@@ -176,6 +196,42 @@ def _join(problem: Problem, pieces: Sequence[Graded]) -> Graded:
         [reward for piece in pieces for reward in piece.rewards],
         [detail for piece in pieces for detail in piece.details],
     )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled, all from the same weights."""
+
+    graded: list[Graded]
+    """The groups to train on."""
+    everything: list[Graded]
+    """With those that dynamic sampling dropped, and its surplus."""
+    metrics: dict[str, float]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints, because the weights that sampled it are gone after a crash."""
+        places = {id(group): place for place, group in enumerate(self.everything)}
+        kept = [places[id(group)] for group in self.graded]
+        return {"groups": [*map(pack, self.everything)], "kept": kept, "metrics": self.metrics}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Sampled:
+        groups = [*map(unpack, state["groups"])]
+        return cls([groups[place] for place in state["kept"]], groups, dict(state["metrics"]))
+
+
+def in_background(sample: Callable[[], Sampled]) -> Future[Sampled]:
+    """Run it in a thread, which ends with this process: a run that fails waits for no engine."""
+    begun: Future[Sampled] = Future()
+
+    def run() -> None:
+        try:
+            begun.set_result(sample())
+        except BaseException as error:  # raised where the result is asked for
+            begun.set_exception(error)
+
+    threading.Thread(target=run, name="rollouts", daemon=True).start()
+    return begun
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,8 @@ class RolloutConfig(Section):
     """Give the KV cache's GPU memory to the trainer between rollouts."""
     deterministic: Flag = False
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
+    drafts: Literal["off", "histospec"] = "off"
+    """Speculative decoding: histospec drafts from the last responses to the same problem."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 

@@ -377,8 +377,11 @@ def build_actor(
     elif engine is None:
         options["full_layers"] = config.quant.full_layers
     if engine is None and rollout.engine == "local":
-        others = ("engine", "episode", "vllm")
+        others = ("engine", "episode", "vllm", "drafts")
         options |= {k: v for k, v in vars(rollout).items() if k not in others}
+        if rollout.drafts == "histospec":
+            histospec = config.systems.histospec
+            options |= {"draft_tokens": histospec.step_tokens, "draft_window": histospec.window}
         is_main = quant == config.quant.format
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"

@@ -85,6 +85,9 @@ class SuffixIndex:
         def at(start: int) -> int:
             return text[start + depth]
 
+        # Sorted, so equal ends mean that all are equal: the usual case beyond the first tokens.
+        if at(order[first]) == token == at(order[last - 1]):
+            return first, last
         first = bisect_left(order, token, first, last, key=at)
         return first, bisect_right(order, token, first, last, key=at)
 

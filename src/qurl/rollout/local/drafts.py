@@ -78,7 +78,7 @@ class DraftCounts:
             "draft/tokens_per_step": self.tokens / max(self.rows, 1),
             "draft/step_frac": self.draft_steps / max(self.steps, 1),
             "draft/hit_frac": self.drafts / max(self.rows, 1),
-            "draft/index_seconds": self.index_seconds,
+            "perf/draft_index_seconds": self.index_seconds,
         }
 
 

@@ -97,7 +97,7 @@ def test_drafts_change_nothing_but_the_speed(start, tmp_path):
         train(load_config(None, words))
     first, *_, last = rows(drafted)
     assert first["draft/step_frac"] == 0  # nothing is known in the first epoch
-    assert last["draft/step_frac"] > 0.5
+    assert last["draft/step_frac"] > 0.3
     assert last["draft/tokens_per_step"] > 1.2
     assert read_jsonl(drafted / "samples.jsonl") == read_jsonl(plain / "samples.jsonl")
     for with_drafts, without in zip(rows(drafted), rows(plain), strict=True):

@@ -283,7 +283,9 @@ def test_a_stop_token_inside_a_draft_ends_the_completion():
         completion = one_completion(engine, params, [tokens])
         assert (completion.token_ids, completion.finish) == (tokens[:length], "stop")
         assert len(completion.logprobs) == length
-        num_behind += engine.draft_counts.tokens - length
+        counts = engine.draft_counts
+        assert counts.tokens == length
+        num_behind += counts.accepted + counts.rows - length
     assert num_behind > 4  # accepted drafts went on behind the end
 
 
@@ -307,7 +309,8 @@ def test_the_longest_length_cuts_a_draft(max_tokens):
     engine = build()
     completion = one_completion(engine, params, [tokens])
     assert (completion.token_ids, completion.finish) == (tokens[:max_tokens], "length")
-    assert engine.draft_counts.tokens == max_tokens
+    counts = engine.draft_counts
+    assert counts.tokens == counts.accepted + counts.rows == max_tokens
 
 
 # Engines and recipes

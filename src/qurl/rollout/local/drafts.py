@@ -59,7 +59,7 @@ class DraftCounts:
     rows: int = 0
     """Requests in all steps, each as often as it took part."""
     tokens: int = 0
-    """Tokens that they got."""
+    """Tokens that they got and kept: none behind an end."""
     drafts: int = 0
     drafted: int = 0
     """Draft tokens."""
@@ -123,12 +123,11 @@ class Drafter:
             self.counts.accepted += num_accepted
         return num_accepted + 1
 
-    def count(self, num_rows: int, num_tokens: int, *, has_draft: bool = False) -> None:
+    def count(self, num_rows: int, *, has_draft: bool = False) -> None:
         """Another decode step."""
         self.counts.steps += 1
         self.counts.draft_steps += has_draft
         self.counts.rows += num_rows
-        self.counts.tokens += num_tokens
 
     def _index(self, group: Group) -> SuffixIndex:
         """Built when the first draft is wanted: in a large batch most problems never want one."""

@@ -215,7 +215,7 @@ class Generation:
         num_keys = int(scheduler.lengths[:num_rows].max())
         self._in_flight.append((stepper.launch(num_rows, num_keys), indices))
         scheduler.advance()
-        self._engine.drafter.count(num_rows, num_rows)
+        self._engine.drafter.count(num_rows)
 
     def _place(self, scheduler: Scheduler) -> None:
         """Let running requests have the first rows, with their pages."""
@@ -247,7 +247,7 @@ class Generation:
         ends = np.cumsum([1 + len(draft) for draft in drafts])
         drawn = [part.tolist() for part in np.split(tokens, ends[:-1])]
         counts = np.array([drafter.accept(*x) for x in zip(requests, drafts, drawn, strict=True)])
-        drafter.count(len(requests), int(counts.sum()), has_draft=any(drafts))
+        drafter.count(len(requests), has_draft=any(drafts))
         indices, starts = scheduler.indices[: len(requests)].copy(), ends - np.diff(ends, prepend=0)
         scheduler.advance(counts)
         for place in range(counts.max()):
@@ -275,6 +275,7 @@ class Generation:
                 request = self._requests[index]
                 check_finite(logprob, request.group.problem, request.num_sampled)
         transcript.append(indices, tokens, logprobs, self._engine.get_version())
+        self._engine.drafter.counts.tokens += len(indices)
         has_ended = transcript.counts[indices] == self.params.max_tokens
         for end in stop.token_ids:
             has_ended |= tokens == end

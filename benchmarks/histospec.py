@@ -59,6 +59,8 @@ ARMS: dict[str, dict[str, object]] = {
         "systems.histospec.step_tokens": 1024,
         "systems.histospec.window": "add_reset",
     },
+    "off, 32 sequences at once": {"rollout.max_batch": 32},
+    "192 tokens a step, 32 sequences at once": {**DRAFTS, "rollout.max_batch": 32},
 }
 KEPT = ("draft/accept_frac", "draft/accepted_length", "draft/tokens_per_step", "draft/step_frac")
 """Metrics of the result, besides accuracy and seconds of rollouts."""

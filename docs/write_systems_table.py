@@ -36,6 +36,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "BroRL": {"sampling.group_size": 512, "sampling.chunk": 64, "optim.base_batch": 8192},
     "Shuffle-R1": {"batch.subselect": "shuffle-r1"},
     "PODS": {"batch.subselect": "pods"},
+    "HistoSpec": {"rollout.drafts": "histospec", "sampling.keep_responses": True},
+    "FP8 cache": {"quant.kv": "fp8"},
+    "vLLM": {"rollout.engine": "vllm"},
 }
 """Settings that turn each of them on. To list another system, add it here."""
 
@@ -56,6 +59,14 @@ NOTES: Mapping[tuple[str, str], str] = {
     ("BroRL", "Shuffle-R1"): "pairs are made within the whole group",
     ("BroRL", "PODS"): 'caps the cost of training; set `systems.pods.statistics = "group"` to keep '
     "the baseline of the whole group",
+    (
+        "HistoSpec",
+        "FP8 cache",
+    ): "drafts are checked with the FP8 cache too, so the log-probs are those of the actor",
+    ("E3 budget", "HistoSpec"): "a problem drafts from its last group, whatever its size",
+    ("BroRL", "HistoSpec"): "each piece of a group builds its own index of the last group",
+    ("E3 temperature", "HistoSpec"): "tokens are drawn at the present temperature, whatever the "
+    "drafts were drawn at",
     ("ACR", "Jet-RL"): "allowed; all weights are 1, so it does nothing",
     ("UAQ", "Jet-RL"): "UAQ stays a learning rate per layer",
 }

@@ -19,6 +19,8 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+TokenIds = Sequence[int] | Tensor
+"""Of one response."""
 COLDEST = 1e-6
 """The lowest temperature that is not greedy: FP32 takes far smaller ones for 0."""
 

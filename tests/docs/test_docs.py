@@ -167,6 +167,7 @@ RUNS = {
         **{"correction.mode": "auto", "quant.format": "none", "sampling.replay": "recent"},
         **{"sampling.select": "dots", "systems.dots.references": 2, "sampling.thermostat": "e3"},
         **{"batch.subselect": "shuffle-r1"},
+        **{"rollout.drafts": "histospec", "sampling.keep_responses": True},
     },
     "vapo": {"critic.pretrain_steps": 1, "rollout.ahead": 1},
 }
@@ -447,6 +448,8 @@ PAIRS = {
     ("PPO", "PODS"): "refused",
     ("E3 budget", "BroRL"): "works",
     ("E3 budget", "Shuffle-R1"): "refused",
+    ("HistoSpec", "FP8 cache"): "works",
+    ("HistoSpec", "vLLM"): "refused",
 }
 """Some of the pairs."""
 

@@ -69,7 +69,7 @@ ARMS = {
 }
 CLOCKS = (
     *("timing_s/", "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "sync/seconds"),
-    "perf/cpu_memory_used_gb",
+    *("perf/cpu_memory_used_gb", "perf/draft_index_seconds"),
 )
 
 

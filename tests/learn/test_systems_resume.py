@@ -24,12 +24,13 @@ ARMS = {
         "systems.pods.keep": 3,
         "optim.base_batch": 16,
     },
-    "dots, replay, thermostat, pairs": {
+    "dots, replay, thermostat, pairs, drafts": {
         "sampling.select": "dots",
         "systems.dots.references": 4,
         "sampling.replay": "recent",
         "sampling.thermostat": "e3",
         "sampling.keep_responses": True,
+        "rollout.drafts": "histospec",
         "batch.subselect": "shuffle-r1",
         "systems.shuffle_r1.rounds": 2,
     },
@@ -80,6 +81,26 @@ def test_systems_resume_exactly(arm, start, tmp_path):
         assert last["sampling/group_size_min"] < 4 < last["sampling/group_size_max"]
         assert last["actor/lr"] == pytest.approx(TINY["optim.lr"] * 2**0.5)
     else:
+        assert last["draft/tokens_per_step"] > 1
         assert last["replay/buffer"] > 0
         assert last["replay/age"] > 0
         assert len({row["sampling/temperature"] for row in rows(whole)[1:]}) > 5
+
+
+@pytest.mark.learn
+def test_drafts_change_nothing_but_the_speed(start, tmp_path):
+    drafted, plain = tmp_path / "drafted", tmp_path / "plain"
+    keys = start | {"sampling.keep_responses": True, "eval.every": 0}
+    for run_dir, drafts in ((drafted, "histospec"), (plain, "off")):
+        settings = keys | {"rollout.drafts": drafts, "run_dir": run_dir}
+        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        train(load_config(None, words))
+    first, *_, last = rows(drafted)
+    assert first["draft/step_frac"] == 0  # nothing is known in the first epoch
+    assert last["draft/step_frac"] > 0.3
+    assert last["draft/tokens_per_step"] > 1.2
+    assert read_jsonl(drafted / "samples.jsonl") == read_jsonl(plain / "samples.jsonl")
+    for with_drafts, without in zip(rows(drafted), rows(plain), strict=True):
+        assert {k: v for k, v in with_drafts.items() if not k.startswith("draft/")} == without
+    expected, found = weights(plain), weights(drafted)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -474,7 +474,7 @@ def test_without_more_requests_than_rows_the_order_is_the_callers():
     engine = build()
     for _ in range(2):
         stream = start(engine, PROBLEMS, PARAMS)
-        assert [problem for problem, _ in stream._submitted] == PROBLEMS
+        assert [one.problem for one in stream._submitted] == PROBLEMS
         engine.generate(PROBLEMS, PARAMS)
 
 

@@ -119,8 +119,8 @@ def test_results_outlive_the_steps_in_flight():
 
 
 class FakeGraph:
-    def __init__(self, stepper: Stepper, rows: int, columns: int) -> None:
-        self.replay = lambda: stepper._compute(rows, columns)
+    def __init__(self, stepper: Stepper, *size) -> None:
+        self.replay = lambda: stepper._compute(*size)
 
 
 @pytest.fixture
@@ -130,15 +130,15 @@ def engine(monkeypatch):
     Its cache stays where it is between generations, as on a GPU.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    engine = build_engine("local", tiny_llama(), max_batch=16)
+    engine = build_engine("local", tiny_llama(), max_batch=16, draft_tokens=60)
     stepper = engine.stepper
     stepper.use_graphs = stepper.is_bucketed = True
     engine.captured = []
     monkeypatch.setattr(engine.memory, "release", lambda: None)
 
-    def capture(rows, columns):
+    def capture(rows, columns, is_drafted):
         engine.captured.append((rows, columns, stepper._params.has_filter))
-        return FakeGraph(stepper, rows, columns)
+        return FakeGraph(stepper, rows, columns, is_drafted)
 
     monkeypatch.setattr(stepper, "_capture", capture)
     return engine
@@ -153,6 +153,21 @@ def test_graphs_are_captured_once_for_each_size(engine):
     engine.generate(PROBLEMS[:1], PARAMS)
     assert engine.captured[1:] == [(8, 64, False)]
     assert len(engine.stepper._graphs) == 2
+
+
+def test_steps_with_drafts_have_few_graphs_of_their_own(engine):
+    """12 requests have 12, 24, 36, 48 or 60 tokens, then fewer: buckets of 16 to 64."""
+    expected = engine.generate(PROBLEMS, PARAMS)
+    engine.captured.clear()
+    for _ in range(2):
+        stream = engine.stream(PARAMS)
+        stream.submit(PROBLEMS, (), [[c.token_ids for c in r.completions] for r in expected])
+        found = sorted(stream, key=lambda r: r.problem.id)
+        assert results(found) == results(expected)
+        sizes = {rows for rows, _, _ in engine.captured}
+        assert sizes <= {16, 24, 32, 48, 60, 64}
+        assert len(sizes) == len(engine.captured) > 1
+    assert engine.draft_counts.accepted > 0
 
 
 def test_filters_have_graphs_of_their_own(engine):
@@ -198,7 +213,7 @@ def test_a_larger_cache_drops_the_graphs(engine):
 
 
 def test_a_graph_that_cannot_be_captured_is_an_error(engine, monkeypatch):
-    def fail(rows, columns):
+    def fail(*size):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(engine.stepper, "_capture", fail)
@@ -225,13 +240,13 @@ def test_an_exception_before_a_capture_leaves_the_streams_in_order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     engine.stepper._stream = FakeStream("side", log)
 
-    def fail(rows, columns):
+    def fail(*size):
         log.append("computes")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.stepper, "_compute", fail)
     with pytest.raises(KeyboardInterrupt):
-        engine.stepper._capture(8, 1)
+        engine.stepper._capture(8, 1, False)
     assert log == [("side", "main"), "computes", ("main", "side")]
 
 

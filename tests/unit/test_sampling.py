@@ -399,6 +399,41 @@ def test_budgets_that_cannot_be_met_are_errors():
         sample_with(Hooks(budget=lambda *_: [2, 4]), Script(num_right=1))
 
 
+class DraftingScript(SizedScript):
+    """Also takes earlier responses."""
+
+    @contextmanager
+    def stream(self, params):
+        yield DraftingStream(self, params)
+
+
+class DraftingStream(SizedStream):
+    def submit(self, problems, sizes=(), earlier=()):
+        super().submit(problems, sizes)
+        self.engine.calls[-1] += ([[r.tolist() for r in known] for known in earlier],)
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_the_last_responses_to_a_problem_reach_the_engine(chunk):
+    """Two problems in two epochs: the first has no history, the second that of the first."""
+    sampling = {"group_size": 4, "max_tokens": 5, "keep_responses": True, "chunk": chunk}
+    tree = {"batch": {"problems": 2}, "sampling": sampling, "rollout": {"drafts": "histospec"}}
+    config, engine = build_config(tree), DraftingScript(num_right=1)
+    with GradingPool("exact") as pool:
+        stream = ProblemStream(Numbers(2), 1, keeps_responses=True)
+        for step in range(2):
+            Sampler(config, stream, engine, pool, step).collect()
+        with pytest.raises(EngineError, match=r"rollout\.drafts .* earlier\) .* takes none; use"):
+            Sampler(config, stream, SizedScript(num_right=1), pool, 2).collect()
+    num_pieces = 2 if chunk else 1
+    lengths = [2, 3, 4, 2] if chunk else [2, 3, 4, 5]
+    group = [[7] * length for length in lengths]
+    assert [earlier for *_, earlier in engine.calls] == [
+        [[]] * 2 * num_pieces,
+        [group] * 2 * num_pieces,
+    ]
+
+
 def test_a_thermostat_sets_the_temperature_of_a_step():
     _, collected = sample_with(
         Hooks(thermostat=lambda step, temperature: temperature + 0.25), Script(num_right=1)

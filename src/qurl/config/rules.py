@@ -267,6 +267,11 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     parallel, engine = config.parallel, config.rollout.engine
     if parallel.engines and engine not in ("local", "vllm"):
         yield f"parallel.engines = {parallel.engines} needs rollout.engine = 'local' or 'vllm'"
+    if config.rollout.drafts != "off" and (parallel.engines or parallel.trainers > 1):
+        yield (
+            f"rollout.drafts = {config.rollout.drafts!r} is built for one engine in the trainer's "
+            "process; leave parallel.engines at 0 and parallel.trainers at 1, or drafts off"
+        )
     if parallel.engines and parallel.min_engines > parallel.engines:
         yield (
             f"parallel.min_engines = {parallel.min_engines} exceeds parallel.engines = "

@@ -360,6 +360,8 @@ class RolloutConfig(Section):
     ahead: Literal[0, 1] = 0
     """1: sample the next step's rollouts while this step's batch is trained, one update late
     ([one step off](parallel.md#one-step-off))."""
+    drafts: Literal["off", "histospec"] = "off"
+    """Speculative decoding: histospec drafts from the last responses to the same problem."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 

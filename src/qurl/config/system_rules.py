@@ -18,6 +18,7 @@ def find_system_mistakes(
     """Combinations that cannot work."""
     yield from _subselect_mistakes(config, advantage)
     yield from _budget_mistakes(config, advantage)
+    yield from _draft_mistakes(config)
     sampling, systems = config.sampling, config.systems
     if sampling.replay != "off" and objective:
         is_corrected = objective.is_weighted or objective.against == "behav"
@@ -70,6 +71,22 @@ def _budget_mistakes(config: Config, advantage: Advantage | None) -> Iterator[st
         yield f"{few}; raise group_size, or lower the spread"
 
 
+def _draft_mistakes(config: Config) -> Iterator[str]:
+    rollout, chosen = config.rollout, f"rollout.drafts = {config.rollout.drafts!r}"
+    if rollout.drafts == "off":
+        return
+    if rollout.engine in ("hf", "vllm"):
+        yield f"{chosen} needs rollout.engine = 'local', not {rollout.engine!r}"
+    if not config.sampling.keep_responses:
+        yield f"{chosen} drafts from earlier responses; set sampling.keep_responses = true"
+    if rollout.episode:
+        turns = f"rollout.episode = {rollout.episode!r} has tokens of tools in its responses"
+        yield f"{chosen}: {turns}; leave one of them off"
+    if (step_tokens := config.systems.histospec.step_tokens) < 3:
+        few = f"systems.histospec.step_tokens = {step_tokens}"
+        yield f"{few} has no room for a draft; use 3 or more"
+
+
 def find_system_warnings(config: Config) -> Iterator[str]:
     """Combinations that work, but not as one may think."""
     sampling, batch, systems = config.sampling, config.batch, config.systems
@@ -101,5 +118,7 @@ def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
     for section, (name, key, value) in reasons.items():
         if value != name:
             yield section, f"{key} = {value!r}"
+    if config.rollout.drafts != "histospec":
+        yield "systems.histospec", f"rollout.drafts = {config.rollout.drafts!r}"
     if "e3" not in (sampling.budget, sampling.thermostat):
         yield "systems.e3", "neither sampling.budget nor sampling.thermostat is 'e3'"

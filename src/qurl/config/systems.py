@@ -127,6 +127,19 @@ class PodsConfig(Section):
 
 
 @dataclass(frozen=True)
+class HistoSpecConfig(Section):
+    """HistoSpec: decodes several tokens a step if they are those of an earlier answer, and samples
+    the same tokens as without. `rollout.drafts = "histospec"`."""
+
+    step_tokens: Count = 192
+    """Most tokens of a decode step, drafts included. Up to about so many, a step takes the time of
+    reading the weights. A batch of more than a third of it has no drafts."""
+    window: Literal["double_halve", "add_reset"] = "double_halve"
+    """Length of a draft: 2 to 16, doubled if right, else halved; or 2 to 32, by 2, else back to
+    2."""
+
+
+@dataclass(frozen=True)
 class SystemsConfig(Section):
     """Settings of related systems. Each counts only where a recipe names the system."""
 
@@ -136,3 +149,4 @@ class SystemsConfig(Section):
     e3: E3Config = field(default_factory=E3Config)
     shuffle_r1: ShuffleR1Config = field(default_factory=ShuffleR1Config)
     pods: PodsConfig = field(default_factory=PodsConfig)
+    histospec: HistoSpecConfig = field(default_factory=HistoSpecConfig)

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qurl.errors import DataError, EngineError
-from qurl.types import Problem, Rollout, SamplingParams, SyncReport
+from qurl.types import Problem, Rollout, SamplingParams, SyncReport, TokenIds
+
+Earlier = Sequence[Sequence[TokenIds]]
+"""For each problem, its responses of an earlier epoch."""
 
 
 class Stream(Protocol):
@@ -26,8 +29,14 @@ class Stream(Protocol):
     tokens do not change with what else is in the batch, up to the rounding of the hardware.
     """
 
-    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
-        """Ask for completions of each problem: so many of each, or `params.group_size` of all."""
+    def submit(
+        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+    ) -> None:
+        """Ask for completions of each problem: so many of each, or `params.group_size` of all.
+
+        `earlier` has token ids of responses that an engine may draft from, for each problem. They
+        change how fast tokens come and not which ones, so an engine may ignore them.
+        """
         ...
 
     def __iter__(self) -> Iterator[Rollout]:
@@ -86,7 +95,9 @@ class QueueStream:
         self._params, self._play, self._check = params, play, check
         self._waiting: Asked = deque()
 
-    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+    def submit(
+        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+    ) -> None:
         self._check(problems)
         self._waiting.extend(pair_sizes(problems, sizes, self._params))
 

@@ -44,6 +44,7 @@ CHANGEABLE = (
     *("alarms", "parallel"),
     *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
+    *("rollout.drafts", "systems.histospec"),
     *("task.grade_workers", "task.grade_timeout", "task.grade_memory"),
 )
 """Keys and sections that may differ when a run is resumed: results change by rounding at most."""

@@ -135,8 +135,11 @@ def _engine_options(config: Config, quant: str) -> dict[str, Any]:
     options: dict[str, Any] = {"full_layers": config.quant.full_layers}
     if rollout.engine != "local":
         return options
-    others = ("engine", "episode", "vllm", "ahead")
+    others = ("engine", "episode", "vllm", "ahead", "drafts")
     options |= {k: v for k, v in vars(rollout).items() if k not in others}
+    if rollout.drafts == "histospec":
+        histospec = config.systems.histospec
+        options |= {"draft_tokens": histospec.step_tokens, "draft_window": histospec.window}
     options["release_kv"] = rollout.release_kv or not is_main
     options["kv"] = config.quant.kv if is_main else "none"
     return options | {"unified": config.quant.unified and is_main}

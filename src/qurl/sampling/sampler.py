@@ -19,7 +19,7 @@ from qurl.plugins import naming_failures
 from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
-from qurl.rollout.engine import Stream
+from qurl.rollout.engine import Earlier, Stream
 from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Hooks
 from qurl.sampling.stream import ProblemStream
@@ -49,6 +49,8 @@ class Sampler:
         self.probed: list[Graded] = []
         """Groups that only tell the selector something."""
         self._rollout_seconds = self._grade_seconds = 0.0
+        self._draft_counts = getattr(engine, "draft_counts", None)
+        """Before this step."""
 
     def collect(self) -> Sampled:
         """The fresh groups of the step."""
@@ -99,7 +101,8 @@ class Sampler:
         cut = [_cut(p, n, sampling.chunk) for p, n in zip(problems, sizes, strict=True)]
         grading, start = Grading(self.pool), time.perf_counter()
         with self.engine.stream(params) as rollouts:
-            _submit(rollouts, [*chain(*cut)], params.group_size)
+            earlier = self._earlier(problems, [len(pieces) for pieces in cut])
+            _submit(rollouts, [*chain(*cut)], params.group_size, earlier)
             for rollout in rollouts:
                 grading.submit(rollout)
         generated = time.perf_counter()
@@ -117,6 +120,14 @@ class Sampler:
             graded = shape([self.stream.index_of(p) for p in problems], graded)
         self.stream.record(graded)
         return graded
+
+    def _earlier(self, problems: Sequence[Problem], num_pieces: Sequence[int]) -> Earlier:
+        """The last responses to each problem, for each of its pieces; none unless drafts are on."""
+        if self.config.rollout.drafts == "off":
+            return ()
+        indices = [self.stream.index_of(problem) for problem in problems]
+        known = [self.stream.history.responses(index) for index in indices]
+        return [k for k, count in zip(known, num_pieces, strict=True) for _ in range(count)]
 
     def _sizes(self, problems: Sequence[Problem]) -> list[int]:
         """Completions of each problem, as the budget has them."""
@@ -148,6 +159,9 @@ class Sampler:
             metrics["rollout/kv_saturated_frac"] = saturated
         if (traffic := getattr(self.engine, "traffic", None)) is not None:
             metrics["parallel/driver_bytes"] = float(traffic.take())
+        if self._draft_counts is not None:
+            counts = self.engine.draft_counts  # type: ignore[attr-defined]
+            metrics |= counts.since(self._draft_counts).metrics()
         if self.overlong_cache:
             allowed = self.config.sampling.max_tokens - self.overlong_cache
             metrics["reward/overlong"] = fmean(length > allowed for length in lengths)
@@ -170,18 +184,29 @@ def _cut(problem: Problem, size: int, chunk: int) -> list[tuple[Problem, int]]:
     ]
 
 
-def _submit(rollouts: Stream, asked: Sequence[tuple[Problem, int]], group_size: int) -> None:
+def _submit(
+    rollouts: Stream, asked: Sequence[tuple[Problem, int]], group_size: int, earlier: Earlier
+) -> None:
     problems, sizes = [problem for problem, _ in asked], [size for _, size in asked]
-    if set(sizes) <= {group_size}:
-        rollouts.submit(problems)
-        return
-    if "sizes" not in inspect.signature(rollouts.submit).parameters:
-        raise EngineError(
-            f"sampling.budget or sampling.chunk asks for groups of {min(sizes)} to {max(sizes)}, "
-            "and submit(problems, sizes) of the engine's stream takes no sizes; use "
-            "rollout.engine = 'local', or leave them off"
-        )
-    rollouts.submit(problems, sizes)
+    known = inspect.signature(rollouts.submit).parameters
+    options: dict[str, Any] = {}
+    if not set(sizes) <= {group_size}:
+        options["sizes"] = sizes
+        if "sizes" not in known:
+            raise EngineError(
+                f"sampling.budget or sampling.chunk asks for groups of {min(sizes)} to "
+                f"{max(sizes)}, and submit(problems, sizes) of the engine's stream takes no sizes; "
+                "use rollout.engine = 'local', or leave them off"
+            )
+    if earlier:
+        options["earlier"] = earlier
+        if "earlier" not in known:
+            raise EngineError(
+                "rollout.drafts drafts from earlier responses, and submit(problems, sizes, "
+                "earlier) of the engine's stream takes none; use rollout.engine = 'local', or "
+                "rollout.drafts = 'off'"
+            )
+    rollouts.submit(problems, **options)
 
 
 def _join(problem: Problem, pieces: Sequence[Graded]) -> Graded:

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from qurl.errors import EngineError
-from qurl.rollout.engine import pair_sizes
+from qurl.rollout.engine import Earlier, pair_sizes
 from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
 from qurl.rollout.group.worker import Progress
 from qurl.rollout.local.requests import LengthHistory
@@ -78,7 +78,11 @@ class GroupStream:
         self._id = str(uuid.uuid4())
         self.is_open = True
 
-    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+    def submit(
+        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+    ) -> None:
+        if earlier:
+            raise EngineError("engines in other processes take no earlier responses to draft from")
         asked = pair_sizes(problems, sizes, self._params)
         self._waiting.extend(self._lengths.order(asked))
         self._deal()

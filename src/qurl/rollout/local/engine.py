@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,11 +19,12 @@ from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids
 from qurl.rollout.engine import check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
+from qurl.rollout.local.drafts import DraftCounts, Drafter, check_earlier
 from qurl.rollout.local.generation import Generation, Resources
 from qurl.rollout.local.graphs import Stepper
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.receive import Receiver
-from qurl.rollout.local.requests import LengthHistory
+from qurl.rollout.local.requests import Asked, LengthHistory
 from qurl.rollout.local.scheduler import GPU_PATIENCE, Scheduler
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
@@ -51,6 +53,8 @@ class LocalEngine:
         release_kv: bool = False,
         deterministic: bool = False,
         unified: bool = False,
+        draft_tokens: int = 0,
+        draft_window: str = "double_halve",
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -64,6 +68,8 @@ class LocalEngine:
         `unified`: the trainer multiplies the same codes, so products must add up alike.
         `device` that computes; None: the model's.
         `is_empty`: the model only says what there is, and the first sync brings weights.
+        `draft_tokens`: most tokens of a decode step with drafts from earlier responses, which
+        `Stream.submit` takes; 0 = no drafts. `draft_window`: a name of `WINDOWS` (`drafts`).
         """
         device = device or next(model.parameters()).device
         is_cuda = device.type == "cuda"
@@ -83,7 +89,8 @@ class LocalEngine:
         self.weights = Weights(model, quant, dtype, device, **precision)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
-        self.stepper = Stepper(self._ops, max_batch)
+        self.drafter = Drafter(draft_tokens, draft_window)
+        self.stepper = Stepper(self._ops, max_batch, draft_tokens)
         self._sync = WeightSync(self.weights)
         self._receiver = Receiver(model, self.weights, full_layers)
         self._active: tuple[Generation, Scheduler] | None = None
@@ -159,12 +166,25 @@ class LocalEngine:
             stepper=self.stepper,
             stop=StopRule.of(self._model, self.tokenizer, params),
             lengths=self.lengths,
-            check=lambda problems: check_prompts(problems, params, self._model),
+            drafter=self.drafter,
+            check=lambda asked: self._check(asked, params),
             acquire=self._acquire,
             release=self._release,
             get_version=lambda: self.version,
         )
         return Generation(params, resources)
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """What drafts did so far; None if the engine makes none."""
+        return dataclasses.replace(self.drafter.counts) if self.drafter.step_tokens else None
+
+    def _check(self, asked: Sequence[Asked], params: SamplingParams) -> None:
+        check_prompts([one.problem for one in asked], params, self._model)
+        if self.drafter.step_tokens:
+            vocabulary = self.weights.embedding.shape[0]
+            for problem, _, earlier in asked:
+                check_earlier(problem, earlier, vocabulary)
 
     def _acquire(self, generation: Generation, problem: Problem, num_sequences: int) -> Scheduler:
         """Pages and rows for a generation, until it releases them."""

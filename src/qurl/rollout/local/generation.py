@@ -4,6 +4,9 @@ The host launches step n and then reads step n - depth. So it sees the end of a 
 steps late, and drops what that row has sampled meanwhile. A generation can give its pages back
 between two rollouts and go on later: the transcript has what was sampled, and everything else
 (pages, rows, steps in flight) can be made again from it.
+
+While few requests run, steps may have drafts of what follows (`drafts`). Such a step is read at
+once, since the next draft depends on it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qurl.rollout.engine import check_finite, pair_sizes
+from qurl.rollout.engine import Earlier, check_finite, pair_sizes
 from qurl.rollout.local.decoder import prefill_jobs
-from qurl.rollout.local.graphs import Step, Stepper
-from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
+from qurl.rollout.local.drafts import Drafter
+from qurl.rollout.local.graphs import POSITION, Step, Stepper
+from qurl.rollout.local.requests import Asked, Group, LengthHistory, Request, Transcript
 from qurl.rollout.local.scheduler import Scheduler
 from qurl.rollout.sampler import request_key
 from qurl.rollout.stop import StopRule
@@ -32,7 +36,8 @@ class Resources:
     stepper: Stepper
     stop: StopRule
     lengths: LengthHistory
-    check: Callable[[Sequence[Problem]], None]
+    drafter: Drafter
+    check: Callable[[Sequence[Asked]], None]
     """Raises for a problem that cannot be sampled."""
     acquire: Callable[[Generation, Problem, int], Scheduler]
     """A scheduler with pages for so many sequences, each as long as this problem's may become."""
@@ -46,8 +51,7 @@ class Generation:
     def __init__(self, params: SamplingParams, resources: Resources) -> None:
         self.params = params
         self._engine = resources
-        self._submitted: list[tuple[Problem, int]] = []
-        """With the number of completions."""
+        self._submitted: list[Asked] = []
         self._requests: dict[int, Request] = {}
         """Unfinished ones by their row of the transcript, in the order of submission."""
         self._num_open = 0
@@ -59,12 +63,18 @@ class Generation:
         self._longest = self._num_sequences = 0
         """Of a prompt, and of the batch, that the pages were acquired for."""
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
+        self._are_rows_behind = False
+        """Steps with drafts have not moved the rows on the device."""
 
-    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+    def submit(
+        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+    ) -> None:
         """Ask for completions of more problems; also between two rollouts."""
-        self._engine.check(problems)
-        asked = pair_sizes(problems, sizes, self.params)
-        num_sequences = sum(size for _, size in (*asked, *self._submitted)) + self._num_open
+        pairs = pair_sizes(problems, sizes, self.params)
+        responses = earlier or [()] * len(pairs)
+        asked = [Asked(*pair, known) for pair, known in zip(pairs, responses, strict=True)]
+        self._engine.check(asked)
+        num_sequences = sum(one.size for one in (*asked, *self._submitted)) + self._num_open
         if num_sequences > self._engine.stepper.max_batch:
             asked = self._engine.lengths.order(asked)
         self._submitted.extend(asked)
@@ -117,10 +127,13 @@ class Generation:
             self._drain()
             return
         self._admit(scheduler)
-        if not scheduler.reserve(can_preempt=not self._in_flight):
+        room = self._draft_room(scheduler)
+        if not scheduler.reserve(can_preempt=not self._in_flight, num_drafted=room):
             self._drain()  # a request cannot be preempted before all of its tokens are known
             scheduler.reserve()
-        if scheduler.num_running:
+        if room:
+            self._draft(scheduler, room)
+        elif scheduler.num_running:
             self._launch(scheduler)
         while len(self._in_flight) > self._engine.stepper.depth:
             self._read()
@@ -144,10 +157,10 @@ class Generation:
         """Make requests of the submitted problems."""
         params, transcript, fresh = self.params, self._transcript, []
         busy = {row for _, rows in self._in_flight for row in rows.tolist()}
-        num_sequences = sum(size for _, size in self._submitted)
+        num_sequences = sum(one.size for one in self._submitted)
         rows = iter(transcript.open(num_sequences, busy))
-        for problem, size in self._submitted:
-            group = Group(problem, [None] * size, size)
+        for problem, size, earlier in self._submitted:
+            group = Group(problem, [None] * size, size, earlier=earlier)
             for member in range(size):
                 key = request_key(params.seed, problem.id, member)
                 fresh.append(Request(next(rows), group, member, key, transcript))
@@ -182,23 +195,65 @@ class Generation:
         for saved, pages in admission.restores:
             stepper.cache.restore_(saved, pages)
         stepper.cache.copy_(admission.copies)
-        stepper.rows.start_(
-            [r.row for r in admission.started if r.row is not None],
-            [(r.last_token, r.num_tokens - 1, r.num_sampled, r.key) for r in admission.started],
+        self._start(admission.started)
+
+    def _start(self, requests: Sequence[Request]) -> None:
+        """Tell the device the newest tokens of requests that run."""
+        self._engine.stepper.rows.start_(
+            [r.row for r in requests if r.row is not None],
+            [(r.last_token, r.num_tokens - 1, r.num_sampled, r.key) for r in requests],
         )
 
     def _launch(self, scheduler: Scheduler) -> None:
         """One more step of all running requests."""
-        stepper = self._engine.stepper
-        stepper.rows.move_(scheduler.compact())
-        stepper.rows.keep_(scheduler.num_rows)
-        if scheduler.is_table_changed:
-            stepper.rows.write_table_(scheduler.table[: scheduler.num_rows])
-            scheduler.is_table_changed = False
-        indices = scheduler.indices[: scheduler.num_rows].copy()
-        num_keys = int(scheduler.lengths[: scheduler.num_rows].max())
-        self._in_flight.append((stepper.launch(scheduler.num_rows, num_keys), indices))
+        stepper, num_rows = self._engine.stepper, scheduler.num_running
+        self._place(scheduler)
+        if self._are_rows_behind:
+            self._start(scheduler.running)
+            self._are_rows_behind = False
+        indices = scheduler.indices[:num_rows].copy()
+        num_keys = int(scheduler.lengths[:num_rows].max())
+        self._in_flight.append((stepper.launch(num_rows, num_keys), indices))
         scheduler.advance()
+        self._engine.drafter.count(num_rows)
+
+    def _place(self, scheduler: Scheduler) -> None:
+        """Let running requests have the first rows, with their pages."""
+        rows = self._engine.stepper.rows
+        rows.move_(scheduler.compact())
+        rows.keep_(scheduler.num_rows)
+        if scheduler.is_table_changed:
+            rows.write_table_(scheduler.table[: scheduler.num_rows])
+            scheduler.is_table_changed = False
+
+    def _draft_room(self, scheduler: Scheduler) -> int:
+        """Draft tokens that each request could have in the coming step; 0 = none."""
+        room = self._engine.drafter.room(scheduler.num_running)
+        return room if room and any(r.group.earlier for r in scheduler.running) else 0
+
+    def _draft(self, scheduler: Scheduler, room: int) -> None:
+        """One step of all running requests, with drafts; its tokens are read at once."""
+        self._drain()  # drafts continue what is known
+        self._place(scheduler)
+        requests, drafter = scheduler.running, self._engine.drafter
+        if not requests:
+            return
+        spare = np.minimum(scheduler.spare(), room).tolist()
+        drafts = [drafter.draft(r, num) for r, num in zip(requests, spare, strict=True)]
+        numbers = pack_drafts(requests, drafts)
+        num_keys = 1 + int(numbers[POSITION].max())
+        tokens, logprobs = self._engine.stepper.verify(numbers, num_keys)
+        self._are_rows_behind = True
+        ends = np.cumsum([1 + len(draft) for draft in drafts])
+        drawn = [part.tolist() for part in np.split(tokens, ends[:-1])]
+        counts = np.array([drafter.accept(*x) for x in zip(requests, drafts, drawn, strict=True)])
+        drafter.count(len(requests), has_draft=any(drafts))
+        indices, starts = scheduler.indices[: len(requests)].copy(), ends - np.diff(ends, prepend=0)
+        scheduler.advance(counts)
+        for place in range(counts.max()):
+            is_in = counts > place
+            at = starts[is_in] + place
+            self._take(indices[is_in], tokens[at], logprobs[at])
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -207,9 +262,12 @@ class Generation:
     def _read(self) -> None:
         """Take over the tokens of the oldest step in flight."""
         step, indices = self._in_flight.popleft()
+        self._take(indices, *step())
+
+    def _take(self, indices: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """One more token for each of these rows of the transcript, unless it has ended."""
         transcript, stop = self._transcript, self._engine.stop
-        tokens, logprobs = step()
-        is_late = transcript.is_closed[indices]  # launched before the end was seen
+        is_late = transcript.is_closed[indices]  # drawn before the end was seen
         if is_late.any():
             indices, tokens, logprobs = indices[~is_late], tokens[~is_late], logprobs[~is_late]
         if not np.isfinite(logprobs).all():
@@ -217,6 +275,7 @@ class Generation:
                 request = self._requests[index]
                 check_finite(logprob, request.group.problem, request.num_sampled)
         transcript.append(indices, tokens, logprobs, self._engine.get_version())
+        self._engine.drafter.counts.tokens += len(indices)
         has_ended = transcript.counts[indices] == self.params.max_tokens
         for end in stop.token_ids:
             has_ended |= tokens == end
@@ -243,3 +302,16 @@ class Generation:
         if None not in group.completions:
             self._ready.append(group)
             self._num_open -= len(group.completions)
+
+
+def pack_drafts(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The numbers [6, N] of `Stepper.verify`: each request's newest token, and its draft behind."""
+    sizes = [1 + len(draft) for draft in drafts]
+    owner = np.repeat(np.arange(len(requests)), sizes)
+    offset = np.concatenate([np.arange(size) for size in sizes])
+    tokens = [t for r, draft in zip(requests, drafts, strict=True) for t in (r.last_token, *draft)]
+    position, counter, key = np.array(
+        [(r.num_tokens - 1, r.num_sampled, r.key) for r in requests]
+    ).T[:, owner]
+    active = np.ones_like(owner)
+    return np.stack([tokens, position + offset, counter + offset, key, active, owner])

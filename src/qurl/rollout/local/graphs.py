@@ -1,9 +1,10 @@
 """Decode steps over fixed buffers: computed at once on a CPU, replayed CUDA graphs on a GPU.
 
 The state of the rows lies on the device, and each step moves it on to the next token. So the host
-can launch step n + 1 before it has seen what step n sampled.
+can launch step n + 1 before it has seen what step n sampled. A step with drafts takes several
+tokens of a row. The host writes these drafts, so it waits for each such step.
 
-Shapes: B rows of the buffers, P pages of a row.
+Shapes: B rows of the buffers, P pages of a row, N tokens of a step with drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROW_STEP = 512
 """Between the buckets beyond the last of `ROW_BUCKETS`."""
 FEWEST_KEYS = 1024
 """Width buckets are this many keys, twice as many, and so on."""
-TOKEN, POSITION, COUNTER, KEY, ACTIVE = range(5)
+TOKEN, POSITION, COUNTER, KEY, ACTIVE, OWNER = range(6)
 
 
 def row_bucket(num_rows: int) -> int:
@@ -89,18 +90,23 @@ Step = Callable[[], tuple[np.ndarray, np.ndarray]]
 class Stepper:
     """Launches decode steps and hands out their results."""
 
-    def __init__(self, ops: Ops, max_batch: int) -> None:
-        self.ops, self.max_batch = ops, max_batch
+    def __init__(self, ops: Ops, max_batch: int, max_drafted: int = 0) -> None:
+        """`max_drafted` tokens are the most of a step with drafts."""
+        self.ops, self.max_batch, self.max_drafted = ops, max_batch, max_drafted
         self.device = ops.weights.device
         self.use_graphs = self.is_bucketed = self.device.type == "cuda"
         """Rows and keys are rounded up to few sizes, so that there are few graphs."""
         self.depth = int(self.device.type == "cuda")
         """Steps that are launched before the results of the first of them are read."""
         self.rows = Rows(0, 0, self.device)
+        size = _round_up(max_drafted, ops.row_multiple)
+        self._drafted = torch.zeros(6, size, dtype=torch.int64, device=self.device)
+        """As `Rows.numbers`, for each token of a step with drafts, and the row that OWNs it."""
+        self._drawn = torch.zeros(2, size, dtype=torch.int32, device=self.device)
         self.num_launched = 0
         self._cache: KVCache | None = None
         self._params = RowParams.stack([SamplingParams()], self.device)
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[object, ...] = ()
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self.device) if self.use_graphs else None
@@ -142,11 +148,7 @@ class Stepper:
 
         What the step gives is valid until `depth` more have been launched.
         """
-        rows, columns = self._padded(num_rows, num_keys)
-        if self.use_graphs:
-            self._graph(rows, columns).replay()
-        else:
-            self._compute(rows, columns)
+        self._run(*self._padded(num_rows, num_keys, self.max_batch))
         results = self._results[self.num_launched % len(self._results)]
         self.num_launched += 1
         results.copy_(self.rows.output, non_blocking=True)
@@ -162,33 +164,62 @@ class Stepper:
 
         return read
 
-    def _padded(self, num_rows: int, num_keys: int) -> tuple[int, int]:
+    def verify(self, numbers: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a token after each of the given ones: tokens [N] and their log-probs [N].
+
+        `numbers` [6, N] has the tokens of a row one behind the other, the newest known one first.
+        Keys of all of them are stored before any of them attends, so each sees those before it.
+        The state of the rows stays; only their pages are used.
+        """
+        count = numbers.shape[1]
+        rows, columns = self._padded(count, num_keys, self.max_drafted)
+        padded = np.zeros((6, rows), np.int64)
+        padded[:, :count] = numbers
+        self._drafted[:, :rows] = upload(torch.from_numpy(padded), self.device)
+        self._run(rows, columns, is_drafted=True)
+        self.num_launched += 1
+        tokens, logprobs = self._drawn[:, :count].cpu().numpy()
+        return tokens, logprobs.view(np.float32)
+
+    def _run(self, rows: int, columns: int, *, is_drafted: bool = False) -> None:
+        if self.use_graphs:
+            self._graph(rows, columns, is_drafted).replay()
+        else:
+            self._compute(rows, columns, is_drafted)
+
+    def _padded(self, num_rows: int, num_keys: int, most_rows: int) -> tuple[int, int]:
         """Rows and pages of the step."""
         page_size = self.cache.page_size
         columns = table_width(-(-num_keys // page_size), page_size)
         if self.is_bucketed:
-            num_rows = min(row_bucket(num_rows), self.max_batch)
+            num_rows = min(row_bucket(num_rows), most_rows)
             columns = -(-key_bucket(num_keys) // page_size)
         columns = min(columns, self.rows.table.shape[1])
         return _round_up(num_rows, self.ops.row_multiple), columns
 
-    def _compute(self, rows: int, columns: int) -> None:
-        """Decode, sample, and move the state on to the next token."""
-        numbers, output = self.rows.numbers[:, :rows], self.rows.output
-        token, position, counter, key, active = numbers
-        table = self.rows.table[:rows, :columns]
+    def _compute(self, rows: int, columns: int, is_drafted: bool) -> None:
+        """Decode and sample; without drafts, also move the state on to the next token."""
+        table = self.rows.table[:, :columns]
+        if is_drafted:
+            numbers, output = self._drafted[:, :rows], self._drawn
+            # Padding belongs to no row: its pages are the scratch page.
+            table = table.index_select(0, numbers[OWNER]).mul_(numbers[ACTIVE, :, None])
+        else:
+            numbers, output, table = self.rows.numbers[:, :rows], self.rows.output, table[:rows]
+        token, position, counter, key, active = numbers[: ACTIVE + 1]
         logits = decode(self.ops, self.cache, token, position, table)
         drawn, logprobs = self.ops.sample(logits, key, counter, self._params)
         output[0, :rows] = drawn
         output[1, :rows] = logprobs.float().view(torch.int32)
-        torch.mul(drawn, active, out=token)
-        numbers[POSITION : COUNTER + 1].add_(active)
+        if not is_drafted:
+            torch.mul(drawn, active, out=token)
+            numbers[POSITION : COUNTER + 1].add_(active)
 
-    def _graph(self, rows: int, columns: int) -> torch.cuda.CUDAGraph:
-        key = (rows, columns, self._params.has_filter)
+    def _graph(self, rows: int, columns: int, is_drafted: bool) -> torch.cuda.CUDAGraph:
+        key = (rows, columns, self._params.has_filter, is_drafted)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(rows, columns)
+                self._graphs[key] = self._capture(rows, columns, is_drafted)
             except RuntimeError as error:
                 raise EngineError(
                     f"the CUDA graph of a decode step of {rows} rows and {columns} pages cannot be "
@@ -197,7 +228,7 @@ class Stepper:
                 ) from error
         return self._graphs[key]
 
-    def _capture(self, rows: int, columns: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, columns: int, is_drafted: bool) -> torch.cuda.CUDAGraph:
         """Record one step. It runs once before: kernels cannot be compiled during a capture."""
         assert self._stream is not None
         main = torch.cuda.current_stream(self.device)
@@ -205,7 +236,7 @@ class Stepper:
         self._stream.wait_stream(main)
         try:
             with torch.cuda.stream(self._stream):
-                self._compute(rows, columns)
+                self._compute(rows, columns, is_drafted)
                 # It wrote keys that the replay writes again, but it does not count as a step.
                 self.rows.numbers.copy_(numbers)
         finally:
@@ -215,7 +246,7 @@ class Stepper:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            self._compute(rows, columns)
+            self._compute(rows, columns, is_drafted)
         return graph
 
     def _set_params(self, params: SamplingParams) -> None:

@@ -6,11 +6,16 @@ import math
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from qurl.types import Completion, Problem
+from qurl.rollout.local.suffixes import SuffixIndex
+from qurl.types import Completion, Problem, TokenIds
+
+FIRST_WINDOW = 2
+"""Draft tokens of a request at its start, and the fewest that are worth a step with drafts."""
 
 
 class Transcript:
@@ -83,6 +88,10 @@ class Group:
     """Members that were never admitted and have no token of their own."""
     prefix: list[int] = field(default_factory=list)
     """Pages of the prompt, held for these members."""
+    earlier: Sequence[TokenIds] = ()
+    """Responses of an earlier epoch, for drafts."""
+    index: SuffixIndex | None = None
+    """Of these responses, once a draft was wanted."""
 
 
 @dataclass(eq=False)
@@ -104,6 +113,8 @@ class Request:
     """The newest running request has the largest."""
     saved: Tensor | None = None
     """Keys and values at its preemption, if they are kept."""
+    window: int = FIRST_WINDOW
+    """Draft tokens that it may have."""
 
     def reset(self) -> None:
         """Only what was sampled is left. Its group has been reset before."""
@@ -120,9 +131,19 @@ class Request:
         return len(self.group.problem.prompt_ids) + self.num_sampled
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it may still get."""
+        return self.transcript.max_tokens - self.num_sampled
+
+    @property
     def last_token(self) -> int:
-        sampled = self.transcript.tail(self.index, 1)
-        return sampled[0] if sampled else self.group.problem.prompt_ids[-1]
+        return self.tail(1)[0]
+
+    def tail(self, length: int) -> list[int]:
+        """The last tokens of prompt and response, or all if there are fewer."""
+        sampled = self.transcript.tail(self.index, length)
+        missing = length - len(sampled)
+        return [*self.group.problem.prompt_ids[-missing:], *sampled] if missing else sampled
 
     @property
     def cached_tokens(self) -> list[int]:
@@ -133,6 +154,20 @@ class Request:
     def most_cached(self) -> int:
         """Tokens in the cache at the end; the last one is never cached."""
         return len(self.group.problem.prompt_ids) + self.transcript.max_tokens - 1
+
+
+class Asked(NamedTuple):
+    """A problem that was submitted."""
+
+    problem: Problem
+    size: int
+    """Completions that it gets."""
+    earlier: Sequence[TokenIds] = ()
+    """Responses of an earlier epoch."""
+
+
+AnyAsked = TypeVar("AnyAsked", bound=tuple)
+"""A tuple whose first part is the problem."""
 
 
 class LengthHistory:
@@ -150,6 +185,6 @@ class LengthHistory:
         longest = max(self._longest.values(), default=1)
         return self._longest.get(problem.name, longest)
 
-    def order(self, asked: Sequence[tuple[Problem, int]]) -> list[tuple[Problem, int]]:
+    def order(self, asked: Sequence[AnyAsked]) -> list[AnyAsked]:
         """Unknown problems first, then the longest expected: a long one must not start last."""
-        return sorted(asked, key=lambda pair: -self._longest.get(pair[0].name, math.inf))
+        return sorted(asked, key=lambda one: -self._longest.get(one[0].name, math.inf))

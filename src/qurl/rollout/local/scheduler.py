@@ -121,12 +121,14 @@ class Scheduler:
             self._num_idle = 0
         return admission
 
-    def reserve(self, *, can_preempt: bool = True) -> bool:
-        """Room for the token of the coming step in every row.
+    def reserve(self, *, can_preempt: bool = True, num_drafted: int = 0) -> bool:
+        """Room for the token of the coming step in every row, and for so many more if there is.
 
         If pages run out, it preempts the newest requests, or returns False if it may not.
         """
-        short = np.flatnonzero(self.lengths[: self.num_rows] > self._capacities[: self.num_rows])
+        rows = slice(self.num_rows)
+        wanted = np.minimum(self.lengths[rows] + num_drafted, self._limits[rows])
+        short = np.flatnonzero(np.maximum(wanted, self.lengths[rows]) > self._capacities[rows])
         if len(short) == 0:
             return True
         for request in sorted(map(self._at, short), key=lambda r: r.serial):
@@ -140,6 +142,10 @@ class Scheduler:
                     self._preempt(max(self.running, key=lambda r: r.serial))
         self._look_ahead()
         return True
+
+    def spare(self) -> np.ndarray:
+        """Tokens of each row, beyond that of the coming step, that its pages have room for."""
+        return self._capacities[: self.num_rows] - self.lengths[: self.num_rows]
 
     def compact(self) -> list[tuple[int, int]]:
         """Close the gaps between rows: (source row, target row) of each request that moves."""
@@ -157,12 +163,15 @@ class Scheduler:
         del self._rows[self.num_running :]
         return moves
 
-    def advance(self) -> None:
-        """Count a launched step; requests that reach their longest length leave the batch."""
+    def advance(self, num_tokens: int | np.ndarray = 1) -> None:
+        """Count a launched step, which gives each row so many tokens.
+
+        Requests that reach their longest length leave the batch.
+        """
         if self.waiting:
             self._num_idle += self.max_batch - self.num_running
         lengths = self.lengths[: self.num_rows]
-        lengths += 1
+        lengths += num_tokens
         for row in np.flatnonzero(lengths > self._limits[: self.num_rows]):
             self.leave(self._at(row))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qurl.errors import EngineError
-from qurl.rollout.engine import Stream, check_finite, pair_sizes
+from qurl.rollout.engine import Earlier, Stream, check_finite, pair_sizes
 from qurl.rollout.sampler import request_key
 from qurl.rollout.stop import StopRule
 from qurl.types import Completion, Problem, Rollout, SamplingParams
@@ -127,7 +127,9 @@ class VllmStream:
         self._groups: dict[int, Group] = {}
         self._ready: deque[Group] = deque()
 
-    def submit(self, problems: Sequence[Problem], sizes: Sequence[int] = ()) -> None:
+    def submit(
+        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+    ) -> None:
         self._check(problems)
         for problem, size in pair_sizes(problems, sizes, self._params):
             group = Group(problem, self)

@@ -1,0 +1,70 @@
+"""HistoPipe: problems of like length go to one engine, and long and short ones take turns.
+
+    odd step    engine j gets the j-th of the groups from short to long
+    even step   engine j gets the j-th from long to short
+
+The ranks of response lengths change little from epoch to epoch, so history foretells them. An
+engine that was late in one step is early in the next. That pays if engines need not wait for each
+other between two steps, so if rollouts may be one step old: the objective must correct for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qurl.sampling.history import History
+
+
+def expected_lengths(indices: Sequence[int], history: History) -> list[float]:
+    """The mean length of each problem's last groups; that of all known ones if it has none."""
+    known = {}
+    for index in indices:
+        if outcomes := history.outcomes(index):
+            total = math.fsum(outcome.count * outcome.length for outcome in outcomes)
+            known[index] = total / sum(outcome.count for outcome in outcomes)
+    typical = math.fsum(known.values()) / max(len(known), 1)
+    return [known.get(index, typical) for index in indices]
+
+
+def assign(lengths: Sequence[float], num_engines: int, step: int) -> list[int]:
+    """The engine of each problem, by its expected length.
+
+    Steps count from 0, so the first is even. Groups differ by one problem at most:
+
+        assign([30, 10, 20, 40], num_engines=2, step=1) == [1, 0, 0, 1]
+        assign([30, 10, 20, 40], num_engines=2, step=2) == [0, 1, 1, 0]
+    """
+    engines = [0] * len(lengths)
+    for rank, index in enumerate(_order(lengths)):
+        group = rank * num_engines // len(lengths)
+        engines[index] = group if step % 2 else num_engines - 1 - group
+    return engines
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of the lengths of the same problems in two epochs; NaN if one has no spread."""
+    ranks = [_ranks(first), _ranks(second)]
+    mean = (len(first) - 1) / 2
+    (a, b) = ([rank - mean for rank in side] for side in ranks)
+    spread = math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b))
+    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / spread if spread else math.nan
+
+
+def _order(lengths: Sequence[float]) -> list[int]:
+    """Indices from short to long; equal ones in their order."""
+    return sorted(range(len(lengths)), key=lambda index: lengths[index])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """From 0; equal values share their mean rank."""
+    order, ranks = _order(values), [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for index in order[start:end]:
+            ranks[index] = (start + end - 1) / 2
+        start = end
+    return ranks

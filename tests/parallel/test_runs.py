@@ -61,7 +61,7 @@ ARMS = {
         "batch.epochs": 2,
     },
 }
-CLOCKS = ("timing_s/", "perf/", "sync/seconds")
+CLOCKS = ("timing_s/", "perf/", "sync/seconds", "sync/bytes", "parallel/")
 UNSTEADY = (*CLOCKS, "critic/vf_explained_var")
 """Explained variance is 0 / 0 in steps in which all rewards are equal."""
 

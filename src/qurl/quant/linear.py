@@ -4,8 +4,9 @@
 
 Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
 stays below 2^24. Longer sums are cut into blocks of K that are added in FP64, so the result is the
-integer one on any hardware. FP8 codes take the same route (products exact, sums FP32). This is the
-reference for `qurl.quant.kernels.gemm`.
+integer one on any hardware. FP8 codes take the same route (products exact, sums FP32). NVFP4's
+activations are numbers, and its weights are multiplied as such (W4A16). This is the reference for
+`qurl.quant.kernels`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
-from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize_activation
+from qurl.quant.formats import (
+    Format,
+    Quantized,
+    dequantize,
+    get_format,
+    quantize,
+    quantize_activation,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that are quantized. Embeddings, norms, biases, lm_head and routers are not."""
@@ -73,6 +82,9 @@ def finish(product: Product) -> Tensor:
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
     """x W^T + b with W in codes and x coded on the fly, in the dtype of x."""
+    if weight.format.is_weight_only:
+        numbers = dequantize(weight).to(x.dtype)
+        return F.linear(x, numbers, None if bias is None else bias.to(x.dtype))
     return multiply(quantize_activation(x, weight.format), weight, bias, x.dtype)
 
 

@@ -103,12 +103,13 @@ class UpdateTracker:
             self._snapshot[name] = state[name][(rows >= start) & (rows < start + len(held))]
 
     def _stacks(self) -> list[list[str]]:
-        """Weights of one kind in all layers; one that does not fill its format's tiles is alone."""
+        """Weights of one kind in all layers; one that does not fill its format's tiles, or has a
+        scale for all of its rows, is alone."""
         stacks: dict[tuple[object, ...], list[str]] = {}
         for name, weight in self._snapshot.items():
             if not len(weight):  # a rank may hold no row that is watched
                 continue
-            is_alone = weight.shape[0] % _strip(self.format) != 0
+            is_alone = weight.shape[0] % _strip(self.format) != 0 or _has_tensor_scale(self.format)
             key = (name,) if is_alone else (name.rpartition(".")[2], weight.shape, weight.device)
             stacks.setdefault(key, []).append(name)
         return list(stacks.values())
@@ -177,6 +178,11 @@ def _strip(format: Format | None) -> int:
     return (format.block if format else None) or 1  # rows that share scales
 
 
+def _has_tensor_scale(format: Format | None) -> bool:
+    """NVFP4's g is then that of the watched rows, a little smaller than that of all."""
+    return format is not None and format.is_weight_only
+
+
 def update_sums(
     before: Tensor, after: Tensor, format: Format | None, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -202,7 +208,7 @@ def _seen_by_actor(
     if format is None:
         return rounded.double(), rounded
     coded = quantize(rounded, format)
-    return dequantize(coded).double(), coded.codes.float()  # as numbers: FP8 has two zeros
+    return dequantize(coded).double(), coded.numbers()  # as numbers: FP8 has two zeros
 
 
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

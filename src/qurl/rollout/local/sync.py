@@ -10,6 +10,7 @@ graph, replayed as long as the trainer's parameters stay where they are.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -81,7 +82,8 @@ class WeightSync:
             probe = _probe(view.weight, source, _PROBE_STEP * version)
             if is_parametrized(module, "weight"):  # a view would keep all of the computed weight
                 probe = (probe[0].clone(), *probe[1:])
-            key = (self.weights.layers[layer].format, probe[0].shape, source.dtype)
+            format = view.weight.format if isinstance(view.weight, Quantized) else None
+            key = (format, probe[0].shape, source.dtype)
             layers[key].append(layer)
             probes[key].append(probe)
         dtype = self.weights.compute_dtype
@@ -151,7 +153,7 @@ class Transfer:
         codings = [(m, target) for m, target in writings if isinstance(target, Quantized)]
         self._merges = [(m, target) for m, target in writings if isinstance(target, Tensor)]
         self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
-        self.num_codes = max(1, sum(target.codes.numel() for _, target in codings))
+        self.num_codes = max(1, sum(math.prod(target.shape) for _, target in codings))
         self._kernel = _find_kernel(codings, device)
         sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -185,9 +187,8 @@ class Transfer:
             for module, target in self._codings:
                 fresh = quantize(module.weight.to(self._compute_dtype), target.format)
                 # Compared as numbers: a zero that changes its sign is no flip.
-                self._num_flips += (target.codes.float() != fresh.codes.float()).sum()
-                target.codes.copy_(fresh.codes)
-                target.scale.copy_(fresh.scale)
+                self._num_flips += (target.numbers() != fresh.numbers()).sum()
+                write_(fresh, target)
         for module, target in self._merges:  # one after the other: each is computed here
             target.copy_(module.weight)
         if self._copies:
@@ -206,6 +207,14 @@ class Transfer:
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
+
+
+def write_(source: Quantized, target: Quantized) -> None:
+    """Copy codes and scales into buffers, which may hold codes as FP32 numbers."""
+    is_alike = source.codes.dtype == target.codes.dtype
+    target.codes.copy_(source.codes if is_alike else source.numbers())
+    for stored, fresh in zip(target.tensors()[1:], source.tensors()[1:], strict=True):
+        stored.copy_(fresh)
 
 
 def watch_parameters(model: nn.Module) -> Callable[[nn.Module], bool]:
@@ -245,19 +254,19 @@ def _find_kernel(
 
 
 def _probe(weight: Quantized | Tensor, source: Tensor, number: int) -> tuple[Tensor, ...]:
-    """The `number`-th row or tile, modulo their count: its source, what is stored, its scale."""
+    """The `number`-th row or tile, modulo their count: its source, what is stored, its scales."""
+    row = number % len(source)
     if not isinstance(weight, Quantized):
-        row = number % len(source)
         return source[row], weight[row]
     block = weight.format.block
-    down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
-    scale = weight.scale[down, across]
     if block is None:
-        return source[down], weight.codes[down], scale
+        part = weight.rows(slice(row, row + 1))
+        return source[row], part.numbers()[0], *part.tensors()[1:]
+    down, across = divmod(number % weight.scale.numel(), weight.scale.shape[1])
     at = (slice(down * block, (down + 1) * block), slice(across * block, (across + 1) * block))
     rows, columns = source[at].shape
     padding = (0, block - columns, 0, block - rows)
-    return F.pad(source[at], padding), F.pad(weight.codes[at], padding), scale
+    return F.pad(source[at], padding), F.pad(weight.codes[at], padding), weight.scale[down, across]
 
 
 def _copies_differ(copies: Sequence[tuple[Tensor, Tensor]], number: int) -> bool:
@@ -276,9 +285,12 @@ def _differ(
     probes: Sequence[tuple[Tensor, ...]], format: Format | None, dtype: torch.dtype
 ) -> Tensor:
     """Which probes [n], all of one shape, are not what quantizing their source in `dtype` gives."""
-    source, stored, *scale = (torch.stack(parts) for parts in zip(*probes, strict=True))
+    source, stored, *scales = (torch.stack(parts) for parts in zip(*probes, strict=True))
     if format is None:
         return (source.to(stored.dtype) != stored).any(-1)
-    fresh = quantize(source.flatten(0, -2).to(dtype), format)
-    differs = fresh.codes.float() != stored.flatten(0, -2).float()
-    return differs.view(len(probes), -1).any(-1) | (fresh.scale.flatten() != scale[0])
+    # The scale of a whole tensor is not that of a row of it.
+    given = scales[-1].view(-1, 1) if format.is_weight_only else None
+    fresh = quantize(source.flatten(0, -2).to(dtype), format, given)
+    pairs = ((fresh.numbers(), stored.float()), (fresh.scale.float(), scales[0].float()))
+    differs = [(a.reshape(len(probes), -1) != b.reshape(len(probes), -1)).any(-1) for a, b in pairs]
+    return differs[0] | differs[1]

@@ -36,17 +36,14 @@ class Projection:
     def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""
         weight = self.weight
-        stored = (weight.codes, weight.scale) if isinstance(weight, Quantized) else (weight,)
+        stored = weight.tensors() if isinstance(weight, Quantized) else (weight,)
         return [t for t in (*stored, self.bias) if t is not None]
 
     def view(self, rows: slice) -> Projection:
         """Some of its rows."""
         stored, bias = self.weight, None if self.bias is None else self.bias[rows]
-        if not isinstance(stored, Quantized):
-            return Projection(stored[rows], bias)
-        block = stored.format.block
-        scales = slice(rows.start // block, -(-rows.stop // block)) if block else rows
-        return Projection(Quantized(stored.codes[rows], stored.scale[scales], stored.format), bias)
+        weight = stored.rows(rows) if isinstance(stored, Quantized) else stored[rows]
+        return Projection(weight, bias)
 
 
 @dataclass
@@ -59,7 +56,7 @@ class Layer:
     down: Projection
     window: int | None
     format: Format | None
-    """Of the operands; None: full precision."""
+    """Of activations; None: full precision."""
     has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
     views: dict[str, Projection]
@@ -165,7 +162,7 @@ class Weights:
             gate_up=allocate(mlp, "gate_proj", "up_proj", alternates=alternates),
             down=allocate(mlp, "down_proj")[0],
             window=window,
-            format=format,
+            format=None if format is None or format.is_weight_only else format,
             has_alternating_gate=alternates,
             views=views,
         )
@@ -179,7 +176,7 @@ class Weights:
             return Projection(weight, bias)
         weight = quantize(torch.zeros(rows, columns, device=self.device), format)
         if not self._native_codes:
-            weight = replace(weight, codes=weight.codes.float())
+            weight = replace(weight, codes=weight.numbers())
         return Projection(weight, bias)
 
 

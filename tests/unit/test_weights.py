@@ -13,7 +13,7 @@ from qurl.rollout.local import sync as module
 from qurl.rollout.local.sync import WeightSync, watch_parameters
 from qurl.rollout.local.weights import Weights
 
-FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "int4", "nvfp4"]
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
 """Every projection has a multiple of 128 output channels."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -53,7 +53,7 @@ def assert_holds(sync, model):
             view, source = layer.views[name], linear.weight.detach()
             if isinstance(view.weight, Quantized):
                 fresh = quantize(source.to(weights.compute_dtype), view.weight.format)
-                assert torch.equal(view.weight.codes.float(), fresh.codes.float())
+                assert torch.equal(view.weight.numbers(), fresh.numbers())
                 assert torch.equal(view.weight.scale, fresh.scale)
             else:
                 assert torch.equal(view.weight, source.to(weights.dtype))
@@ -117,7 +117,7 @@ def test_tiles_are_stacked_where_none_spans_two_projections(native):
 
 
 def test_tiles_that_would_span_two_projections_stay_apart():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, "fp8-block")
     assert (len(sync.weights.layers[0].qkv), len(sync.weights.layers[0].gate_up)) == (1, 2)
     assert_holds(sync, model)
@@ -288,7 +288,7 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("native", [False, True])
 def test_a_sound_copy_passes_at_every_version(quant, native):
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, quant, native_codes=native)
     for version in range(12):
         sync.check(version)
@@ -299,7 +299,7 @@ def damage_code(part, row, column):
     codes[row, column] = 3.0 if float(codes[row, column]) != 3 else 2.0
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("name", MODULES)
 def test_one_wrong_code_is_found_in_its_turn(quant, name):
     model = tiny_llama()
@@ -316,7 +316,7 @@ def test_one_wrong_code_is_found_in_its_turn(quant, name):
 
 
 def test_one_wrong_code_of_a_tile_is_found_in_its_turn():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, "fp8-block")
     part = sync.weights.layers[0].views["down_proj"]
     assert part.weight.scale.shape == (1, 2)

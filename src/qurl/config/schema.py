@@ -307,7 +307,7 @@ class OptimConfig(Section):
 class QuantConfig(Section):
     """Precision of the actor, which samples; with `unified` also of the trainer."""
 
-    format: Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"] = "int8"
+    format: Literal["none", "int8", "fp8", "fp8-block", "nvfp4", "int6", "int4"] = "int8"
     """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""

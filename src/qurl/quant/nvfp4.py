@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qurl.errors import ModelError
+
 GROUP = 16
 """Input channels under one scale."""
 LARGEST = 6.0
@@ -30,7 +32,7 @@ def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor,
     """
     rows, columns = weight.shape
     if columns % GROUP:
-        raise ValueError(
+        raise ModelError(
             f"nvfp4 codes {GROUP} input channels together, and a weight has {columns}; use 'int8'"
         )
     x = weight if weight.dtype == torch.float64 else weight.float()

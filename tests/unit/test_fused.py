@@ -40,7 +40,7 @@ SHAPE = {
     "eos_token_id": 2,
 }
 """No size is a power of two, and with 128x128 tiles none is a multiple of a tile."""
-FORMATS = ["none", "int8", "fp8", "fp8-block"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "nvfp4"]
 PAGE_SIZE = 2
 PROMPTS = [[3, 4, 5], [11, 12]]
 STEPS = [[10, 14], [40, 41]]

@@ -149,11 +149,10 @@ class FusedOps:
         return quantize_rows(y, layer.format, amax)
 
     def _plan(self, weight: Operand, h: Operand) -> Choice:
-        is_coded = isinstance(weight, Quantized)
-        matrix = weight.codes if is_coded else weight
         rows = (h.codes if isinstance(h, Quantized) else h).shape[0]
-        numbers = "bf16" if matrix.dtype.itemsize == 2 else "fp32"
-        return self.plans.choose(self.kind if is_coded else numbers, rows, *matrix.shape)
+        numbers = "bf16" if self.dtype.itemsize == 2 else "fp32"
+        kind = self.kind if isinstance(weight, Quantized) else numbers
+        return self.plans.choose(kind, rows, *weight.shape)
 
     def _project(self, weight: Operand, bias: Tensor | None, h: Operand) -> Product:
         plan = self._plan(weight, h)

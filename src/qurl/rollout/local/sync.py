@@ -155,7 +155,8 @@ class Transfer:
         self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
         self.num_codes = max(1, sum(math.prod(target.shape) for _, target in codings))
         self._kernel = _find_kernel(codings, device)
-        sizes = [target.scale.numel() for _, target in codings] if self._kernel else []
+        counted = [_counted(target) for _, target in codings]
+        sizes = [scales.numel() for scales in counted] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._flips_of = self._flips.split(sizes)
         self._num_flips = torch.zeros((), dtype=torch.int64, device=device)
@@ -203,10 +204,15 @@ class Transfer:
         for (module, target), flips in zip(self._codings, self._flips_of, strict=True):
             with torch.cuda.stream(next(turns)) if self._streams else nullcontext():
                 source = module.weight.detach()  # adapters are merged here, in the stream
-                kernel(source, target, flips.view_as(target.scale), self._compute_dtype)
+                kernel(source, target, flips.view_as(_counted(target)), self._compute_dtype)
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         torch.sum(self._flips, 0, dtype=torch.int64, out=self._num_flips)
+
+
+def _counted(weight: Quantized) -> Tensor:
+    """The scales by which the fused quantizer counts flips."""
+    return weight.scale if weight.tensor_scale is None else weight.tensor_scale
 
 
 def write_(source: Quantized, target: Quantized) -> None:
@@ -249,7 +255,8 @@ def _find_kernel(
     has_sources = all(
         s.dtype in SOURCE_DTYPES and s.device == device and s.is_contiguous() for s in sources
     )
-    has_format = codings[0][1].format.is_integer or Target.of(device).has_fp8
+    format = codings[0][1].format
+    has_format = format.is_integer or format.is_weight_only or Target.of(device).has_fp8
     return requantize_ if has_sources and has_format else None
 
 

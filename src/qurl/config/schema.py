@@ -61,6 +61,9 @@ class ModelConfig(Section):
     """Train LoRA adapters of this rank on all projections instead of the weights; 0 = off."""
     lora_alpha: Count = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
+    base: Literal["full", "nvfp4"] = "full"
+    """Precision of the weights under LoRA. nvfp4 (QeRL): trainer and actor compute with the same
+    4-bit codes, and adapters stay beside them in full precision."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -530,7 +533,12 @@ class Config(Section):
 
     @property
     def eval_precisions(self) -> Sequence[str]:
-        """Precisions of an evaluation: "full", the actor's format, or both."""
+        """Precisions of an evaluation: "full", the actor's format, or both.
+
+        A policy whose base is in codes has no other precision.
+        """
+        if self.model.base != "full":
+            return (self.quant.format,)
         if self.quant.format == "none" or self.eval.precision == "full":
             return ("full",)
         both = ("full", self.quant.format)

@@ -171,6 +171,8 @@ def quantized_copy(
     check_quantizable(model)
     clone = copy.deepcopy(model).requires_grad_(False).eval()
     for name, layer in quantized_projections(clone, full_layers):
+        if getattr(layer, "base", None) is not None:  # frozen in codes already
+            continue
         clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
     return clone
 

@@ -403,8 +403,10 @@ def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker 
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(policy.device)
-    quant = config.quant
-    return learner.watch(UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers))
+    quant, format = config.quant, config.quant.format
+    if config.model.base != "full":  # the actor's adapters are the trainer's
+        dtype, format = None, "none"
+    return learner.watch(UpdateTracker(format, quant.track_rows, dtype, quant.full_layers))
 
 
 def _prepare_masters(config: Config, learner: Learner) -> None:

@@ -21,6 +21,7 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
+from qurl.quant.coded_linear import code_base_
 from qurl.quant.linear import EngineCodes
 from qurl.trainer.folder import check_folder
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
@@ -89,6 +90,8 @@ class Policy:
         can_fuse: bool = True,
     ) -> None:
         """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
+        if config.base != "full":  # before it takes the device's memory
+            code_base_(model, config.base, device)
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device

@@ -103,9 +103,9 @@ class ReferenceOps:
         if isinstance(h, Quantized):
             assert isinstance(weight, Quantized)
             return multiply(h, weight, bias, self.dtype)
-        if isinstance(weight, Quantized):
-            return linear(h, weight, bias)
-        return F.linear(h, weight, bias)
+        is_coded = isinstance(weight, Quantized)
+        y = linear(h, weight, bias) if is_coded else F.linear(h, weight, bias)
+        return y if projection.adapter is None else projection.adapter.add_(y, h)
 
     def _add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Tensor:
         if delta is not None:

@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from qurl.errors import SyncError
 from qurl.ops.target import Target
 from qurl.quant import Format, Quantized, quantize
+from qurl.quant.coded_linear import CodedLinear
 from qurl.rollout.local.architecture import NORMS
 from qurl.rollout.local.weights import Projection, Weights
 
@@ -75,12 +76,15 @@ class WeightSync:
                 f"sync of version {version} failed: a bias, a norm, the embedding or the head in "
                 "the engine is not a copy of the trainer's"
             )
+        self._check_base(version)
         probes: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
         layers: dict[Any, list[int]] = defaultdict(list)
         for layer, view, module in self._pairs:
+            if view.adapter is not None:
+                continue
             source = module.weight.detach()
             probe = _probe(view.weight, source, _PROBE_STEP * version)
-            if is_parametrized(module, "weight"):  # a view would keep all of the computed weight
+            if _is_computed(module):  # a view would keep all of the computed weight
                 probe = (probe[0].clone(), *probe[1:])
             format = view.weight.format if isinstance(view.weight, Quantized) else None
             key = (format, probe[0].shape, source.dtype)
@@ -88,11 +92,25 @@ class WeightSync:
             probes[key].append(probe)
         dtype = self.weights.compute_dtype
         differs = [_differ(alike, format, dtype) for (format, *_), alike in probes.items()]
+        if not differs:
+            return
         pairs = zip(itertools.chain(*layers.values()), torch.cat(differs).tolist(), strict=True)
         if failed := [layer for layer, is_bad in pairs if is_bad]:
             raise SyncError(
                 f"sync of version {version} failed: a projection of layer {min(failed)} in the "
                 "engine is not the quantized copy of the trainer's"
+            )
+
+    def _check_base(self, version: int) -> None:
+        """Spot-check the codes of a frozen base; adapters are among the copies."""
+        coded = [(l, view.weight, m.base) for l, view, m in self._pairs if view.adapter is not None]
+        row = _PROBE_STEP * version
+        differs = [_rows_differ(held, base, row % base.shape[0]) for _, held, base in coded]
+        found = torch.stack(differs).tolist() if differs else ()
+        if failed := [layer for (layer, *_), is_bad in zip(coded, found, strict=True) if is_bad]:
+            raise SyncError(
+                f"sync of version {version} failed: a projection of layer {min(failed)} in the "
+                "engine does not have the codes of the trainer's base"
             )
 
     def _plan(self, model: Any) -> Transfer:
@@ -118,7 +136,11 @@ class WeightSync:
                 if kind in layer.views:
                     view = layer.views[kind]
                     self._pairs.append((index, view, module))
-                    if isinstance(view.weight, Quantized) or is_parametrized(module, "weight"):
+                    if view.adapter is not None:
+                        write_(module.base, view.weight)  # once: it is frozen
+                        pairs = ((view.adapter.a, "A"), (view.adapter.b, "B"))
+                        copies += [(t, getattr(module.adapter, n).detach()) for t, n in pairs]
+                    elif isinstance(view.weight, Quantized) or _is_computed(module):
                         writings.append((module, view.weight))
                     else:
                         unquantized.append((view.weight, module.weight.detach()))
@@ -258,6 +280,18 @@ def _find_kernel(
     format = codings[0][1].format
     has_format = format.is_integer or format.is_weight_only or Target.of(device).has_fp8
     return requantize_ if has_sources and has_format else None
+
+
+def _is_computed(module: nn.Linear) -> bool:
+    """Whether reading the weight computes it."""
+    return is_parametrized(module, "weight") or isinstance(module, CodedLinear)
+
+
+def _rows_differ(held: Quantized, base: Quantized, row: int) -> Tensor:
+    """Whether codes or scales of a row differ."""
+    parts = [weight.rows(slice(row, row + 1)) for weight in (held, base)]
+    numbers = [torch.cat([p.numbers(), p.scale.float(), p.tensor_scale], 1) for p in parts]  # type: ignore[list-item]
+    return (numbers[0] != numbers[1]).any()
 
 
 def _probe(weight: Quantized | Tensor, source: Tensor, number: int) -> tuple[Tensor, ...]:

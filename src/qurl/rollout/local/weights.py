@@ -16,9 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from qurl.quant import Format, Quantized, get_format, quantize
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.linear import EngineCodes, is_full
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The adapters of stacked projections: y += scale (x a^T) b^T.
+
+    Each has its own rows of a; in its rows of b the columns of the others are 0.
+    """
+
+    a: Tensor  # [R, K]
+    b: Tensor  # [N, R]
+    scale: float
+
+    def add_(self, y: Tensor, x: Tensor) -> Tensor:
+        return y.addmm_(x @ self.a.T, self.b.T, alpha=self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,23 +43,31 @@ class Projection:
 
     weight: Quantized | Tensor
     bias: Tensor | None
+    adapter: LowRank | None = None
 
     @property
     def num_bytes(self) -> int:
         weight = self.weight
-        return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+        low = () if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return sum(part.nbytes for part in low) + (
+            weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+        )
 
     def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""
         weight = self.weight
         stored = weight.tensors() if isinstance(weight, Quantized) else (weight,)
-        return [t for t in (*stored, self.bias) if t is not None]
+        low = () if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return [t for t in (*stored, self.bias, *low) if t is not None]
 
-    def view(self, rows: slice) -> Projection:
-        """Some of its rows."""
+    def view(self, rows: slice, ranks: slice) -> Projection:
+        """One of the projections: its rows, and the ranks of its adapter."""
+        low = self.adapter
+        if low is not None:
+            low = LowRank(low.a[ranks], low.b[rows, ranks], low.scale)
         stored, bias = self.weight, None if self.bias is None else self.bias[rows]
         weight = stored.rows(rows) if isinstance(stored, Quantized) else stored[rows]
-        return Projection(weight, bias)
+        return Projection(weight, bias, low)
 
 
 @dataclass
@@ -105,6 +129,8 @@ class Weights:
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
         self._native_codes = device.type == "cuda" if native_codes is None else native_codes
+        self.has_adapters = False
+        """Whether the trainer's base is in these codes, with adapters beside it."""
         body, num_layers = model.model, self.arch.num_layers
         self.layers = [
             self._allocate_layer(
@@ -151,8 +177,10 @@ class Weights:
             if any(m.out_features % block for m in modules) and len(names) > 1:
                 return tuple(p for name in names for p in allocate(owner, name))
             projection = self._allocate(modules, format)
-            for name, rows in zip(names, _rows_of(modules, alternates), strict=True):
-                views[name] = projection.view(rows)
+            low, all_rows = projection.adapter, _rows_of(modules, alternates)
+            rank = 0 if low is None else len(low.a) // len(names)
+            for index, (name, rows) in enumerate(zip(names, all_rows, strict=True)):
+                views[name] = projection.view(rows, slice(index * rank, (index + 1) * rank))
             return (projection,)
 
         attention, mlp = source.self_attn, source.mlp
@@ -177,7 +205,18 @@ class Weights:
         weight = quantize(torch.zeros(rows, columns, device=self.device), format)
         if not self._native_codes:
             weight = replace(weight, codes=weight.numbers())
-        return Projection(weight, bias)
+        return Projection(weight, bias, self._allocate_adapter(modules, format))
+
+    def _allocate_adapter(self, modules: Sequence[nn.Linear], format: Format) -> LowRank | None:
+        """Room for what a frozen base in codes has beside it; other adapters are merged."""
+        found = [m.adapter for m in modules if isinstance(m, CodedLinear) and m.format == format]
+        if not found or found[0] is None:
+            return None
+        self.has_adapters = True
+        rows, columns = sum(m.out_features for m in modules), modules[0].in_features
+        ranks, on = sum(len(adapter.A) for adapter in found), {"device": self.device}
+        a = torch.zeros(ranks, columns, dtype=self.dtype, **on)
+        return LowRank(a, torch.zeros(rows, ranks, dtype=self.dtype, **on), found[0].scale)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from qurl.errors import ModelError
 from qurl.quant.formats import FORMATS, get_format, quantize
+from qurl.quant.linear import frozen_scales
 from qurl.quant.tracking import UpdateTracker, update_ratios, update_sums, watched_rows
 
 CODED = [name for name, format in FORMATS.items() if not format.is_weight_only]
@@ -304,3 +305,14 @@ def test_uaq_makes_updates_more_visible(vectors):
     # The squared norms of Eq. (13) grow by s^2, and Eq. (14) stays.
     assert scaled["update_norm"] / plain["update_norm"] == pytest.approx(2.25, rel=1e-6)
     assert scaled["quant_error"] == pytest.approx(plain["quant_error"], rel=1e-3)
+
+
+def test_frozen_scales_are_those_of_the_actor():
+    """The row grows beyond its first scale, so its largest code is cut and its error seen."""
+    model = Layers(q_proj=_row(127, 10))
+    tracker = UpdateTracker("int8", rows=4, scales=frozen_scales(model, "int8", torch.float32))
+    tracker.measure(model)
+    model.set(q_proj=_row(254, 20))
+    measured = tracker.measure(model)
+    assert measured["uaq/code_flip_frac"] == 1 / 2
+    assert measured["uaq/quant_error"] == pytest.approx(127**2 / (254**2 + 20**2))

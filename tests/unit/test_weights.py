@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import tiny_llama
+from models import CPU, tiny_llama
 from torch import nn
 
 from qurl.errors import EngineError
 from qurl.quant import Quantized, quantize
+from qurl.quant.linear import frozen_scales
 from qurl.rollout.local import sync as module
 from qurl.rollout.local.sync import WeightSync, watch_parameters
 from qurl.rollout.local.weights import Weights
@@ -403,3 +404,29 @@ def test_a_recorded_sync(quant, master):
     sync.load_(other)
     assert_holds(sync, other)
     sync.check(6)
+
+
+# --- frozen scales ----------------------------------------------------------------------------
+
+
+def test_frozen_scales_clamp_what_has_grown():
+    model = tiny_llama()
+    scales = frozen_scales(model, "int8", torch.float32)
+    weights = Weights(model, "int8", torch.float32, CPU)
+    sync, dynamic = WeightSync(weights, scales), load(model)
+    sync.load_(model)
+    for ours, theirs in zip(weights.projections(), dynamic.weights.projections(), strict=True):
+        assert torch.equal(ours.weight.codes, theirs.weight.codes), "as at the first sync"
+    up = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        up.weight *= 2
+    sync.load_(model)
+    sync.check(3)
+    held = weights.layers[1].views["up_proj"].weight
+    assert torch.equal(held.scale, scales["model.layers.1.mlp.up_proj"])
+    expected = (up.weight.detach() / held.scale).clamp(-127, 127).round()
+    assert torch.equal(held.codes, expected)
+    assert (held.codes.abs() == 127).float().mean() > 0.1
+    held.codes[:, 0] += 1
+    with pytest.raises(EngineError, match="layer 1"):
+        sync.check(3)

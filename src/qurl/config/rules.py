@@ -192,7 +192,7 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         if quant.backward != "bf16":
             yield f"quant.backward = {quant.backward!r} needs quant.unified = true"
         return
-    if quant.format == "none":
+    if quant.format in ("none", "nvfp4"):
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
@@ -222,8 +222,28 @@ def _vllm_mistakes(config: Config) -> Iterator[str]:
         yield f"{key} does not go with rollout.engine = 'vllm'; use 'local'"
 
 
+def _base_mistakes(config: Config) -> Iterator[str]:
+    """Of a frozen base in codes (QeRL)."""
+    model, quant, engine = config.model, config.quant, config.rollout.engine
+    if model.base == "full":
+        return
+    chosen = f"model.base = {model.base!r}"
+    if not model.lora_rank:
+        yield f"{chosen} is frozen; set model.lora_rank to train adapters beside it"
+    if quant.format != model.base:
+        format = f"quant.format = {quant.format!r}"
+        yield f"{chosen}: trainer and actor compute with the same codes, not {format}; make it so"
+    if engine not in ("local", "hf"):
+        yield f"{chosen} needs rollout.engine = 'local' or 'hf', not {engine!r}"
+    if quant.full_layers:
+        yield f"{chosen} codes all layers; set quant.full_layers = 0"
+    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+        yield f"alarms.{name} = 'full': {chosen} leaves no full precision to fall back to"
+
+
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
     rank, options, quant = config.model.lora_rank, config.experimental, config.quant
+    yield from _base_mistakes(config)
     if not rank:
         return
     if advantage and advantage.needs_critic:
@@ -431,7 +451,9 @@ def find_warnings(
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
     yield from _symmetric_warnings(config)
-    has_mismatch = (quant.format, quant.kv) != ("none", "none") and not quant.unified
+    is_shared = quant.unified or config.model.base != "full"
+    has_mismatch = quant.format != "none" and not is_shared
+    has_mismatch |= quant.kv != "none" and not quant.unified
     if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
         yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"
@@ -453,6 +475,9 @@ def find_warnings(
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
+    if quant.format == "nvfp4" and config.model.lora_rank and config.model.base == "full":
+        remedy = "set model.base = 'nvfp4' to keep adapters beside the codes"
+        yield f"quant.format = 'nvfp4' rounds merged adapters away below a step of 4 bits; {remedy}"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
     if quant.format == "none" and "full" in vars(config.alarms).values():

@@ -311,7 +311,12 @@ class QuantConfig(Section):
     """Precision of the actor, which samples; with `unified` also of the trainer."""
 
     format: Literal["none", "int8", "fp8", "fp8-block", "nvfp4", "int6", "int4"] = "int8"
-    """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
+    """Format of weights and activations in linear layers. nvfp4 codes weights only. int6 and int4
+    are for experiments."""
+    scales: Literal["dynamic", "frozen"] = "dynamic"
+    """Scales of int8 weights: those of the present weights, or those of the first ones (FlashRL)."""
+    noise: Literal["off", "aqn"] = "off"
+    """aqn: random weights of the actor's norms, for exploration (QeRL; `systems.aqn`)."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0

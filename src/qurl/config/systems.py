@@ -127,6 +127,21 @@ class PodsConfig(Section):
 
 
 @dataclass(frozen=True)
+class AqnConfig(Section):
+    """AQN (QeRL): random weights of the actor's norms. `quant.noise = "aqn"`.
+
+    Its sigma falls geometrically over the run, in stages; the first stage has no noise.
+    """
+
+    start: Positive = 1e-2
+    """sigma in the second stage; multiplied by quant.update_scale."""
+    end: Positive = 1e-4
+    """sigma in the last stage."""
+    stages: Annotated[int, Field(ge=3, strict=True)] = 10
+    """Equal parts of the run."""
+
+
+@dataclass(frozen=True)
 class SystemsConfig(Section):
     """Settings of related systems. Each counts only where a recipe names the system."""
 
@@ -136,3 +151,4 @@ class SystemsConfig(Section):
     e3: E3Config = field(default_factory=E3Config)
     shuffle_r1: ShuffleR1Config = field(default_factory=ShuffleR1Config)
     pods: PodsConfig = field(default_factory=PodsConfig)
+    aqn: AqnConfig = field(default_factory=AqnConfig)

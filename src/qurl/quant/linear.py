@@ -177,6 +177,13 @@ def quantized_copy(
     return clone
 
 
+@torch.no_grad()
+def frozen_scales(model: nn.Module, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By projection, the scales [N, 1] of its weight rounded to `dtype`, to be kept for a run."""
+    layers = ((name, layer.weight.detach().to(dtype)) for name, layer in projections(model))
+    return {name: quantize(weight, format).scale.cpu() for name, weight in layers}
+
+
 def check_quantizable(model: nn.Module) -> None:
     """Raise unless all linear layers of a model but head and routers can be quantized."""
     if obstacle := _obstacle(model):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from qurl.advantages import Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config
@@ -21,7 +22,7 @@ from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
 from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.quant import rescale_, unscale_
-from qurl.quant.linear import projections
+from qurl.quant.linear import frozen_scales, projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
@@ -29,6 +30,7 @@ from qurl.rollout import Engine, build_engine
 from qurl.rollout.engine import close
 from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
+from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import (
     load_checkpoint,
     load_saved_adapters,
@@ -78,6 +80,8 @@ class Parts:
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
     """Of the data files, by the key that names them."""
+    scales: Mapping[str, Tensor] | None = None
+    """Of the untrained weights, if quant.scales is "frozen"."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 
@@ -85,6 +89,19 @@ class Parts:
     def actor(self) -> Engine:
         """The engine that samples rollouts."""
         return self.full_engine if self.is_full else self.engine
+
+    def add_noise(self, config: Config, step: int) -> dict[str, float]:
+        """Disturb what samples the rollouts of a step, if the recipe asks for it (AQN)."""
+        if config.quant.noise == "off":
+            return {}
+        actor = self.actor.engine if isinstance(self.actor, EpisodeEngine) else self.actor
+        assert isinstance(actor, LocalEngine), "the rules ask for it"
+        # UAQ makes the norms larger, and the same noise has to keep up with them.
+        sigma = noise_sigma(step, config.steps, **vars(config.systems.aqn))
+        sigma *= config.quant.update_scale
+        if sigma:
+            actor.add_noise_(sigma, derive_seed(config.seed, "aqn", step))
+        return {"aqn/sigma": sigma}
 
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
@@ -99,8 +116,10 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        hooks = self.hooks.state_dict()
-        return {**self.stream.state_dict(), **sizes, "tracker": tracker, "hooks": hooks}
+        parts = {"tracker": tracker, "hooks": self.hooks.state_dict()}
+        if self.scales is not None:
+            parts["scales"] = dict(self.scales)
+        return {**self.stream.state_dict(), **sizes, **parts}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -138,10 +157,14 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         hooks = choices.build_hooks(Setup(config, task, vocabulary))
         keeps = config.sampling.keep_responses
         stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
-        tracker = _build_tracker(config, learner, run)
+        state = load_checkpoint(checkpoint, learner) if checkpoint else {}
+        scales = None
+        if config.quant.scales == "frozen":
+            of_weights = (learner.whole_model(), config.quant.format, policy.compute_dtype)
+            scales = state.get("scales") or frozen_scales(*of_weights)
+        tracker = _build_tracker(config, learner, run, scales)
         first_step = 0
         if checkpoint:
-            state = load_checkpoint(checkpoint, learner)
             _warn_of_changed_data(state, prints, run)
             hooks.load_state_dict(state.get("hooks", {}))
             first_step = _resume(state, stream, tracker, run)
@@ -149,7 +172,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         with build_pool(config, choices.reward or task.reward, *graded) as pool:
             if first_step == 0 and choices.reward is None:
                 _try_grader(config, task, pool, run)
-            build = functools.partial(build_actor, config, policy, config.quant.format, choices)
+            of = (config, policy, config.quant.format, choices, scales)
+            build = functools.partial(build_actor, *of)
             engine = full_engine = build()
             if config.has_full_engine:
                 full_engine = build_actor(config, policy, "none", choices)
@@ -166,6 +190,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 first_step=first_step,
                 build_engine=build,
                 fingerprints=prints,
+                scales=scales,
             )
             _set_aside(damaged, first_step, run)
             run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
@@ -360,7 +385,11 @@ def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
 
 
 def build_actor(
-    config: Config, policy: Policy, quant: str, choices: Choices | None = None
+    config: Config,
+    policy: Policy,
+    quant: str,
+    choices: Choices | None = None,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> Engine:
     """The chosen engine or the recipe's; `quant.kv` applies in the recipe's own format only.
 
@@ -383,6 +412,8 @@ def build_actor(
         options["release_kv"] = rollout.release_kv or not is_main
         options["kv"] = config.quant.kv if is_main else "none"
         options["unified"] = config.quant.unified and is_main
+        options["scales"] = scales if is_main else None
+        options["has_noise"] = config.quant.noise != "off"
     factory = engine or functools.partial(build_engine, rollout.engine)
     actor = factory(policy.model, policy.tokenizer, quant=quant, **options)
     check_engine(actor)
@@ -392,7 +423,9 @@ def build_actor(
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker | None:
+def _build_tracker(
+    config: Config, learner: AnyLearner, run: Run, scales: Mapping[str, Tensor] | None
+) -> AnyTracker | None:
     policy = learner.policy
     if config.quant.track_rows == 0:
         return None
@@ -406,7 +439,8 @@ def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker 
     quant, format = config.quant, config.quant.format
     if config.model.base != "full":  # the actor's adapters are the trainer's
         dtype, format = None, "none"
-    return learner.watch(UpdateTracker(format, quant.track_rows, dtype, quant.full_layers))
+    options = (quant.track_rows, dtype, quant.full_layers, scales)
+    return learner.watch(UpdateTracker(format, *options))
 
 
 def _prepare_masters(config: Config, learner: Learner) -> None:

@@ -117,7 +117,7 @@ class Projection:
         w = self.weight(dtype)
         y = torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
         for adapter, part in zip(self._adapters(), y.split(self.sizes, -1), strict=False):
-            a, b = adapter.A.to(dtype), adapter.B.to(dtype)
+            a, b = (factor.detach().to(dtype) for factor in (adapter.A, adapter.B))
             part.addmm_(torch.mm(x, a.T), b.T, alpha=adapter.scale)
         return y
 
@@ -131,7 +131,7 @@ class Projection:
         if not self.has_coded_gradient:
             dx = torch.mm(dy, self.weight(dy.dtype))
             for adapter, part in zip(self._adapters(), dy.split(self.sizes, -1), strict=False):
-                a, b = adapter.A.to(dy.dtype), adapter.B.to(dy.dtype)
+                a, b = (factor.detach().to(dy.dtype) for factor in (adapter.A, adapter.B))
                 dx.addmm_(torch.mm(part, b), a, alpha=adapter.scale)
             return dx
         weight = self.codes()

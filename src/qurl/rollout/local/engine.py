@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,12 +58,16 @@ class LocalEngine:
         unified: bool = False,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        scales: Mapping[str, Tensor] | None = None,
+        has_noise: bool = False,
     ) -> None:
         """Options are those of `RolloutConfig`, `kv` and `full_layers` of `QuantConfig`, and these:
 
         `page_size` in tokens; 0: by device.
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
+        `scales` of weights that every sync keeps, by projection (`quant.frozen_scales`).
+        `has_noise`: norms get noise after a sync, so they are copies (`add_noise_`).
         `unified`: the trainer multiplies the same codes, so products must add up alike.
         """
         device = next(model.parameters()).device
@@ -85,7 +89,7 @@ class LocalEngine:
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
         self.stepper = Stepper(self._ops, max_batch)
-        self._sync = WeightSync(self.weights)
+        self._sync = WeightSync(self.weights, scales, owns_norms=has_noise)
         self._active: tuple[Generation, Scheduler] | None = None
         """Who has the pages."""
         self._yardstick = Yardstick()
@@ -116,6 +120,10 @@ class LocalEngine:
             kv_scales=self.memory.scales(),
             **times,
         )
+
+    def add_noise_(self, sigma: float, seed: int) -> None:
+        """Add N(0, sigma^2) to the norms that feed projections; the next sync takes it away."""
+        self._sync.add_noise_(sigma, torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:

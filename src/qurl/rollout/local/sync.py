@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,6 +30,8 @@ from qurl.rollout.local.weights import Projection, Weights
 
 _NUM_STREAMS = 4
 """Weights that a sync codes at the same time."""
+NOISY = ("input_layernorm", "post_attention_layernorm")
+"""Norms that feed projections."""
 _PROBE_STEP = 7919
 """A prime, so that the spot check visits every row in the course of the versions."""
 Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
@@ -39,8 +41,18 @@ Requantizer = Callable[[Tensor, Quantized, Tensor, torch.dtype], None]
 class WeightSync:
     """Keeps the actor's weights in step with the trainer's."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    def __init__(
+        self,
+        weights: Weights,
+        scales: Mapping[str, Tensor] | None = None,
+        *,
+        owns_norms: bool = False,
+    ) -> None:
+        """`scales` [N, 1] by projection are kept in every sync (FlashRL). Noise needs norms that
+        the trainer does not share."""
+        self.weights, self._scales, self._owns_norms = weights, scales, owns_norms
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        """Norms that may get noise, ours and the trainer's."""
         self._pairs: list[tuple[int, Projection, nn.Linear]] = []
         """Layer, rows of the actor's buffer, and the trainer's module that they hold."""
         self._is_planned_for: Callable[[nn.Module], bool] = lambda model: False
@@ -63,6 +75,14 @@ class WeightSync:
         num_flips = self._transfer.run()
         had_loaded, self._has_loaded = self._has_loaded, True
         return num_flips / self._transfer.num_codes if had_loaded else 0.0
+
+    @torch.no_grad()
+    def add_noise_(self, sigma: float, draw: torch.Generator) -> None:
+        """Set each layer's two norms to the trainer's plus N(0, sigma^2), until the next sync."""
+        assert self._owns_norms, "the trainer would get the noise, too"
+        noise = torch.randn(len(self._norms), len(self._norms[0][0]), generator=draw)
+        for (ours, theirs), z in zip(self._norms, noise.to(self.weights.device), strict=True):
+            ours.copy_(theirs).add_(z, alpha=sigma)
 
     @torch.no_grad()
     def check(self, version: int) -> None:
@@ -91,7 +111,10 @@ class WeightSync:
             layers[key].append(layer)
             probes[key].append(probe)
         dtype = self.weights.compute_dtype
-        differs = [_differ(alike, format, dtype) for (format, *_), alike in probes.items()]
+        is_frozen = self._scales is not None
+        differs = [
+            _differ(alike, format, dtype, is_frozen) for (format, *_), alike in probes.items()
+        ]
         if not differs:
             return
         pairs = zip(itertools.chain(*layers.values()), torch.cat(differs).tolist(), strict=True)
@@ -119,17 +142,17 @@ class WeightSync:
         copies: list[tuple[Tensor, Tensor]] = []
         unquantized: list[tuple[Tensor, Tensor]] = []
 
-        def share(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        def share(name: str, parameter: Tensor, dtype: torch.dtype, owns: bool = False) -> Tensor:
             """The parameter's own storage where dtype and device agree, else our copy of it."""
             source = parameter.detach()
-            if source.dtype == dtype and source.device == weights.device:
+            if not owns and source.dtype == dtype and source.device == weights.device:
                 return source
             if name not in self._copies:
                 self._copies[name] = torch.empty(source.shape, dtype=dtype, device=weights.device)
             copies.append((self._copies[name], source))
             return self._copies[name]
 
-        self._pairs, writings = [], []
+        self._pairs, self._norms, writings = [], [], []
         for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
             for name, module in source.named_modules():
                 kind = name.rpartition(".")[2]
@@ -141,21 +164,28 @@ class WeightSync:
                         pairs = ((view.adapter.a, "A"), (view.adapter.b, "B"))
                         copies += [(t, getattr(module.adapter, n).detach()) for t, n in pairs]
                     elif isinstance(view.weight, Quantized) or _is_computed(module):
+                        if self._scales is not None and isinstance(view.weight, Quantized):
+                            view.weight.scale.copy_(self._scales[f"model.layers.{index}.{name}"])
                         writings.append((module, view.weight))
                     else:
                         unquantized.append((view.weight, module.weight.detach()))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:
-                    name = f"layers.{index}.{kind}"
-                    layer.norms[kind] = share(name, module.weight, torch.float32)
+                    name, owns = f"layers.{index}.{kind}", self._owns_norms and kind in NOISY
+                    layer.norms[kind] = share(name, module.weight, torch.float32, owns)
+                    if owns:
+                        self._norms.append((layer.norms[kind], module.weight.detach()))
         # As the trainer has it: the residual stream starts unrounded.
         embedding = body.embed_tokens.weight
         weights.embedding = share("embedding", embedding, embedding.dtype)
         weights.norm = share("norm", body.norm.weight, torch.float32)
         weights.lm_head = share("lm_head", model.lm_head.weight, weights.dtype)
         self._copied = copies
-        return Transfer(writings, copies + unquantized, weights.compute_dtype, weights.device)
+        return Transfer(
+            *(writings, copies + unquantized, weights.compute_dtype, weights.device),
+            keeps_scales=self._scales is not None,
+        )
 
 
 class Transfer:
@@ -171,12 +201,15 @@ class Transfer:
         copies: Sequence[tuple[Tensor, Tensor]],
         compute_dtype: torch.dtype,
         device: torch.device,
+        *,
+        keeps_scales: bool = False,
     ) -> None:
+        self._keeps_scales = keeps_scales
         codings = [(m, target) for m, target in writings if isinstance(target, Quantized)]
         self._merges = [(m, target) for m, target in writings if isinstance(target, Tensor)]
         self._codings, self._copies, self._compute_dtype = codings, copies, compute_dtype
         self.num_codes = max(1, sum(math.prod(target.shape) for _, target in codings))
-        self._kernel = _find_kernel(codings, device)
+        self._kernel = None if keeps_scales else _find_kernel(codings, device)
         counted = [_counted(target) for _, target in codings]
         sizes = [scales.numel() for scales in counted] if self._kernel else []
         self._flips = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -208,7 +241,8 @@ class Transfer:
         else:
             self._num_flips.zero_()
             for module, target in self._codings:
-                fresh = quantize(module.weight.to(self._compute_dtype), target.format)
+                kept = target.scale if self._keeps_scales else None
+                fresh = quantize(module.weight.to(self._compute_dtype), target.format, kept)
                 # Compared as numbers: a zero that changes its sign is no flip.
                 self._num_flips += (target.numbers() != fresh.numbers()).sum()
                 write_(fresh, target)
@@ -323,14 +357,17 @@ def _copies_differ(copies: Sequence[tuple[Tensor, Tensor]], number: int) -> bool
 
 
 def _differ(
-    probes: Sequence[tuple[Tensor, ...]], format: Format | None, dtype: torch.dtype
+    probes: Sequence[tuple[Tensor, ...]],
+    format: Format | None,
+    dtype: torch.dtype,
+    is_frozen: bool = False,
 ) -> Tensor:
     """Which probes [n], all of one shape, are not what quantizing their source in `dtype` gives."""
     source, stored, *scales = (torch.stack(parts) for parts in zip(*probes, strict=True))
     if format is None:
         return (source.to(stored.dtype) != stored).any(-1)
-    # The scale of a whole tensor is not that of a row of it.
-    given = scales[-1].view(-1, 1) if format.is_weight_only else None
+    # The scale of a whole tensor is not that of a row of it, nor a frozen one.
+    given = scales[-1].view(-1, 1) if format.is_weight_only or is_frozen else None
     fresh = quantize(source.flatten(0, -2).to(dtype), format, given)
     pairs = ((fresh.numbers(), stored.float()), (fresh.scale.float(), scales[0].float()))
     differs = [(a.reshape(len(probes), -1) != b.reshape(len(probes), -1)).any(-1) for a, b in pairs]

@@ -16,7 +16,8 @@ from qurl.train import train
 NUM_PROBLEMS = 20
 """So few that a run of nine steps asks each of them several times."""
 ARMS = {
-    "greso, dynamic sampling, budgets in pieces, pods": {
+    "greso, dynamic sampling, budgets in pieces, pods, frozen scales": {
+        "quant.scales": "frozen",
         "sampling.select": "greso",
         "algo.dynamic_sampling": True,
         "algo.max_gen_rounds": 60,
@@ -43,7 +44,6 @@ ARMS = {
         "systems.aqn.stages": 3,
         "optim.lr": 1e-3,
     },
-    "frozen scales": {"quant.scales": "frozen", "optim.lr": 1e-3},
 }
 
 
@@ -90,6 +90,10 @@ def test_systems_resume_exactly(arm, start, tmp_path):
         assert max(row.get("sampling/skipped_frac", 0) for row in rows(whole)) > 0
         assert last["sampling/group_size_min"] < 4 < last["sampling/group_size_max"]
         assert last["actor/lr"] == pytest.approx(TINY["optim.lr"] * 2**0.5)
+        state = torch.load(whole / "checkpoints" / "step-000009" / "state.pt", weights_only=True)
+        first = AutoModelForCausalLM.from_pretrained(start["model.path"], dtype=torch.float32)
+        for name, scale in frozen_scales(first, "int8", torch.float32).items():
+            assert torch.equal(state["scales"][name], scale)
     elif "noise" in arm:
         # Three stages: none, then from start to end. Quantization makes no gap, noise does.
         sigmas = [row["aqn/sigma"] for row in rows(whole) if "aqn/sigma" in row]
@@ -97,11 +101,6 @@ def test_systems_resume_exactly(arm, start, tmp_path):
         assert max(row.get("sync/canary_gap", 0) for row in rows(whole)) < 1e-3
         gaps = [row["rollout_corr/k3_kl"] for row in rows(whole) if "aqn/sigma" in row]
         assert max(gaps[:3]) < 1e-8 < min(gaps[3:6])
-    elif "frozen" in arm:
-        state = torch.load(whole / "checkpoints" / "step-000009" / "state.pt", weights_only=True)
-        first = AutoModelForCausalLM.from_pretrained(start["model.path"], dtype=torch.float32)
-        for name, scale in frozen_scales(first, "int8", torch.float32).items():
-            assert torch.equal(state["scales"][name], scale)
     else:
         assert last["replay/buffer"] > 0
         assert last["replay/age"] > 0

@@ -453,7 +453,7 @@ def find_warnings(
     yield from _symmetric_warnings(config)
     is_shared = quant.unified or config.model.base != "full"
     has_mismatch = quant.format != "none" and not is_shared
-    has_mismatch |= quant.kv != "none" and not quant.unified
+    has_mismatch |= quant.noise != "off" or (quant.kv != "none" and not quant.unified)
     if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
         yield f"{uncorrected} of quantized rollouts; use 'acr' or 'tis' unless you compare them"

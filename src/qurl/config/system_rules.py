@@ -112,8 +112,6 @@ def find_system_warnings(config: Config) -> Iterator[str]:
     if config.quant.noise != "off" and config.steps < systems.aqn.stages:
         stages = f"systems.aqn.stages = {systems.aqn.stages}"
         yield f"AQN skips stages: {stages} is more than steps = {config.steps}"
-    if config.quant.noise != "off" and config.algo.objective == "ppo_prox":
-        yield "quant.noise: the actor differs from the policy on purpose; correct it with 'tis'"
 
 
 def unused_systems(config: Config) -> Iterator[tuple[str, str]]:

@@ -201,7 +201,9 @@ def test_num_bytes_counts_codes_and_scales():
 
 
 def test_an_unknown_format_is_named():
-    with pytest.raises(ValueError, match=r"'int5' is not one of int8, fp8, fp8-block, int6, int4, nvfp4"):
+    with pytest.raises(
+        ValueError, match=r"'int5' is not one of int8, fp8, fp8-block, int6, int4, nvfp4"
+    ):
         quantize(torch.zeros(2, 2), "int5")
 
 

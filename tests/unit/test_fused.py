@@ -193,7 +193,7 @@ def test_adapters_beside_a_base_in_codes():
     assert_near(fused, reference, "none")
     base = run(make_model("llama"), "nvfp4", is_fused=False)
     assert base.gaps_to(reference)["logits"].median() > 1e-3, "adapters do something"
-    with pytest.raises(EngineError, match="deterministic = true does not go with model.base"):
+    with pytest.raises(EngineError, match=r"deterministic = true does not go with model\.base"):
         run(model, "nvfp4", is_fused=True, deterministic=True)
 
 

@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 CODED = [name for name, format in FORMATS.items() if not format.is_weight_only]
 
+
 def _normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -32,7 +33,13 @@ from qurl.trainer.lora import (
     save_adapters,
     without_adapters,
 )
-from qurl.trainer.policy import Policy, Untrained, hidden_states, load_model
+from qurl.trainer.policy import (
+    Policy,
+    Untrained,
+    hidden_states,
+    load_model,
+    load_trained_policy,
+)
 from qurl.trainer.unified import unify_
 
 RANK, ALPHA = 4, 6
@@ -516,6 +523,16 @@ def test_an_engine_shares_the_coded_base(kind):
     torch.testing.assert_close(engine.score(ids), moved, atol=2e-4, rtol=0)
 
 
+def test_a_coded_base_without_adapters_is_shared_too():
+    policy = Policy(tiny_llama(), build_tokenizer(), ModelConfig(base="nvfp4"), CPU)
+    engine = build_engine("local", policy.model, quant="nvfp4")
+    held = engine.weights.layers[0].views["v_proj"].weight
+    base = policy.model.model.layers[0].self_attn.v_proj.base
+    assert torch.equal(held.numbers(), base.numbers())
+    assert torch.equal(held.scale.float(), base.scale.float())
+    assert engine.sync(policy.model, version=3).canary_gap < 1e-4
+
+
 def test_an_engine_in_full_precision_merges_a_coded_base():
     policy = coded_policy()
     ids = list(range(5, 40))
@@ -532,7 +549,7 @@ def test_damage_to_a_coded_base_or_an_adapter_in_the_engine_is_found():
         engine._sync.check(0)
     engine.sync(policy.model, version=0)
     view.weight.codes[0, 3] += 1
-    with pytest.raises(SyncError, match="layer 1 .* codes of the trainer's base"):
+    with pytest.raises(SyncError, match=r"layer 1 .* codes of the trainer's base"):
         engine._sync.check(0)
 
 
@@ -546,6 +563,40 @@ def test_saved_adapters_name_the_format_of_their_base(tmp_path):
     assert config["qurl_base"] == "nvfp4"
     merged = load_model(tmp_path / "adapters")
     torch.testing.assert_close(logits(merged), logits(policy.model), atol=1e-5, rtol=1e-5)
+    trained = load_trained_policy(tmp_path / "adapters", ModelConfig(**LORA, base="nvfp4"), CPU)
+    assert torch.equal(logits(trained.model), logits(policy.model))
     again = coded_policy(load_model(tmp_path / "base"), is_trained=False)
     load_adapters_(again.model, tmp_path / "adapters")
     assert torch.equal(logits(again.model), logits(policy.model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mistake"),
+    [
+        ({"model": {"base": "nvfp4"}}, r"base = 'nvfp4' is frozen; set model.lora_rank"),
+        ({"quant": {"format": "int8"}}, r"the same codes, not quant.format = 'int8'"),
+        ({"rollout": {"engine": "vllm"}}, r"base = 'nvfp4' needs rollout.engine = 'local' or 'hf'"),
+        ({"quant": {"format": "nvfp4", "full_layers": 1}}, r"set quant.full_layers = 0"),
+        ({"alarms": {"truncated": "full"}}, r"truncated = 'full': .* leaves no full precision"),
+        ({"quant": {"format": "nvfp4", "unified": True}}, r"quant.unified = true needs"),
+        ({"quant": {"format": "nvfp4", "update_scale": 1.5}}, r"raise model.lora_alpha instead"),
+    ],
+)
+def test_what_does_not_go_with_a_coded_base(settings, mistake):
+    sound = {"model": {**LORA, "base": "nvfp4"}, "quant": {"format": "nvfp4"}}
+    assert not find_mistakes(build_config(sound))
+    found = find_mistakes(build_config(sound | settings))
+    assert any(re.search(mistake, text) for text in found), found
+
+
+def test_a_coded_base_is_evaluated_as_it_is_and_needs_no_correction():
+    coded = {"model": {**LORA, "base": "nvfp4"}, "quant": {"format": "nvfp4"}}
+    plain = {"algo": {"objective": "ppo_prox"}, "optim": {"lr": 1e-4}, "eval": {"every": 2}}
+    config = build_config(coded | plain)
+    assert config.eval_precisions == ("nvfp4",)
+    assert not config.has_full_engine
+    assert not [w for w in find_warnings(config) if "correct" in w]
+    noisy = coded | {"quant": {"format": "nvfp4", "noise": "aqn"}}
+    assert [w for w in find_warnings(build_config(noisy | plain)) if "correct" in w]
+    merged = build_config({"model": LORA, "quant": {"format": "nvfp4"}})
+    assert [w for w in find_warnings(merged) if "set model.base = 'nvfp4'" in w]

@@ -1,12 +1,15 @@
 """AQN's schedule against the vectors, and its noise in the engine."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from models import tiny_llama
 
+from qurl.config import build_config
+from qurl.config.rules import find_mistakes, find_warnings
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
 from qurl.rollout.noise import noise_sigma
@@ -73,3 +76,28 @@ def test_the_addresses_of_norms_stay():
     engine.add_noise_(0.05, seed=7)
     engine.sync(model, version=1)
     assert engine.weights.addresses() == before
+
+
+@pytest.mark.parametrize(
+    ("quant", "other", "mistake"),
+    [
+        ({"noise": "aqn"}, {"rollout": {"engine": "hf"}}, r"noise = 'aqn' needs .* 'local'"),
+        ({"noise": "aqn", "unified": True}, {}, r"makes trainer and actor one function"),
+        (
+            {"noise": "aqn"},
+            {"systems": {"aqn": {"start": 1e-3, "end": 1e-2}}},
+            r"systems.aqn.start = 0.001 must not lie below systems.aqn.end = 0.01",
+        ),
+        ({"scales": "frozen", "format": "fp8"}, {}, r"'frozen' is for .* 'int8', not 'fp8'"),
+        ({"scales": "frozen"}, {"rollout": {"engine": "hf"}}, r"'frozen' needs .* 'local'"),
+        ({"scales": "frozen", "unified": True}, {}, r"'frozen' is not built for quant.unified"),
+    ],
+)
+def test_refusals(quant, other, mistake):
+    found = find_mistakes(build_config({"quant": quant, **other}))
+    assert any(re.search(mistake, text) for text in found), found
+
+
+def test_stages_that_a_short_run_skips_are_named():
+    config = build_config({"quant": {"noise": "aqn"}, "steps": 5})
+    assert [w for w in find_warnings(config) if "systems.aqn.stages = 10 is more than" in w]

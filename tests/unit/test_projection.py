@@ -87,8 +87,12 @@ def test_a_frozen_base_in_codes_with_adapters_beside_it(dtype):
     assert relative(dx, dy.double() @ w) < bound
     for layer, part in zip(coded, dy.split(found.sizes, -1), strict=True):
         adapter, total = layer.adapter, part.double().T @ x.double()
-        assert relative(adapter.B.grad, adapter.scale * total @ adapter.A.detach().double().T) < bound
-        assert relative(adapter.A.grad, adapter.scale * adapter.B.detach().double().T @ total) < bound
+        assert (
+            relative(adapter.B.grad, adapter.scale * total @ adapter.A.detach().double().T) < bound
+        )
+        assert (
+            relative(adapter.A.grad, adapter.scale * adapter.B.detach().double().T @ total) < bound
+        )
         adapter.is_on = False
     base = torch.cat([dequantize(layer.base) for layer in coded]).double()
     assert relative(found.multiply(x, dtype), x.double() @ base.T + bias) < bound

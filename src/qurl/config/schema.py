@@ -314,7 +314,7 @@ class QuantConfig(Section):
     """Format of weights and activations in linear layers. nvfp4 codes weights only. int6 and int4
     are for experiments."""
     scales: Literal["dynamic", "frozen"] = "dynamic"
-    """Scales of int8 weights: those of the present weights, or those of the first ones (FlashRL)."""
+    """Scales of int8 weights: those of the present weights, or of the first ones (FlashRL)."""
     noise: Literal["off", "aqn"] = "off"
     """aqn: random weights of the actor's norms, for exploration (QeRL; `systems.aqn`)."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0

@@ -149,7 +149,9 @@ def dequantize(q: Quantized) -> Tensor:
 def expand_scale(q: Quantized) -> Tensor:
     """The scale, broadcastable against the codes as numbers."""
     if q.tensor_scale is not None:
-        return (q.scale.to(q.tensor_scale.dtype) * q.tensor_scale).repeat_interleave(nvfp4.GROUP, -1)
+        return (q.scale.to(q.tensor_scale.dtype) * q.tensor_scale).repeat_interleave(
+            nvfp4.GROUP, -1
+        )
     if q.format.block is None:
         return q.scale
     *rows, columns = q.codes.shape

@@ -29,6 +29,7 @@ from qurl.trainer.lora import (
     adapters,
     add_adapters_,
     base_of,
+    load_adapters_,
     merge_adapters_,
     save_adapters,
     without_adapters,
@@ -211,6 +212,15 @@ def load_policy(
     **options: bool,
 ) -> Policy:
     return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
+
+
+def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
+    """A policy as a run saved it: adapters of a base in codes stay beside it."""
+    if config.base == "full" or base_of(path) == path:
+        return load_policy(path, config, device)
+    policy = load_policy(base_of(path), config, device).adapt_(config, seed=0)
+    load_adapters_(policy.model, Path(path))
+    return policy
 
 
 def load_tokenizer(path: str | Path) -> Any:

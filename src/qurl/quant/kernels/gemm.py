@@ -11,8 +11,9 @@ The gate and up projections of an MLP are one product whose channels alternate (
 1, ...): a tile holds both and computes silu(gate) * up itself. It also leaves the largest magnitude
 of each token, which the next quantizer needs.
 
-"fp8-block" has one scale for every 128 columns, NVFP4 a kernel of its own (`packed`). The same kernel multiplies BF16 numbers where
-results must not depend on the batch; elsewhere cuBLAS does. FP32 numbers are not rounded to TF32.
+"fp8-block" has one scale for every 128 columns, NVFP4 a kernel of its own (`packed`). The same
+kernel multiplies BF16 numbers where results must not depend on the batch; elsewhere cuBLAS does.
+FP32 numbers are not rounded to TF32.
 
 Shapes: M tokens, N output channels, K input channels.
 """

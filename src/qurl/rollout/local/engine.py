@@ -217,7 +217,7 @@ class LocalEngine:
         ids, dtypes = canary_ids(model), (self.weights.dtype, product_dtype(model))
         expected = score_with(model, ids, self.quant)
         # A base that the trainer has in the same codes leaves nothing to quantize.
-        rounded = "none" if self.weights.has_adapters else self.quant
+        rounded = "none" if self.weights.has_shared_base else self.quant
         bound = canary_bound(rounded, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
         scores = self._score(ids, None, (), sample)

@@ -45,7 +45,7 @@ class FusedOps:
         self.arch, self.dtype = weights.arch, weights.dtype
         self.target = Target.of(weights.device)
         self.kind = kind_of(weights.format, self.target)
-        if deterministic and weights.has_adapters:
+        if deterministic and weights.has_shared_base:
             raise EngineError(
                 "rollout.deterministic = true does not go with model.base = 'nvfp4' on a GPU: "
                 "cuBLAS multiplies the adapters, and its sums follow the batch"

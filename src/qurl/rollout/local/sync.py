@@ -100,7 +100,7 @@ class WeightSync:
         probes: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
         layers: dict[Any, list[int]] = defaultdict(list)
         for layer, view, module in self._pairs:
-            if view.adapter is not None:
+            if _is_shared(view, module):
                 continue
             source = module.weight.detach()
             probe = _probe(view.weight, source, _PROBE_STEP * version)
@@ -126,7 +126,8 @@ class WeightSync:
 
     def _check_base(self, version: int) -> None:
         """Spot-check the codes of a frozen base; adapters are among the copies."""
-        coded = [(l, view.weight, m.base) for l, view, m in self._pairs if view.adapter is not None]
+        shared = [(layer, view, m) for layer, view, m in self._pairs if _is_shared(view, m)]
+        coded = [(layer, view.weight, module.base) for layer, view, module in shared]
         row = _PROBE_STEP * version
         differs = [_rows_differ(held, base, row % base.shape[0]) for _, held, base in coded]
         found = torch.stack(differs).tolist() if differs else ()
@@ -159,10 +160,11 @@ class WeightSync:
                 if kind in layer.views:
                     view = layer.views[kind]
                     self._pairs.append((index, view, module))
-                    if view.adapter is not None:
+                    if _is_shared(view, module):
                         write_(module.base, view.weight)  # once: it is frozen
-                        pairs = ((view.adapter.a, "A"), (view.adapter.b, "B"))
-                        copies += [(t, getattr(module.adapter, n).detach()) for t, n in pairs]
+                        if view.adapter is not None:
+                            pairs = ((view.adapter.a, "A"), (view.adapter.b, "B"))
+                            copies += [(t, getattr(module.adapter, n).detach()) for t, n in pairs]
                     elif isinstance(view.weight, Quantized) or _is_computed(module):
                         if self._scales is not None and isinstance(view.weight, Quantized):
                             view.weight.scale.copy_(self._scales[f"model.layers.{index}.{name}"])
@@ -319,6 +321,13 @@ def _find_kernel(
 def _is_computed(module: nn.Linear) -> bool:
     """Whether reading the weight computes it."""
     return is_parametrized(module, "weight") or isinstance(module, CodedLinear)
+
+
+def _is_shared(view: Projection, module: nn.Linear) -> bool:
+    """Whether the trainer's layer is frozen in the codes of the actor's."""
+    weight = view.weight
+    is_coded = isinstance(weight, Quantized) and isinstance(module, CodedLinear)
+    return is_coded and weight.format == module.format
 
 
 def _rows_differ(held: Quantized, base: Quantized, row: int) -> Tensor:

@@ -129,8 +129,8 @@ class Weights:
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
         self._native_codes = device.type == "cuda" if native_codes is None else native_codes
-        self.has_adapters = False
-        """Whether the trainer's base is in these codes, with adapters beside it."""
+        self.has_shared_base = False
+        """Whether the trainer's weights are frozen in these codes."""
         body, num_layers = model.model, self.arch.num_layers
         self.layers = [
             self._allocate_layer(
@@ -210,9 +210,9 @@ class Weights:
     def _allocate_adapter(self, modules: Sequence[nn.Linear], format: Format) -> LowRank | None:
         """Room for what a frozen base in codes has beside it; other adapters are merged."""
         found = [m.adapter for m in modules if isinstance(m, CodedLinear) and m.format == format]
+        self.has_shared_base |= len(found) > 0
         if not found or found[0] is None:
             return None
-        self.has_adapters = True
         rows, columns = sum(m.out_features for m in modules), modules[0].in_features
         ranks, on = sum(len(adapter.A) for adapter in found), {"device": self.device}
         a = torch.zeros(ranks, columns, dtype=self.dtype, **on)

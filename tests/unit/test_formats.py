@@ -255,7 +255,7 @@ def test_nvfp4_has_one_scale_for_the_tensor_and_one_for_sixteen_channels():
         torch.float8_e4m3fn
     )
     assert torch.equal(q.scale.float(), expected.float())
-    given = quantize(x[3:5], "nvfp4", q.tensor_scale[3:5])
+    given = quantize(x[3:5], "nvfp4", scale=q.tensor_scale[3:5])
     assert torch.equal(given.codes, q.codes[3:5])
     assert torch.equal(given.scale.float(), q.scale[3:5].float())
 
@@ -285,9 +285,9 @@ def test_nvfp4_refuses_rows_that_its_groups_do_not_divide():
 def test_a_given_scale_is_kept_and_clamps_what_has_grown():
     x = _normal(6, 32)
     q = quantize(x, "int8")
-    grown = quantize(1.5 * x, "int8", q.scale)
+    grown = quantize(1.5 * x, "int8", scale=q.scale)
     assert torch.equal(grown.scale, q.scale)
     expected = (1.5 * x / q.scale).round().clamp(-127, 127)
     assert torch.equal(grown.codes.float(), expected)
     assert (grown.codes.abs().amax(1) == 127).all()
-    assert torch.equal(quantize(x, "int8", q.scale).codes, q.codes)
+    assert torch.equal(quantize(x, "int8", scale=q.scale).codes, q.codes)

@@ -316,7 +316,7 @@ class QuantConfig(Section):
     scales: Literal["dynamic", "frozen"] = "dynamic"
     """Scales of int8 weights: those of the present weights, or of the first ones (FlashRL)."""
     noise: Literal["off", "aqn"] = "off"
-    """aqn: random weights of the actor's norms, for exploration (QeRL; `systems.aqn`)."""
+    """aqn: random weights of the actor's norms, for exploration (QeRL; [systems.aqn])."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0

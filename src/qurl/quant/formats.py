@@ -110,7 +110,7 @@ def get_format(name: str) -> Format:
         raise ValueError(f"format {name!r} is not one of {', '.join(FORMATS)}") from None
 
 
-def quantize(weight: Tensor, format: str | Format, scale: Tensor | None = None) -> Quantized:
+def quantize(weight: Tensor, format: str | Format, *, scale: Tensor | None = None) -> Quantized:
     """Code a weight [N, K], one scale per output channel, per 128x128 tile or per 16 columns.
 
     A given scale [N, 1] of output channels, of NVFP4 its g, is kept; weights beyond it are clamped.

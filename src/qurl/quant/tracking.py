@@ -226,7 +226,7 @@ def _seen_by_actor(
     rounded = weight.to(dtype=dtype)
     if format is None:
         return rounded.double(), rounded
-    coded = quantize(rounded, format, scale)
+    coded = quantize(rounded, format, scale=scale)
     return dequantize(coded).double(), coded.numbers()  # as numbers: FP8 has two zeros
 
 

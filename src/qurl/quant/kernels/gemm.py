@@ -20,8 +20,7 @@ Shapes: M tokens, N output channels, K input channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -35,34 +34,11 @@ from qurl.ops.rounding import as_factor
 from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
 from qurl.quant.kernels.packed import decode, multiply_packed
-from qurl.quant.kernels.tiles import load_tile, prefetch_weights, store_tile
+from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
 from qurl.quant.linear import Operand, Partial, Product
 
 EXACT_DEPTH = tl.constexpr(128)
 """Input channels that a matrix unit adds up by itself; those of FP8 have about 14 bits for it."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one product is computed."""
-
-    tokens: int
-    """Tokens per tile."""
-    channels: int
-    """Output channels per tile."""
-    depth: int
-    """Input channels per step."""
-    splits: int = 0
-    """Parts of K that the consumer adds; 0 = one part, finished here."""
-    warps: int = 4
-    stages: int = 4
-    """Loads in flight."""
-    prefetch: int = 0
-    """Steps of weights to prefetch before the kernel waits for its input."""
-
-    @property
-    def num_parts(self) -> int:
-        return max(1, self.splits)
 
 
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
@@ -200,7 +176,7 @@ def _parts(operand: Operand) -> tuple[Tensor, Tensor | None]:
     return parts
 
 
-def is_packed(operand: Operand) -> bool:
+def is_packed(operand: Operand) -> TypeGuard[Quantized]:
     """Whether it holds NVFP4 codes, two in a byte."""
     return isinstance(operand, Quantized) and operand.format.is_weight_only
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from qurl.ops.launch import DTYPES, EXACT, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import as_factor, float8_bits, narrow
 from qurl.quant.formats import Quantized
-from qurl.quant.kernels.tiles import load_tile, prefetch_weights, store_tile
+from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
 from qurl.quant.nvfp4 import GROUP, LARGEST, SCALE_MAX, scale_of
 
 _GROUP = tl.constexpr(GROUP)
@@ -38,7 +38,7 @@ _CHUNK = 2048
 
 
 def multiply_packed(
-    x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor, plan: Any, *, is_gated: bool
+    x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor, plan: Plan, *, is_gated: bool
 ) -> None:
     """Write x W^T of x [M, K] into y [parts, M, N], or silu(gate) * up into y [M, N / 2]."""
     M, (N, K) = len(x), weight.shape
@@ -70,7 +70,8 @@ def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     numbers = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
     grid = (rows, divide_up(columns, _CHUNK))
-    decode_kernel[grid](numbers, *_bytes(weight), columns, CHUNK=_CHUNK, **EXACT)
+    shape: dict[str, Any] = {"CHUNK": _CHUNK, **EXACT}
+    decode_kernel[grid](numbers, *_bytes(weight), columns, **shape)
     return numbers
 
 
@@ -90,11 +91,9 @@ def requantize_packed_(
     outer.copy_(scale_of(largest, LARGEST * SCALE_MAX).expand_as(outer))
     strides = (codes.stride(0), scale.stride(0), outer.stride(0))
     narrowed = DTYPES[source.dtype if dtype == torch.float32 else dtype]
+    shape: dict[str, Any] = {"DTYPE": narrowed, "CHUNK": _CHUNK, **EXACT}
     requantize_packed_kernel[(len(source),)](
-        *(source, codes, scale.view(torch.uint8), outer, flips, *strides, source.shape[1]),
-        DTYPE=narrowed,
-        CHUNK=_CHUNK,
-        **EXACT,
+        *(source, codes, scale.view(torch.uint8), outer, flips, *strides, source.shape[1]), **shape
     )
 
 

@@ -1,16 +1,41 @@
 # pyright: reportGeneralTypeIssues=false
 # (To pyright what a jitted function returns has no length.)
-"""Parts of the kernels that multiply: fetching tiles of matrices, and storing a tile of a product.
+"""Parts of the kernels that multiply: how a product is cut into tiles, fetching and storing one.
 
 Shapes: M tokens, N output channels, K input channels.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from qurl.ops.rounding import narrow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is computed."""
+
+    tokens: int
+    """Tokens per tile."""
+    channels: int
+    """Output channels per tile."""
+    depth: int
+    """Input channels per step."""
+    splits: int = 0
+    """Parts of K that the consumer adds; 0 = one part, finished here."""
+    warps: int = 4
+    stages: int = 4
+    """Loads in flight."""
+    prefetch: int = 0
+    """Steps of weights to prefetch before the kernel waits for its input."""
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, self.splits)
 
 
 @triton.jit

@@ -53,6 +53,8 @@ class WeightSync:
         self.weights, self._scales, self._owns_norms = weights, scales, owns_norms
         self._norms: list[tuple[Tensor, Tensor]] = []
         """Norms that may get noise, ours and the trainer's."""
+        self._bases: list[tuple[int, Quantized, Quantized]] = []
+        """Layer, and codes of a frozen base, ours and the trainer's."""
         self._pairs: list[tuple[int, Projection, nn.Linear]] = []
         """Layer, rows of the actor's buffer, and the trainer's module that they hold."""
         self._is_planned_for: Callable[[nn.Module], bool] = lambda model: False
@@ -100,8 +102,6 @@ class WeightSync:
         probes: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
         layers: dict[Any, list[int]] = defaultdict(list)
         for layer, view, module in self._pairs:
-            if _is_shared(view, module):
-                continue
             source = module.weight.detach()
             probe = _probe(view.weight, source, _PROBE_STEP * version)
             if _is_computed(module):  # a view would keep all of the computed weight
@@ -124,14 +124,16 @@ class WeightSync:
                 "engine is not the quantized copy of the trainer's"
             )
 
+    def _keep_scale(self, view: Projection, name: str) -> None:
+        if self._scales is not None and isinstance(view.weight, Quantized):
+            view.weight.scale.copy_(self._scales[name])
+
     def _check_base(self, version: int) -> None:
         """Spot-check the codes of a frozen base; adapters are among the copies."""
-        shared = [(layer, view, m) for layer, view, m in self._pairs if _is_shared(view, m)]
-        coded = [(layer, view.weight, module.base) for layer, view, module in shared]
-        row = _PROBE_STEP * version
-        differs = [_rows_differ(held, base, row % base.shape[0]) for _, held, base in coded]
-        found = torch.stack(differs).tolist() if differs else ()
-        if failed := [layer for (layer, *_), is_bad in zip(coded, found, strict=True) if is_bad]:
+        number = _PROBE_STEP * version
+        differs = [_rows_differ(held, base, number) for _, held, base in self._bases]
+        found = zip(self._bases, torch.stack(differs).tolist() if differs else (), strict=True)
+        if failed := [layer for (layer, *_), is_bad in found if is_bad]:
             raise SyncError(
                 f"sync of version {version} failed: a projection of layer {min(failed)} in the "
                 "engine does not have the codes of the trainer's base"
@@ -153,23 +155,22 @@ class WeightSync:
             copies.append((self._copies[name], source))
             return self._copies[name]
 
-        self._pairs, self._norms, writings = [], [], []
+        self._pairs, self._bases, self._norms, writings = [], [], [], []
         for index, (layer, source) in enumerate(zip(weights.layers, body.layers, strict=True)):
             for name, module in source.named_modules():
                 kind = name.rpartition(".")[2]
                 if kind in layer.views:
                     view = layer.views[kind]
-                    self._pairs.append((index, view, module))
-                    if _is_shared(view, module):
-                        write_(module.base, view.weight)  # once: it is frozen
-                        if view.adapter is not None:
-                            pairs = ((view.adapter.a, "A"), (view.adapter.b, "B"))
-                            copies += [(t, getattr(module.adapter, n).detach()) for t, n in pairs]
-                    elif isinstance(view.weight, Quantized) or _is_computed(module):
-                        if self._scales is not None and isinstance(view.weight, Quantized):
-                            view.weight.scale.copy_(self._scales[f"model.layers.{index}.{name}"])
-                        writings.append((module, view.weight))
+                    if shared := _shared_base(view, module):
+                        self._bases.append((index, *shared))
+                        write_(shared[1], shared[0])  # once: it is frozen
+                        copies += _adapter_copies(view, module)
                     else:
+                        self._pairs.append((index, view, module))
+                    if not shared and (isinstance(view.weight, Quantized) or _is_computed(module)):
+                        self._keep_scale(view, f"model.layers.{index}.{name}")
+                        writings.append((module, view.weight))
+                    elif not shared:
                         unquantized.append((view.weight, module.weight.detach()))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
@@ -244,7 +245,7 @@ class Transfer:
             self._num_flips.zero_()
             for module, target in self._codings:
                 kept = target.scale if self._keeps_scales else None
-                fresh = quantize(module.weight.to(self._compute_dtype), target.format, kept)
+                fresh = quantize(module.weight.to(self._compute_dtype), target.format, scale=kept)
                 # Compared as numbers: a zero that changes its sign is no flip.
                 self._num_flips += (target.numbers() != fresh.numbers()).sum()
                 write_(fresh, target)
@@ -323,15 +324,22 @@ def _is_computed(module: nn.Linear) -> bool:
     return is_parametrized(module, "weight") or isinstance(module, CodedLinear)
 
 
-def _is_shared(view: Projection, module: nn.Linear) -> bool:
-    """Whether the trainer's layer is frozen in the codes of the actor's."""
-    weight = view.weight
-    is_coded = isinstance(weight, Quantized) and isinstance(module, CodedLinear)
-    return is_coded and weight.format == module.format
+def _shared_base(view: Projection, module: nn.Module) -> tuple[Quantized, Quantized] | None:
+    """The actor's weight and the trainer's, if that is frozen in the same codes."""
+    held = view.weight
+    if not isinstance(held, Quantized) or not isinstance(module, CodedLinear):
+        return None
+    return (held, module.base) if module.format == held.format else None
 
 
-def _rows_differ(held: Quantized, base: Quantized, row: int) -> Tensor:
-    """Whether codes or scales of a row differ."""
+def _adapter_copies(view: Projection, module: Any) -> list[tuple[Tensor, Tensor]]:
+    low, adapter = view.adapter, module.adapter
+    return [] if low is None else [(low.a, adapter.A.detach()), (low.b, adapter.B.detach())]
+
+
+def _rows_differ(held: Quantized, base: Quantized, number: int) -> Tensor:
+    """Whether codes or scales of the `number`-th row, modulo their count, differ."""
+    row = number % base.shape[0]
     parts = [weight.rows(slice(row, row + 1)) for weight in (held, base)]
     numbers = [torch.cat([p.numbers(), p.scale.float(), p.tensor_scale], 1) for p in parts]  # type: ignore[list-item]
     return (numbers[0] != numbers[1]).any()
@@ -377,7 +385,7 @@ def _differ(
         return (source.to(stored.dtype) != stored).any(-1)
     # The scale of a whole tensor is not that of a row of it, nor a frozen one.
     given = scales[-1].view(-1, 1) if format.is_weight_only or is_frozen else None
-    fresh = quantize(source.flatten(0, -2).to(dtype), format, given)
+    fresh = quantize(source.flatten(0, -2).to(dtype), format, scale=given)
     pairs = ((fresh.numbers(), stored.float()), (fresh.scale.float(), scales[0].float()))
     differs = [(a.reshape(len(probes), -1) != b.reshape(len(probes), -1)).any(-1) for a, b in pairs]
     return differs[0] | differs[1]

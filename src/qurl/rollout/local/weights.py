@@ -214,9 +214,10 @@ class Weights:
         if not found or found[0] is None:
             return None
         rows, columns = sum(m.out_features for m in modules), modules[0].in_features
-        ranks, on = sum(len(adapter.A) for adapter in found), {"device": self.device}
-        a = torch.zeros(ranks, columns, dtype=self.dtype, **on)
-        return LowRank(a, torch.zeros(rows, ranks, dtype=self.dtype, **on), found[0].scale)
+        ranks = sum(len(adapter.A) for adapter in found)
+        shapes = ((ranks, columns), (rows, ranks))
+        a, b = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return LowRank(a, b, found[0].scale)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

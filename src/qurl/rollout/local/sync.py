@@ -165,13 +165,13 @@ class WeightSync:
                         self._bases.append((index, *shared))
                         write_(shared[1], shared[0])  # once: it is frozen
                         copies += _adapter_copies(view, module)
-                    else:
-                        self._pairs.append((index, view, module))
-                    if not shared and (isinstance(view.weight, Quantized) or _is_computed(module)):
+                    elif isinstance(view.weight, Quantized) or _is_computed(module):
                         self._keep_scale(view, f"model.layers.{index}.{name}")
                         writings.append((module, view.weight))
-                    elif not shared:
+                    else:
                         unquantized.append((view.weight, module.weight.detach()))
+                    if not shared:
+                        self._pairs.append((index, view, module))
                     if view.bias is not None and module.bias is not None:
                         copies.append((view.bias, module.bias.detach()))
                 elif kind in NORMS:

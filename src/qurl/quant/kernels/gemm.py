@@ -117,18 +117,18 @@ def gemm_kernel(
     store_tile(
         y,
         acc.T,
-        scale_x,
-        scale_w,
         bias,
-        amax,
         part,
         tokens,
         first_channel,
         M,
         N,
         IS_FINISHED,
-        IS_BLOCKED,
         IS_GATED,
+        scale_x,
+        scale_w,
+        amax,
+        IS_BLOCKED,
     )
 
 

@@ -167,22 +167,7 @@ def packed_gemm_kernel(
                 acc,
                 input_precision="ieee" if x_tile.dtype == tl.float32 else None,
             )
-    store_tile(
-        y,
-        acc.T,
-        None,
-        None,
-        bias,
-        None,
-        part,
-        tokens,
-        first_channel,
-        M,
-        N,
-        IS_FINISHED,
-        False,
-        IS_GATED,
-    )
+    store_tile(y, acc.T, bias, part, tokens, first_channel, M, N, IS_FINISHED, IS_GATED)
 
 
 @triton.jit

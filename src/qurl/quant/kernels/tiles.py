@@ -65,18 +65,18 @@ def load_tile(matrix, rows, columns, num_rows, num_columns):
 def store_tile(
     y,
     out,
-    scale_x,
-    scale_w,
     bias,
-    amax,
     part,
     tokens,
     first_channel,
     M,
     N,
     IS_FINISHED: tl.constexpr,
-    IS_BLOCKED: tl.constexpr,
     IS_GATED: tl.constexpr,
+    scale_x=None,
+    scale_w=None,
+    amax=None,
+    IS_BLOCKED: tl.constexpr = tl.constexpr(False),  # noqa: B008
 ):
     """Store sums [TOKENS, CHANNELS] of one part of K; finish them first if there is no other."""
     CHANNELS: tl.constexpr = out.shape[1]

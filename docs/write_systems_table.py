@@ -25,6 +25,14 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "UAQ": {"quant.update_scale": 1.5},
     "Jet-RL": {"quant.unified": True},
     "LoRA": {"model.lora_rank": 16, "optim.lr": 1e-5},
+    "QeRL base": {
+        "model.base": "nvfp4",
+        "model.lora_rank": 16,
+        "optim.lr": 1e-5,
+        "quant.format": "nvfp4",
+    },
+    "AQN": {"quant.noise": "aqn"},
+    "frozen scales": {"quant.scales": "frozen"},
     "dynamic sampling": {"algo.dynamic_sampling": True},
     "PPO": {"algo.name": "ppo"},
     "VAPO": {"algo.name": "vapo"},
@@ -68,6 +76,11 @@ NOTES: Mapping[tuple[str, str], str] = {
     ("E3 temperature", "HistoSpec"): "tokens are drawn at the present temperature, whatever the "
     "drafts were drawn at",
     ("ACR", "Jet-RL"): "allowed; all weights are 1, so it does nothing",
+    ("UAQ", "AQN"): "sigma is multiplied by s, because the norms are",
+    ("UAQ", "frozen scales"): "the profile is taken after UAQ",
+    ("LoRA", "AQN"): "adapters are merged as always; noise is on the norms",
+    ("QeRL base", "AQN"): "QeRL; the mismatch is the noise alone",
+    ("ACR", "QeRL base"): "allowed; without noise all weights are 1 up to rounding",
     ("UAQ", "Jet-RL"): "UAQ stays a learning rate per layer",
 }
 """What happens where two of them work together and that needs a word."""

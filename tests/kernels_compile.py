@@ -40,6 +40,7 @@ from qurl.ops.target import Target
 from qurl.quant import get_format
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels import gemm, requantize, rows
+from qurl.quant.kernels import packed as packed_codes
 from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
@@ -71,7 +72,7 @@ loop, which needs every register.
 """
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 OF_LARGE_TENSORS = re.compile(
-    r"requantize_|norm_|gate_|rotate_pairs_|code_|column_|transpose_|dequantize_|adamw_|flash_"
+    r"requantize_|norm_|gate_|rotate_pairs_|code_|column_|transpose_|dequantize_|decode_|adamw_|flash_"
 )
 """Kernels of a sync and of training: they run too long for their launch to matter."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
@@ -142,6 +143,10 @@ def floats(*shape: int) -> Tensor:
 
 def codes(num_rows: int, columns: int, format: str, *, is_weight: bool = False) -> Quantized:
     f = get_format(format)
+    if f.is_weight_only:
+        bytes = numbers(num_rows, columns // 2, dtype=torch.uint8)
+        scale = numbers(num_rows, columns // 16, dtype=torch.float8_e4m3fn)
+        return Quantized(bytes, scale, f, floats(num_rows, 1))
     groups = 1 if f.block is None else -(-columns // f.block)
     scale_rows = -(-num_rows // f.block) if f.block and is_weight else num_rows
     return Quantized(numbers(num_rows, columns, dtype=f.dtype), floats(scale_rows, groups), f)
@@ -160,6 +165,8 @@ def product(num_rows: int, columns: int, parts: int, dtype: torch.dtype = torch.
 def matrices(kind: str, tokens: int, channels: int, depth: int) -> tuple[Operand, Operand]:
     if kind == "bf16":
         return numbers(tokens, depth), numbers(channels, depth)
+    if kind == "nvfp4":
+        return numbers(tokens, depth), codes(channels, depth, kind)
     return codes(tokens, depth, kind), codes(channels, depth, kind, is_weight=True)
 
 
@@ -179,7 +186,7 @@ def multiply(kind: str, tokens: int, channels: int, depth: int, plan: Plan | Non
 def multiply_gated(kind: str, tokens: int, channels: int, depth: int) -> Any:
     chosen = dataclasses.replace(planned(kind, tokens, channels, depth), splits=0)
     x, w = matrices(kind, tokens, channels, depth)
-    amax = None if kind == "bf16" else floats(tokens)
+    amax = None if kind in ("bf16", "nvfp4") else floats(tokens)
     return gemm.multiply_gated(x, w, None, torch.bfloat16, chosen, amax)
 
 
@@ -283,8 +290,13 @@ def begin_step() -> Any:
 def requantize_from(dtype: torch.dtype, columns: int, format: str) -> Any:
     source = numbers(256, columns, dtype=dtype)
     target = codes(256, columns, format, is_weight=True)
-    flips = numbers(*target.scale.shape, dtype=torch.int32)
+    counted = target.scale if target.tensor_scale is None else target.tensor_scale
+    flips = numbers(*counted.shape, dtype=torch.int32)
     return requantize.requantize_(source, target, flips, torch.bfloat16)
+
+
+def decode(columns: int) -> Any:
+    return packed_codes.decode(codes(256, columns, "nvfp4"), torch.bfloat16)
 
 
 def quantize_input() -> Any:
@@ -404,6 +416,7 @@ def everywhere(pattern: str) -> Look:
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 DECODE = Plan(tokens=64, channels=128, depth=128, splits=4)
+NVFP4_DECODE = dataclasses.replace(DECODE, warps=8, prefetch=2)
 INT8_MATRIX = Look({HOPPER: r"IGMMA", ADA: r"IMMA", AMPERE: r"IMMA"})
 FP8_MATRIX = Look({HOPPER: r"QGMMA", ADA: r"QMMA"})
 BF16_MATRIX = Look({HOPPER: r"HGMMA", ADA: r"HMMA", AMPERE: r"HMMA"})
@@ -414,6 +427,7 @@ FLASH_GRADIENTS = {
     "flash_key_gradients_kernel": BF16_MATRIX,
 }
 WIDE_LOADS = everywhere(r"LDG\.\S*(128|64)")
+WIDE_STORES = everywhere(r"STG\.\S*(128|64)")
 WIDEST_LOADS = everywhere(r"LDG\.\S*128")
 FP64_SUMS = everywhere(r"DADD")
 
@@ -485,6 +499,23 @@ LAUNCHES = (
         {"gemm_kernel": BF16_MATRIX},
         targets=VARIANT,
     ),
+    Launch(
+        "nvfp4 product of 16 tokens, as planned",
+        partial(multiply, "nvfp4", 16, 3584, 18944),
+        {"packed_gemm_kernel": BF16_MATRIX},
+    ),
+    Launch(
+        "nvfp4 product of 64 tokens, in parts",
+        partial(multiply, "nvfp4", 64, 3584, 18944, NVFP4_DECODE),
+        {"packed_gemm_kernel": BF16_MATRIX},
+        targets=VARIANT,
+    ),
+    Launch(
+        "nvfp4 gated product of 64 tokens, as planned",
+        partial(multiply_gated, "nvfp4", 64, 37888, 3584),
+        {"packed_gemm_kernel": BF16_MATRIX},
+    ),
+    Launch("nvfp4 weight to numbers", partial(decode, 18944), {"decode_kernel": WIDE_STORES}),
     Launch("embedding", begin_step, {"begin_kernel": WIDE_LOADS}),
     # Early are the norm's weight, and of a product in parts the channels' scale and bias.
     Launch(
@@ -795,6 +826,11 @@ LAUNCHES = (
         partial(requantize_from, torch.float32, 3584, "fp8-block"),
         {"requantize_tiles_kernel": WIDE_LOADS},
         targets=HAVE_FP8,
+    ),
+    Launch(
+        "fp32 weight to nvfp4",
+        partial(requantize_from, torch.float32, 3584, "nvfp4"),
+        {"requantize_packed_kernel": WIDE_LOADS},
     ),
 )
 

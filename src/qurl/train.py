@@ -186,9 +186,10 @@ def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
             gap = check_copy(parts.actor, source, quant, step)
         if synced.kv_scales is not None:
             parts.learner.round_kv_(synced.kv_scales)
+        noise = parts.add_noise(config, step)
     # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
     metrics = {"sync/canary_gap": gap, "sync/bytes": float(synced.bytes)}
-    metrics |= {FALLEN_BACK: 1.0} if parts.is_full else {}
+    metrics |= noise | ({FALLEN_BACK: 1.0} if parts.is_full else {})
     if parts.tracker is not None:
         with run.timer("track"):
             metrics |= parts.tracker.measure(parts.learner.policy.model)

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from test_resume import TINY, rows, run_until, weights
+from transformers import AutoModelForCausalLM
 
 from qurl.config import load_config
+from qurl.quant.linear import frozen_scales
 from qurl.run.assembly import initial_model
 from qurl.run.directory import read_jsonl
 from qurl.train import train
@@ -14,7 +16,8 @@ from qurl.train import train
 NUM_PROBLEMS = 20
 """So few that a run of nine steps asks each of them several times."""
 ARMS = {
-    "greso, dynamic sampling, budgets in pieces, pods": {
+    "greso, dynamic sampling, budgets in pieces, pods, frozen scales": {
+        "quant.scales": "frozen",
         "sampling.select": "greso",
         "algo.dynamic_sampling": True,
         "algo.max_gen_rounds": 60,
@@ -33,6 +36,14 @@ ARMS = {
         "rollout.drafts": "histospec",
         "batch.subselect": "shuffle-r1",
         "systems.shuffle_r1.rounds": 2,
+    },
+    "adapters beside codes, noise": {
+        "model.lora_rank": 4,
+        "model.base": "nvfp4",
+        "quant.format": "nvfp4",
+        "quant.noise": "aqn",
+        "systems.aqn.stages": 3,
+        "optim.lr": 1e-3,
     },
 }
 
@@ -80,6 +91,17 @@ def test_systems_resume_exactly(arm, start, tmp_path):
         assert max(row.get("sampling/skipped_frac", 0) for row in rows(whole)) > 0
         assert last["sampling/group_size_min"] < 4 < last["sampling/group_size_max"]
         assert last["actor/lr"] == pytest.approx(TINY["optim.lr"] * 2**0.5)
+        state = torch.load(whole / "checkpoints" / "step-000009" / "state.pt", weights_only=True)
+        first = AutoModelForCausalLM.from_pretrained(start["model.path"], dtype=torch.float32)
+        for name, scale in frozen_scales(first, "int8", torch.float32).items():
+            assert torch.equal(state["scales"][name], scale)
+    elif "noise" in arm:
+        # Three stages: none, then from start to end. Quantization makes no gap, noise does.
+        sigmas = [row["aqn/sigma"] for row in rows(whole) if "aqn/sigma" in row]
+        assert sigmas == pytest.approx([0.0] * 3 + [1e-2] * 3 + [1e-4] * 3)
+        assert max(row.get("sync/canary_gap", 0) for row in rows(whole)) < 1e-3
+        gaps = [row["rollout_corr/k3_kl"] for row in rows(whole) if "aqn/sigma" in row]
+        assert max(gaps[:3]) < 1e-8 < min(gaps[3:6])
     else:
         assert last["draft/tokens_per_step"] > 1
         assert last["replay/buffer"] > 0

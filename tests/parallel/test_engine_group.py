@@ -134,7 +134,7 @@ def test_a_cluster_that_is_not_there():
     import ray
 
     ray.shutdown()
-    with pytest.raises(EngineError, match="parallel.address = '127.0.0.1:1' cannot be reached"):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:1' cannot be reached"):
         connect("127.0.0.1:1")
 
 

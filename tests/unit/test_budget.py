@@ -11,6 +11,7 @@ import qurl.run.budget
 import qurl.run.validate
 from qurl.config import build_config, load_config
 from qurl.errors import ConfigError
+from qurl.quant import quantize
 from qurl.run.budget import describe_budget, machine_memory, memory_rows, peak_memory
 from qurl.run.shares import follower_rows
 from qurl.run.sizes import measure, measure_model
@@ -22,6 +23,7 @@ QWEN_05B = (896, 4864, 24, 14, 2, 151936, True)
 QWEN_15B = (1536, 8960, 28, 12, 2, 151936, True)
 R1_15B = (1536, 8960, 28, 12, 2, 151936, False)
 QWEN_7B = (3584, 18944, 28, 28, 4, 152064, False)
+QWEN_32B = (5120, 27648, 64, 40, 8, 152064, False)
 
 
 def measure_qwen(width, mlp, layers, heads, kv_heads, vocabulary, is_tied):
@@ -185,6 +187,43 @@ def test_adapters_by_hand(on_gpu):
     }
 
 
+def test_a_base_in_codes_by_hand(on_gpu):
+    """Codes take 0.5625 bytes a weight, once for the trainer and once for the engine, which has the
+    adapters in BF16. Nothing is merged; gate and up of a layer are decoded, and put side by side.
+    """
+    scratch = {"hidden_size": 32, "layers": 2, "heads": 4}
+    model = {"scratch": scratch, "logits_chunk": 10, "lora_rank": 8, "base": "nvfp4"}
+    config = recipe(model=model, quant={"format": "nvfp4"}, eval={"every": 1})
+    rows = memory_rows(config, measure_model(config))
+    adapters = 8 * 2 * 736
+    assert rows["policy, frozen"] == 0.5625 * 32_768 + 2 * 6_560
+    assert rows["engine weights"] == 0.5625 * 32_768 + 2 * adapters
+    assert rows["adapters, FP32"] == 4 * adapters
+    assert rows["decoded weights"] == 2 * 2 * (2 * 128 * 32)
+    assert not rows.keys() & {"merged weights", "engine of evaluations"}
+
+
+def test_nvfp4_weights_of_a_7b_model():
+    """Its projections in 4.5 bits and a number per row; nothing is allocated."""
+    width, mlp, layers, _, kv_heads, *_ = QWEN_7B
+    shapes = [(width, width), (2 * 128 * kv_heads, width), (width, width), (2 * mlp, width)]
+    shapes += [(width, mlp)]
+    numbers = [torch.empty(shape, device="meta") for shape in shapes]
+    total = layers * sum(quantize(weight, "nvfp4").num_bytes for weight in numbers)
+    rows = sum(shape[0] for shape in shapes)
+    assert total == layers * (sum(n.numel() for n in numbers) * 4.5 / 8 + 4 * rows)
+    assert 3.6e9 < total < 4.6e9
+
+
+@pytest.mark.parametrize(("base", "fits"), [("nvfp4", True), ("full", False)])
+def test_lora_of_a_32b_model_on_one_card_of_141_gb(on_gpu, base, fits):
+    """The recipe's batch; with a BF16 base its copies for training and sampling do not fit."""
+    flags = ["--model.base", base, "--quant.format", "nvfp4" if base == "nvfp4" else "int8"]
+    config = load_config(RECIPES / "qerl-gsm8k-nvfp4.toml", flags)
+    rows = memory_rows(config, measure_qwen(*QWEN_32B), 141e9)
+    assert (peak_memory(config, rows) < 141e9) == fits
+
+
 def test_the_cache_is_as_large_as_asked_for_or_needed():
     """Dynamic sampling asks for 2 x 15 sequences at once; at most max_batch of them together."""
     dynamic = {"dynamic_sampling": True, "gen_multiple": 2}
@@ -242,6 +281,8 @@ SMALLER += ["--batch.microbatch_tokens", "4096"]
         ("dapo-math-*", QWEN_7B, 141e9, []),
         ("gsm8k-grpo-lora", QWEN_15B, 24e9, []),
         ("gsm8k-grpo-lora", QWEN_7B, 80e9, []),
+        ("qerl-gsm8k-nvfp4", QWEN_7B, 24e9, []),
+        ("qerl-gsm8k-nvfp4", QWEN_32B, 80e9, []),
     ],
 )
 def test_recipes_fit_the_cards_that_they_name(on_gpu, pattern, shape, card, flags):

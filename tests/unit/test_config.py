@@ -164,7 +164,7 @@ def test_all_mistakes_of_the_values_at_once():
     for line in (
         "stepz = 3 is not a key; the top level has steps, seed, run_dir",
         "steps = 'many': must be a valid integer",
-        "quant.format = 'int3' is not one of 'none', 'int8', 'fp8', 'fp8-block', 'int6' or 'int4'",
+        "quant.format = 'int3' is not one of 'none', 'int8', 'fp8', 'fp8-block', 'nvfp4', 'int6'",
         "algo.cap = 0.5: must be greater than or equal to 1",
         "algo.gamma = 2: must be less than or equal to 1",
         "algo.clip = 1 is not a key; [algo] has name, objective, cap",

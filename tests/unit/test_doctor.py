@@ -234,7 +234,10 @@ def test_every_family_of_kernels_agrees_with_torch(monkeypatch):
     names = {f.name.removeprefix("kernels of ") for f in findings}
     engine = {f"engine, {family}" for family in set(kernel_checks.OPERATIONS.values())}
     trainer = {"attention", "layers", "gradients in int8", "head", "8-bit AdamW"}
-    assert names == engine | {f"trainer, {name}" for name in trainer} | {"weights in int8"}
+    assert names == engine | {f"trainer, {name}" for name in trainer} | {
+        "weights in int8",
+        "weights in nvfp4",
+    }
 
 
 def wrong_norm(ops, layer, x, delta):

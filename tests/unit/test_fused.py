@@ -5,6 +5,7 @@ order. Float noise can carry an activation over a rounding boundary, after which
 a code: of quantized models the typical gap must vanish, and the largest stay at the size of a code.
 """
 
+import copy
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +18,13 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from qurl.errors import EngineError
+from qurl.quant.coded_linear import code_base_
 from qurl.rollout.local.cache import KVCache
 from qurl.rollout.local.decoder import choose_ops, decode, decode_sequence, prefill
 from qurl.rollout.local.reference import ReferenceOps
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
+from qurl.trainer.lora import adapters, add_adapters_
 from tests.models import CPU, tiny_llama
 
 V = 61
@@ -40,7 +43,7 @@ SHAPE = {
     "eos_token_id": 2,
 }
 """No size is a power of two, and with 128x128 tiles none is a multiple of a tile."""
-FORMATS = ["none", "int8", "fp8", "fp8-block"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "nvfp4"]
 PAGE_SIZE = 2
 PROMPTS = [[3, 4, 5], [11, 12]]
 STEPS = [[10, 14], [40, 41]]
@@ -177,6 +180,21 @@ def test_with_layers_in_full_precision(quant):
     assert_near(fused, reference, quant)
     everywhere = run(model, quant, is_fused=False)
     assert everywhere.gaps_to(reference)["logits"].median() > 1e-3
+
+
+@interpreted
+def test_adapters_beside_a_base_in_codes():
+    model = copy.deepcopy(make_model("llama"))
+    code_base_(model, "nvfp4", CPU)
+    add_adapters_(model, 4, 8, seed=0, dtype=torch.float32)
+    for _, adapter in adapters(model):
+        torch.nn.init.normal_(adapter.B, std=0.1)
+    fused, reference = (run(model, "nvfp4", is_fused=f) for f in (True, False))
+    assert_near(fused, reference, "none")
+    base = run(make_model("llama"), "nvfp4", is_fused=False)
+    assert base.gaps_to(reference)["logits"].median() > 1e-3, "adapters do something"
+    with pytest.raises(EngineError, match=r"deterministic = true does not go with model\.base"):
+        run(model, "nvfp4", is_fused=True, deterministic=True)
 
 
 @interpreted

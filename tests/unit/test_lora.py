@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qurl.config.recipe import _with_preset
 from qurl.config.rules import find_mistakes, find_warnings
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError, SyncError
-from qurl.quant import rescale_
+from qurl.quant import dequantize, quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
@@ -32,7 +33,13 @@ from qurl.trainer.lora import (
     save_adapters,
     without_adapters,
 )
-from qurl.trainer.policy import Policy, Untrained, hidden_states, load_model
+from qurl.trainer.policy import (
+    Policy,
+    Untrained,
+    hidden_states,
+    load_model,
+    load_trained_policy,
+)
 from qurl.trainer.unified import unify_
 
 RANK, ALPHA = 4, 6
@@ -456,3 +463,140 @@ def test_a_small_learning_rate_gets_a_warning():
     for lr, is_warned in ((1e-6, True), (1e-5, False)):
         warnings = find_warnings(build_config({"model": LORA, "optim": {"lr": lr}}))
         assert any("10 times the usual rate" in warning for warning in warnings) == is_warned
+
+
+# A frozen base in codes (QeRL)
+
+
+def coded_policy(model=None, **config):
+    return adapted_policy(model, base="nvfp4", **config)
+
+
+def base_in_codes(model):
+    """A plain model whose projections are what their NVFP4 codes stand for."""
+    with torch.no_grad():
+        for _, layer in projections(model):
+            layer.weight.copy_(dequantize(quantize(layer.weight, "nvfp4")))
+    return model
+
+
+def test_adapters_stay_beside_a_coded_base():
+    policy = coded_policy()
+    expected = logits(with_thin_products(base_in_codes(tiny_llama()), policy.model))
+    torch.testing.assert_close(logits(policy.model), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - logits(policy.model)).abs().max() < 1e-4
+    with without_adapters(policy.model):
+        torch.testing.assert_close(
+            logits(policy.model), logits(base_in_codes(tiny_llama())), atol=1e-5, rtol=1e-5
+        )
+    trained = [n for n, p in policy.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".adapter." in name for name in trained)
+
+
+def test_gradients_pass_through_a_coded_base():
+    """Those of the same layer with one dense weight, by autograd."""
+    policy = coded_policy()
+    layer = policy.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(5, layer.in_features, generator=generator(0, "x")).requires_grad_()
+    layer(x).square().sum().backward()
+    a, b = (p.detach().clone().requires_grad_() for p in (layer.adapter.A, layer.adapter.B))
+    x2 = x.detach().clone().requires_grad_()
+    weight = dequantize(layer.base) + layer.adapter.scale * b @ a
+    F.linear(x2, weight).square().sum().backward()
+    for found, expected in ((x, x2), (layer.adapter.A, a), (layer.adapter.B, b)):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["local", "hf"])
+def test_an_engine_shares_the_coded_base(kind):
+    policy = coded_policy()
+    engine = build_engine(kind, policy.model, quant="nvfp4")
+    ids = list(range(5, 40))
+    expected = score_with(policy.model, ids)
+    torch.testing.assert_close(engine.score(ids), expected, atol=2e-4, rtol=0)
+    randomize_(policy.model, seed=1)
+    report = engine.sync(policy.model, version=1)
+    assert report.canary_gap < 1e-4, "nothing is quantized twice"
+    moved = score_with(policy.model, ids)
+    assert (moved - expected).abs().max() > 0.01
+    torch.testing.assert_close(engine.score(ids), moved, atol=2e-4, rtol=0)
+
+
+def test_a_coded_base_without_adapters_is_shared_too():
+    policy = Policy(tiny_llama(), build_tokenizer(), ModelConfig(base="nvfp4"), CPU)
+    engine = build_engine("local", policy.model, quant="nvfp4")
+    held = engine.weights.layers[0].views["v_proj"].weight
+    base = policy.model.model.layers[0].self_attn.v_proj.base
+    assert torch.equal(held.numbers(), base.numbers())
+    assert torch.equal(held.scale.float(), base.scale.float())
+    assert engine.sync(policy.model, version=3).canary_gap < 1e-4
+
+
+def test_an_engine_in_full_precision_merges_a_coded_base():
+    policy = coded_policy()
+    ids = list(range(5, 40))
+    engine = build_engine("local", policy.model, quant="none")
+    torch.testing.assert_close(engine.score(ids), score_with(policy.model, ids), atol=2e-4, rtol=0)
+
+
+def test_damage_to_a_coded_base_or_an_adapter_in_the_engine_is_found():
+    policy = coded_policy()
+    engine = build_engine("local", policy.model, quant="nvfp4")
+    view = engine.weights.layers[1].views["up_proj"]
+    view.adapter.b[0, 0] += 0.5
+    with pytest.raises(SyncError, match="is not a copy"):
+        engine._sync.check(0)
+    engine.sync(policy.model, version=0)
+    view.weight.codes[0, 3] += 1
+    with pytest.raises(SyncError, match=r"layer 1 .* codes of the trainer's base"):
+        engine._sync.check(0)
+
+
+def test_saved_adapters_name_the_format_of_their_base(tmp_path):
+    """A merged model is what the run computed with."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    build_tokenizer().save_pretrained(tmp_path / "base")
+    policy = coded_policy(load_model(tmp_path / "base"))
+    policy.save(tmp_path / "adapters")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["qurl_base"] == "nvfp4"
+    merged = load_model(tmp_path / "adapters")
+    torch.testing.assert_close(logits(merged), logits(policy.model), atol=1e-5, rtol=1e-5)
+    trained = load_trained_policy(tmp_path / "adapters", ModelConfig(**LORA, base="nvfp4"), CPU)
+    assert torch.equal(logits(trained.model), logits(policy.model))
+    again = coded_policy(load_model(tmp_path / "base"), is_trained=False)
+    load_adapters_(again.model, tmp_path / "adapters")
+    assert torch.equal(logits(again.model), logits(policy.model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mistake"),
+    [
+        ({"model": {"base": "nvfp4"}}, r"base = 'nvfp4' is frozen; set model.lora_rank"),
+        ({"quant": {"format": "int8"}}, r"the same codes, not quant.format = 'int8'"),
+        ({"rollout": {"engine": "vllm"}}, r"base = 'nvfp4' needs rollout.engine = 'local' or 'hf'"),
+        ({"quant": {"format": "nvfp4", "full_layers": 1}}, r"set quant.full_layers = 0"),
+        ({"alarms": {"truncated": "full"}}, r"truncated = 'full': .* leaves no full precision"),
+        ({"quant": {"format": "nvfp4", "unified": True}}, r"quant.unified = true needs"),
+        ({"quant": {"format": "nvfp4", "update_scale": 1.5}}, r"raise model.lora_alpha instead"),
+    ],
+)
+def test_what_does_not_go_with_a_coded_base(settings, mistake):
+    sound = {"model": {**LORA, "base": "nvfp4"}, "quant": {"format": "nvfp4"}}
+    assert not find_mistakes(build_config(sound))
+    found = find_mistakes(build_config(sound | settings))
+    assert any(re.search(mistake, text) for text in found), found
+
+
+def test_a_coded_base_is_evaluated_as_it_is_and_needs_no_correction():
+    coded = {"model": {**LORA, "base": "nvfp4"}, "quant": {"format": "nvfp4"}}
+    plain = {"algo": {"objective": "ppo_prox"}, "optim": {"lr": 1e-4}, "eval": {"every": 2}}
+    config = build_config(coded | plain)
+    assert config.eval_precisions == ("nvfp4",)
+    assert not config.has_full_engine
+    assert not [w for w in find_warnings(config) if "correct" in w]
+    noisy = coded | {"quant": {"format": "nvfp4", "noise": "aqn"}}
+    assert [w for w in find_warnings(build_config(noisy | plain)) if "correct" in w]
+    merged = build_config({"model": LORA, "quant": {"format": "nvfp4"}})
+    assert [w for w in find_warnings(merged) if "set model.base = 'nvfp4'" in w]

@@ -14,8 +14,10 @@ pytest.importorskip("triton")
 
 from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.gate import gate_gradients
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import dequantize, get_format, quantize, quantize_activation
 from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
+from qurl.trainer.lora import Adapter
 from qurl.trainer.projection import Projection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,6 +65,38 @@ def test_numbers(bias, dtype):
     assert relative(y, expected) < bound
     assert relative(dx, dy.double() @ w) < bound
     assert relative(grad, 2 * dy.double().T @ x.double()) < 1e-5  # sums are FP32 in BF16 too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_frozen_base_in_codes_with_adapters_beside_it(dtype):
+    """y = x W_hat^T + b + s (x A^T) B^T; only A and B get gradients."""
+    plain, coded = projection(), []
+    for index, linear in enumerate(plain.linears):
+        layer = CodedLinear(linear, get_format("nvfp4"), DEVICE)
+        layer.adapter = Adapter(linear.weight, 4, 6, torch.Generator().manual_seed(index))
+        nn.init.normal_(layer.adapter.B, std=0.1)
+        coded.append(layer)
+    found = Projection(coded)
+    x, dy = normal(33, 80, dtype=dtype), normal(33, 80, dtype=dtype, seed=1)
+    y, dx = found.multiply(x, dtype), found.input_gradient(dy)
+    found.add_gradients_(dy, x)
+    w = torch.cat([layer.weight.detach() for layer in coded]).double()
+    bias = torch.cat([linear.bias.detach() for linear in plain.linears]).double()
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative(y, x.double() @ w.T + bias) < bound
+    assert relative(dx, dy.double() @ w) < bound
+    for layer, part in zip(coded, dy.split(found.sizes, -1), strict=True):
+        adapter, total = layer.adapter, part.double().T @ x.double()
+        assert (
+            relative(adapter.B.grad, adapter.scale * total @ adapter.A.detach().double().T) < bound
+        )
+        assert (
+            relative(adapter.A.grad, adapter.scale * adapter.B.detach().double().T @ total) < bound
+        )
+        adapter.is_on = False
+    base = torch.cat([dequantize(layer.base) for layer in coded]).double()
+    assert relative(found.multiply(x, dtype), x.double() @ base.T + bias) < bound
+    assert not found._copies.get(("weight", dtype)), "decoded weights are not kept"
 
 
 @pytest.mark.parametrize("format", FORMATS)

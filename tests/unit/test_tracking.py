@@ -8,7 +8,10 @@ from torch import nn
 
 from qurl.errors import ModelError
 from qurl.quant.formats import FORMATS, get_format, quantize
+from qurl.quant.linear import frozen_scales
 from qurl.quant.tracking import UpdateTracker, update_ratios, update_sums, watched_rows
+
+CODED = [name for name, format in FORMATS.items() if not format.is_weight_only]
 
 METRICS = ("update_norm", "quant_error", "code_flip_frac", "update_cosine", "update_proj")
 
@@ -127,7 +130,7 @@ def test_what_the_trainers_dtype_hides(format):
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])
 def test_no_update_measures_zero(format):
-    model = Layers(q_proj=_normal(5, 8), down_proj=torch.zeros(3, 4))
+    model = Layers(q_proj=_normal(5, 16), down_proj=torch.zeros(3, 16))
     tracker = UpdateTracker(format, rows=128)
     tracker.measure(model)
     measured = tracker.measure(model)
@@ -174,7 +177,7 @@ def test_watched_rows(num_rows, wanted, format, expected):
     assert watched_rows(num_rows, wanted, format).tolist() == expected
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CODED)
 def test_watched_rows_have_the_codes_of_the_whole_weight(format):
     weight = _normal(600, 200) * torch.linspace(1, 9, 600)[:, None]
     rows = watched_rows(600, 300, get_format(format))
@@ -302,3 +305,14 @@ def test_uaq_makes_updates_more_visible(vectors):
     # The squared norms of Eq. (13) grow by s^2, and Eq. (14) stays.
     assert scaled["update_norm"] / plain["update_norm"] == pytest.approx(2.25, rel=1e-6)
     assert scaled["quant_error"] == pytest.approx(plain["quant_error"], rel=1e-3)
+
+
+def test_frozen_scales_are_those_of_the_actor():
+    """The row grows beyond its first scale, so its largest code is cut and its error seen."""
+    model = Layers(q_proj=_row(127, 10))
+    tracker = UpdateTracker("int8", rows=4, scales=frozen_scales(model, "int8", torch.float32))
+    tracker.measure(model)
+    model.set(q_proj=_row(254, 20))
+    measured = tracker.measure(model)
+    assert measured["uaq/code_flip_frac"] == 1 / 2
+    assert measured["uaq/quant_error"] == pytest.approx(127**2 / (254**2 + 20**2))

@@ -126,7 +126,7 @@ def test_without_triton(capsys, monkeypatch):
     ("args", "message"),
     [
         (["--model", "7B,8B"], "'8B' is not one of tiny, 0.5B"),
-        (["--kind", "int8,fp8-block"], "'fp8-block' is not one of int8, fp8, bf16"),
+        (["--kind", "int8,fp8-block"], "'fp8-block' is not one of int8, fp8, nvfp4, bf16"),
         (["--tokens", "48"], "'48' is not one of 16, 32, 64"),
         ([], "measures kernels of a GPU, and there is none here"),
     ],
@@ -143,7 +143,7 @@ def test_fp8_products_need_fp8(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(tune, "Target", types.SimpleNamespace(of=lambda device: A100))
     assert tune.find_gpu(needs_fp8=False) == torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"NVIDIA A100 has no FP8.* --kind int8,bf16"):
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 has no FP8.* --kind int8,nvfp4,bf16"):
         tune.find_gpu(needs_fp8=True)
 
 
@@ -171,7 +171,7 @@ def test_candidates_fit_the_chip():
         plans = products.candidates(problem, CHIP)
         assert len(set(plans)) == len(plans) > 10
         for p in plans:
-            stage = (p.tokens + p.channels) * p.depth * problem.itemsize
+            stage = problem.tile_bytes(p.tokens, p.channels) * p.depth
             assert 2 * stage <= p.stages * stage <= CHIP.shared_bytes
             assert p.tokens <= problem.M
             assert p.prefetch == 0
@@ -218,7 +218,7 @@ class ScriptedSetup:
         return replay
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nvfp4", "bf16"])
 @pytest.mark.parametrize("role", ["qkv", "o", "gate_up"])
 def test_right_products_pass(kind, role):
     setup = products.GemmRun(products.Gemm(role, kind, 64, 128, 16), CPU)

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import tiny_llama
+from models import CPU, tiny_llama
 from torch import nn
 
 from qurl.errors import EngineError, SyncError
 from qurl.quant import Quantized, quantize
+from qurl.quant.linear import frozen_scales
 from qurl.rollout import build_engine
 from qurl.rollout.canary import ModelShipment
 from qurl.rollout.local import sync as module
@@ -16,7 +17,7 @@ from qurl.rollout.local.sync import WeightSync, watch_parameters
 from qurl.rollout.local.weights import Weights
 from qurl.types import Problem, SamplingParams
 
-FORMATS = ["none", "int8", "fp8", "fp8-block", "int4"]
+FORMATS = ["none", "int8", "fp8", "fp8-block", "int4", "nvfp4"]
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
 """Every projection has a multiple of 128 output channels."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -56,7 +57,7 @@ def assert_holds(sync, model):
             view, source = layer.views[name], linear.weight.detach()
             if isinstance(view.weight, Quantized):
                 fresh = quantize(source.to(weights.compute_dtype), view.weight.format)
-                assert torch.equal(view.weight.codes.float(), fresh.codes.float())
+                assert torch.equal(view.weight.numbers(), fresh.numbers())
                 assert torch.equal(view.weight.scale, fresh.scale)
             else:
                 assert torch.equal(view.weight, source.to(weights.dtype))
@@ -120,7 +121,7 @@ def test_tiles_are_stacked_where_none_spans_two_projections(native):
 
 
 def test_tiles_that_would_span_two_projections_stay_apart():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, "fp8-block")
     assert (len(sync.weights.layers[0].qkv), len(sync.weights.layers[0].gate_up)) == (1, 2)
     assert_holds(sync, model)
@@ -291,7 +292,7 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("native", [False, True])
 def test_a_sound_copy_passes_at_every_version(quant, native):
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, quant, native_codes=native)
     for version in range(12):
         sync.check(version)
@@ -302,7 +303,7 @@ def damage_code(part, row, column):
     codes[row, column] = 3.0 if float(codes[row, column]) != 3 else 2.0
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("quant", ["none", "int8", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("name", MODULES)
 def test_one_wrong_code_is_found_in_its_turn(quant, name):
     model = tiny_llama()
@@ -319,7 +320,7 @@ def test_one_wrong_code_is_found_in_its_turn(quant, name):
 
 
 def test_one_wrong_code_of_a_tile_is_found_in_its_turn():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 200})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
     sync = load(model, "fp8-block")
     part = sync.weights.layers[0].views["down_proj"]
     assert part.weight.scale.shape == (1, 2)
@@ -472,3 +473,29 @@ def test_a_buffer_that_differs_from_what_was_shipped_is_found(monkeypatch):
     monkeypatch.setattr(engine._receiver, "_write", write_badly)
     with pytest.raises(SyncError, match=f"version 1 failed: {NAME} in the engine is not what was"):
         engine.sync(ModelShipment(tiny_llama()), version=1)
+
+
+# --- frozen scales ----------------------------------------------------------------------------
+
+
+def test_frozen_scales_clamp_what_has_grown():
+    model = tiny_llama()
+    scales = frozen_scales(model, "int8", torch.float32)
+    weights = Weights(model, "int8", torch.float32, CPU)
+    sync, dynamic = WeightSync(weights, scales), load(model)
+    sync.load_(model)
+    for ours, theirs in zip(weights.projections(), dynamic.weights.projections(), strict=True):
+        assert torch.equal(ours.weight.codes, theirs.weight.codes), "as at the first sync"
+    up = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        up.weight *= 2
+    sync.load_(model)
+    sync.check(3)
+    held = weights.layers[1].views["up_proj"].weight
+    assert torch.equal(held.scale, scales["model.layers.1.mlp.up_proj"])
+    expected = (up.weight.detach() / held.scale).clamp(-127, 127).round()
+    assert torch.equal(held.codes, expected)
+    assert (held.codes.abs() == 127).float().mean() > 0.1
+    held.codes[:, 0] += 1
+    with pytest.raises(EngineError, match="layer 1"):
+        sync.check(3)

@@ -34,6 +34,7 @@ from torch.utils.benchmark import Timer
 from qurl.bench.shapes import Shape
 from qurl.bench.workload import Workload
 from qurl.ops.device import default_dtype
+from qurl.quant.formats import get_format
 from qurl.run.cards import CARDS, Card
 
 
@@ -67,7 +68,7 @@ def speed_of(card: Card) -> Speed:
 class Storage:
     """Bytes per number, and which numbers the projections multiply."""
 
-    body: int
+    body: float
     head: int
     kv: int
     is_narrow: bool  # whether the projections multiply 8-bit codes in 8-bit units
@@ -76,8 +77,10 @@ class Storage:
     def of(quant: str, kv: str, device_type: str) -> Storage:
         """The engine's storage; on a CPU everything is FP32, even codes."""
         wide = 4 if device_type == "cpu" else 2
-        is_narrow = quant != "none" and device_type != "cpu"
-        return Storage(1 if is_narrow else wide, wide, wide if kv == "none" else 1, is_narrow)
+        format = None if quant == "none" or device_type == "cpu" else get_format(quant)
+        body = wide if format is None else format.weight_bytes
+        is_narrow = format is not None and not format.is_weight_only
+        return Storage(body, wide, wide if kv == "none" else 1, is_narrow)
 
 
 def find_speed(device: torch.device) -> Speed:
@@ -147,7 +150,7 @@ class Products:
 
 def sync_bytes(shape: Shape, storage: Storage, master_bytes: int) -> int:
     """Bytes that a sync must read and write; weights of equal precision are shared, not copied."""
-    body = shape.num_body * (master_bytes + storage.body)
+    body = int(shape.num_body * (master_bytes + storage.body))
     if master_bytes == storage.head:
         return body
     return body + (shape.num_parameters - shape.num_body) * (master_bytes + storage.head)

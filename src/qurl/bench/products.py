@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from qurl.bench.record import time_call
 from qurl.errors import EngineError
 from qurl.ops.target import Target
-from qurl.quant import FORMATS, Quantized, quantize
+from qurl.quant import FORMATS, Quantized, dequantize, quantize
 from qurl.quant.formats import Format, quantize_activation
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, TableKey
@@ -58,8 +58,14 @@ class Gemm:
         return FORMATS.get(self.kind)
 
     @property
-    def itemsize(self) -> int:
-        return 1 if self.format else 2
+    def act_format(self) -> Format | None:
+        """Of the activations; None: BF16."""
+        return None if self.format is None or self.format.is_weight_only else self.format
+
+    def tile_bytes(self, tokens: int, channels: int) -> float:
+        """Of one input channel of both factors of a tile."""
+        weight = self.format.weight_bytes if self.format else 2
+        return tokens * (1 if self.act_format else 2) + channels * weight
 
     @property
     def is_gated(self) -> bool:
@@ -104,13 +110,14 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     M, N, K = problem.M, problem.N, problem.K
     small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)]
     token_tiles = [128, 256] if M > 256 else small_tiles
-    for tokens, channels, depth_bytes in itertools.product(token_tiles, (64, 128), (128, 256)):
-        depth = depth_bytes // problem.itemsize
+    depths = (128, 256) if problem.act_format else (64, 128)
+    depths += (256,) if problem.kind == "nvfp4" else ()
+    for tokens, channels, depth in itertools.product(token_tiles, (64, 128), depths):
         tiles = -(-M // tokens) * -(-N // channels)
         warps = 8 if tokens * channels > 64 * 128 else 4
         for num_programs in (1, 2, 3, 4, 5):
-            stage_bytes = (tokens + channels) * depth_bytes
-            stages = min(8, chip.shared_bytes // num_programs // stage_bytes)
+            stage_bytes = problem.tile_bytes(tokens, channels) * depth
+            stages = min(8, int(chip.shared_bytes / num_programs / stage_bytes))
             if stages < 2 or num_programs * warps > 24:
                 continue
             yield Plan(tokens, channels, depth, 0, warps, stages)
@@ -155,10 +162,12 @@ class GemmRun:
         M, N, K, format = problem.M, problem.N, problem.K, problem.format
         weight = torch.randn(N, K, device=device)
         first = quantize(weight, format) if format else weight.bfloat16()
-        copies = num_copies(N * K * problem.itemsize, l2_bytes)
+        num_bytes = first.num_bytes if isinstance(first, Quantized) else first.nbytes
+        copies = num_copies(num_bytes, l2_bytes)
         self.weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
         x = torch.randn(M, K, device=device)
-        self.x = quantize_activation(x, format) if format else x.bfloat16()
+        coded = problem.act_format
+        self.x = quantize_activation(x, coded) if coded else x.bfloat16()
         has_bias = problem.role == "qkv"
         self.bias = torch.randn(N, device=device).bfloat16() if has_bias else None
         self.amax = torch.zeros(M, device=device)
@@ -174,8 +183,9 @@ class GemmRun:
             y = multiply_by_torch(x, weight, self.bias, torch.bfloat16)
         else:
             assert isinstance(x, Tensor)
-            assert isinstance(weight, Tensor)
-            y = x.float() @ weight.float().T
+            is_coded = isinstance(weight, Quantized)
+            numbers = dequantize(weight).bfloat16() if is_coded else weight
+            y = x.float() @ numbers.float().T
             y = (y if self.bias is None else y + self.bias.float()).bfloat16()
         return _gated(y) if self.problem.is_gated else y
 
@@ -234,7 +244,8 @@ class GemmRun:
 
     def _run(self, choice: Choice, weight: Operand) -> Product | None:
         """Multiply and consume; None if the library cannot. Our plans give silu(gate) * up."""
-        format, operands, dtype = self.problem.format, (self.x, weight, self.bias), torch.bfloat16
+        format, dtype = self.problem.act_format, torch.bfloat16
+        operands = (self.x, weight, self.bias)
         if choice is not None and self.problem.is_gated:
             gated = multiply_gated(*operands, dtype, choice, self.amax if format else None)
             if format:

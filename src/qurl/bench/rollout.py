@@ -37,7 +37,7 @@ class RolloutBench(Bench):
     """Tokens per second of the local engine."""
 
     quant: str = "none,int8"
-    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
+    """Formats: none, int8, fp8, fp8-block, int6, int4, nvfp4; several with commas."""
     kv: str = "none"
     """Formats of the KV cache: none, fp8; several with commas."""
     workload: str = "A"

@@ -36,7 +36,7 @@ class SyncBench(Bench):
     """Seconds from trained weights to an engine that samples from them."""
 
     quant: str = "int8"
-    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
+    """Formats: none, int8, fp8, fp8-block, int6, int4, nvfp4; several with commas."""
     master: str = "bf16,fp32"
     """Precision of the trainer's weights: bf16, fp32; several with commas."""
 

@@ -58,7 +58,7 @@ class TrainBench(BatchBench):
     """
 
     quant: str = "none"
-    """Formats: none, int8, fp8, fp8-block, int6, int4; several with commas."""
+    """Formats: none, int8, fp8, fp8-block, int6, int4, nvfp4; several with commas."""
     unified: bool = False
     """Train in the formats too (quant.unified); without it, all formats train in BF16."""
     backward: str = "bf16"

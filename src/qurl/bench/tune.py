@@ -37,10 +37,10 @@ from qurl.quant.kernels.plans import (
 )
 from qurl.run.machine import describe_machine
 
-KINDS = ("int8", "fp8", "bf16")
+KINDS = ("int8", "fp8", "nvfp4", "bf16")
 MOST_COMPILERS = 12
 HEAD = "kind  role          N       K      M       us  library  plan"
-ROW = "{kind:4}  {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {plan}"
+ROW = "{kind:5} {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {plan}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tune:
     model: str = "1.5B,7B"
     """Shapes of Qwen2.5: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
     kind: str = ",".join(KINDS)
-    """Numbers to multiply: int8, fp8, bf16; several with commas."""
+    """Numbers to multiply: int8, fp8, nvfp4, bf16; several with commas."""
     tokens: str = ",".join(map(str, BUCKETS))
     """Numbers of tokens: 16, 32, 64, 128, 256, 512, 1024, 8192; several with commas."""
     table: Path | None = None
@@ -127,7 +127,7 @@ def find_gpu(needs_fp8: bool) -> torch.device:
     target = Target.of(device)
     if needs_fp8 and not target.has_fp8:
         raise ConfigError(
-            f"--kind fp8: {target.name} has no FP8 matrix instructions; use --kind int8,bf16"
+            f"--kind fp8: {target.name} has no FP8 matrix instructions; use --kind int8,nvfp4,bf16"
         )
     return device
 

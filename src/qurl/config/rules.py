@@ -195,7 +195,7 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         if quant.backward != "bf16":
             yield f"quant.backward = {quant.backward!r} needs quant.unified = true"
         return
-    if quant.format == "none":
+    if quant.format in ("none", "nvfp4"):
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
@@ -225,8 +225,28 @@ def _vllm_mistakes(config: Config) -> Iterator[str]:
         yield f"{key} does not go with rollout.engine = 'vllm'; use 'local'"
 
 
+def _base_mistakes(config: Config) -> Iterator[str]:
+    """Of a frozen base in codes (QeRL)."""
+    model, quant, engine = config.model, config.quant, config.rollout.engine
+    if model.base == "full":
+        return
+    chosen = f"model.base = {model.base!r}"
+    if not model.lora_rank:
+        yield f"{chosen} is frozen; set model.lora_rank to train adapters beside it"
+    if quant.format != model.base:
+        format = f"quant.format = {quant.format!r}"
+        yield f"{chosen}: trainer and actor compute with the same codes, not {format}; make it so"
+    if engine not in ("local", "hf"):
+        yield f"{chosen} needs rollout.engine = 'local' or 'hf', not {engine!r}"
+    if quant.full_layers:
+        yield f"{chosen} codes all layers; set quant.full_layers = 0"
+    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+        yield f"alarms.{name} = 'full': {chosen} leaves no full precision to fall back to"
+
+
 def _lora_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
     rank, options, quant = config.model.lora_rank, config.experimental, config.quant
+    yield from _base_mistakes(config)
     if not rank:
         return
     if advantage and advantage.needs_critic:
@@ -267,11 +287,8 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     parallel, engine = config.parallel, config.rollout.engine
     if parallel.engines and engine not in ("local", "vllm"):
         yield f"parallel.engines = {parallel.engines} needs rollout.engine = 'local' or 'vllm'"
-    if config.rollout.drafts != "off" and (parallel.engines or parallel.trainers > 1):
-        yield (
-            f"rollout.drafts = {config.rollout.drafts!r} is built for one engine in the trainer's "
-            "process; leave parallel.engines at 0 and parallel.trainers at 1, or drafts off"
-        )
+    if parallel.engines or parallel.trainers > 1:
+        yield from _shipping_mistakes(config)
     if parallel.engines and parallel.min_engines > parallel.engines:
         yield (
             f"parallel.min_engines = {parallel.min_engines} exceeds parallel.engines = "
@@ -288,6 +305,22 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     }
     for setting in (setting for setting, is_given in is_set.items() if is_given):
         yield f"{setting} is not built for parallel.trainers = {trainers}; use one trainer"
+
+
+def _shipping_mistakes(config: Config) -> Iterator[str]:
+    """What engines of several ranks or processes are not sent."""
+    quant, rollout = config.quant, config.rollout
+    is_set = {
+        f"rollout.drafts = {rollout.drafts!r}": rollout.drafts != "off",
+        "quant.format = 'nvfp4'": quant.format == "nvfp4",
+        f"quant.scales = {quant.scales!r}": quant.scales != "dynamic",
+        f"quant.noise = {quant.noise!r}": quant.noise != "off",
+    }
+    for setting in (setting for setting, is_given in is_set.items() if is_given):
+        yield (
+            f"{setting} is built for one engine in the trainer's process; leave parallel.engines "
+            "at 0 and parallel.trainers at 1"
+        )
 
 
 def _data_mistakes(config: Config) -> Iterator[str]:
@@ -447,7 +480,9 @@ def find_warnings(
         if config.correction.kind == "icepop":
             yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
     yield from _symmetric_warnings(config)
-    has_mismatch = (quant.format, quant.kv) != ("none", "none") and not quant.unified
+    is_shared = quant.unified or config.model.base != "full"
+    has_mismatch = quant.format != "none" and not is_shared
+    has_mismatch |= quant.noise != "off" or (quant.kv != "none" and not quant.unified)
     is_late = config.rollout.ahead > 0
     if objective and not objective.is_weighted and has_mismatch:
         uncorrected = f"algo.objective = {algo.objective!r} does not correct the mismatch"
@@ -473,6 +508,9 @@ def find_warnings(
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
+    if quant.format == "nvfp4" and config.model.lora_rank and config.model.base == "full":
+        remedy = "set model.base = 'nvfp4' to keep adapters beside the codes"
+        yield f"quant.format = 'nvfp4' rounds merged adapters away below a step of 4 bits; {remedy}"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
     if quant.format == "none" and "full" in vars(config.alarms).values():

@@ -61,6 +61,9 @@ class ModelConfig(Section):
     """Train LoRA adapters of this rank on all projections instead of the weights; 0 = off."""
     lora_alpha: Count = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
+    base: Literal["full", "nvfp4"] = "full"
+    """Precision of the weights under LoRA. nvfp4 (QeRL): trainer and actor compute with the same
+    4-bit codes, and adapters stay beside them in full precision."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -307,8 +310,13 @@ class OptimConfig(Section):
 class QuantConfig(Section):
     """Precision of the actor, which samples; with `unified` also of the trainer."""
 
-    format: Literal["none", "int8", "fp8", "fp8-block", "int6", "int4"] = "int8"
-    """Format of weights and activations in linear layers. int6 and int4 are for experiments."""
+    format: Literal["none", "int8", "fp8", "fp8-block", "nvfp4", "int6", "int4"] = "int8"
+    """Format of weights and activations in linear layers. nvfp4 codes weights only. int6 and int4
+    are for experiments."""
+    scales: Literal["dynamic", "frozen"] = "dynamic"
+    """Scales of int8 weights: those of the present weights, or of the first ones (FlashRL)."""
+    noise: Literal["off", "aqn"] = "off"
+    """aqn: random weights of the actor's norms, for exploration (QeRL; [systems.aqn])."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0
@@ -546,7 +554,12 @@ class Config(Section):
 
     @property
     def eval_precisions(self) -> Sequence[str]:
-        """Precisions of an evaluation: "full", the actor's format, or both."""
+        """Precisions of an evaluation: "full", the actor's format, or both.
+
+        A policy whose base is in codes has no other precision.
+        """
+        if self.model.base != "full":
+            return (self.quant.format,)
         if self.quant.format == "none" or self.eval.precision == "full":
             return ("full",)
         both = ("full", self.quant.format)

@@ -19,6 +19,7 @@ def find_system_mistakes(
     yield from _subselect_mistakes(config, advantage)
     yield from _budget_mistakes(config, advantage)
     yield from _draft_mistakes(config)
+    yield from _actor_mistakes(config)
     sampling, systems = config.sampling, config.systems
     if sampling.replay != "off" and objective:
         is_corrected = objective.is_weighted or objective.against == "behav"
@@ -87,6 +88,30 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"{few} has no room for a draft; use 3 or more"
 
 
+def _actor_mistakes(config: Config) -> Iterator[str]:
+    """Of what changes the actor alone."""
+    quant, engine = config.quant, config.rollout.engine
+    if quant.noise != "off":
+        chosen = f"quant.noise = {quant.noise!r}"
+        if engine != "local":
+            yield f"{chosen} needs rollout.engine = 'local', not {engine!r}"
+        if quant.unified:
+            yield f"{chosen}: quant.unified = true makes trainer and actor one function; drop one"
+        if config.rollout.ahead:
+            yield f"{chosen} is not built for rollout.ahead = 1; drop one"
+        if config.systems.aqn.start < (end := config.systems.aqn.end):
+            start = f"systems.aqn.start = {config.systems.aqn.start:g}"
+            yield f"{start} must not lie below systems.aqn.end = {end:g}"
+    if quant.scales == "frozen":
+        chosen = "quant.scales = 'frozen'"
+        if quant.format != "int8":
+            yield f"{chosen} is for quant.format = 'int8', not {quant.format!r}"
+        if engine != "local":
+            yield f"{chosen} needs rollout.engine = 'local', not {engine!r}"
+        if quant.unified:
+            yield f"{chosen} is not built for quant.unified = true; use 'dynamic'"
+
+
 def find_system_warnings(config: Config) -> Iterator[str]:
     """Combinations that work, but not as one may think."""
     sampling, batch, systems = config.sampling, config.batch, config.systems
@@ -103,6 +128,9 @@ def find_system_warnings(config: Config) -> Iterator[str]:
     if sampling.budget == "e3" and config.algo.aggregation.startswith("seq-mean"):
         effect = "a problem counts by the number of its completions; use 'token-mean'"
         yield f"sampling.budget = 'e3', algo.aggregation = {config.algo.aggregation!r}: {effect}"
+    if config.quant.noise != "off" and config.steps < systems.aqn.stages:
+        stages = f"systems.aqn.stages = {systems.aqn.stages}"
+        yield f"AQN skips stages: {stages} is more than steps = {config.steps}"
 
 
 def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
@@ -114,6 +142,7 @@ def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
         "systems.replay": ("recent", "sampling.replay", sampling.replay),
         "systems.shuffle_r1": ("shuffle-r1", "batch.subselect", subselect),
         "systems.pods": ("pods", "batch.subselect", subselect),
+        "systems.aqn": ("aqn", "quant.noise", config.quant.noise),
     }
     for section, (name, key, value) in reasons.items():
         if value != name:

@@ -140,6 +140,21 @@ class HistoSpecConfig(Section):
 
 
 @dataclass(frozen=True)
+class AqnConfig(Section):
+    """AQN (QeRL): random weights of the actor's norms. `quant.noise = "aqn"`.
+
+    Its sigma falls geometrically over the run, in stages; the first stage has no noise.
+    """
+
+    start: Positive = 1e-2
+    """sigma in the second stage; multiplied by quant.update_scale."""
+    end: Positive = 1e-4
+    """sigma in the last stage."""
+    stages: Annotated[int, Field(ge=3, strict=True)] = 10
+    """Equal parts of the run."""
+
+
+@dataclass(frozen=True)
 class SystemsConfig(Section):
     """Settings of related systems. Each counts only where a recipe names the system."""
 
@@ -150,3 +165,4 @@ class SystemsConfig(Section):
     shuffle_r1: ShuffleR1Config = field(default_factory=ShuffleR1Config)
     pods: PodsConfig = field(default_factory=PodsConfig)
     histospec: HistoSpecConfig = field(default_factory=HistoSpecConfig)
+    aqn: AqnConfig = field(default_factory=AqnConfig)

@@ -5,6 +5,7 @@
 
 Weights have one scale per output channel, activations one per token ("fp8-block": one per 128x128
 tile and per 1x128 group). Scales are dynamic, symmetric and FP32. An all-zero slice has a = 1.
+NVFP4 codes weights only (`qurl.quant.nvfp4`).
 
 Shapes: N output channels, K input channels, M tokens.
 """
@@ -18,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qurl.quant import nvfp4
+from qurl.quant.nvfp4 import scale_of
+
 BLOCK = 128
 
 
@@ -28,15 +32,22 @@ class Format:
     name: str
     dtype: torch.dtype  # of the codes
     weight_max: float  # largest code of a weight
-    act_max: float  # largest code of an activation
+    act_max: float  # largest code of an activation; 0 if these are not coded
     block: int | None = None
     """Input channels per scale; for weights also output channels. None: one scale per row."""
+    is_weight_only: bool = False
+    """NVFP4: two codes in a byte, and activations in full precision."""
     canary_bound: float = 2.0
     """Largest mean |log-prob gap| to the trainer on the canary prompt; 0.4 to 0.6 is normal."""
 
     @property
     def is_integer(self) -> bool:
-        return not self.dtype.is_floating_point
+        return self.dtype == torch.int8
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one weight, without scales of whole rows or tiles."""
+        return 0.5 + 1 / nvfp4.GROUP if self.is_weight_only else self.dtype.itemsize
 
 
 FORMATS: Mapping[str, Format] = {
@@ -49,6 +60,7 @@ FORMATS: Mapping[str, Format] = {
         # int4 for the toy task.
         Format("int6", torch.int8, weight_max=31, act_max=31, canary_bound=5.0),
         Format("int4", torch.int8, weight_max=7, act_max=7, canary_bound=10.0),
+        Format("nvfp4", torch.uint8, 6, 0, is_weight_only=True, canary_bound=5.0),
     )
 }
 
@@ -57,13 +69,38 @@ FORMATS: Mapping[str, Format] = {
 class Quantized:
     """Codes and their scale."""
 
-    codes: Tensor  # [N, K] of a weight, [..., M, K] of activations
+    codes: Tensor  # [N, K] of a weight, [..., M, K] of activations; NVFP4: bytes [N, K / 2]
     scale: Tensor  # [N, 1], [..., M, 1]; with blocks [N / 128, K / 128], [..., M, K / 128]
     format: Format
+    tensor_scale: Tensor | None = None
+    """NVFP4's g, repeated for each row [N, 1], as stacked weights have different ones. Its `scale`
+    is a [N, K / 16] in FP8."""
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K of a weight."""
+        rows, columns = self.codes.shape
+        return rows, 2 * columns if self.codes.dtype == torch.uint8 else columns
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.codes, self.scale, self.tensor_scale) if t is not None]
+
+    def rows(self, rows: slice) -> Quantized:
+        """Some rows of a weight; those of tiles in whole tiles."""
+        block, outer = self.format.block, self.tensor_scale
+        scales = slice(rows.start // block, -(-rows.stop // block)) if block else rows
+        outer = None if outer is None else outer[rows]
+        return Quantized(self.codes[rows], self.scale[scales], self.format, outer)
+
+    def numbers(self) -> Tensor:
+        """The codes as numbers, one each; FP32 if they are not floating-point numbers yet."""
+        if self.codes.dtype == torch.uint8:
+            return nvfp4.unpack(self.codes)
+        return self.codes if self.codes.dtype.itemsize >= 4 else self.codes.float()
 
 
 def get_format(name: str) -> Format:
@@ -73,11 +110,17 @@ def get_format(name: str) -> Format:
         raise ValueError(f"format {name!r} is not one of {', '.join(FORMATS)}") from None
 
 
-def quantize(weight: Tensor, format: str | Format) -> Quantized:
-    """Code a weight [N, K], one scale per output channel or per 128x128 tile."""
+def quantize(weight: Tensor, format: str | Format, *, scale: Tensor | None = None) -> Quantized:
+    """Code a weight [N, K], one scale per output channel, per 128x128 tile or per 16 columns.
+
+    A given scale [N, 1] of output channels, of NVFP4 its g, is kept; weights beyond it are clamped.
+    """
     format = get_format(format) if isinstance(format, str) else format
+    if format.is_weight_only:
+        codes, scale, tensor_scale = nvfp4.encode(weight, scale)
+        return Quantized(codes, scale, format, tensor_scale)
     if format.block is None:
-        return Quantized(*_code(weight, format.weight_max, format.dtype), format)
+        return Quantized(*_code(weight, format.weight_max, format.dtype, scale), format)
     (rows, columns), block = weight.shape, format.block
     padded = F.pad(weight, (0, -columns % block, 0, -rows % block))
     tiles = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
@@ -99,11 +142,16 @@ def quantize_activation(x: Tensor, format: Format) -> Quantized:
 
 def dequantize(q: Quantized) -> Tensor:
     """codes * scale, in the scale's precision."""
-    return q.codes.to(q.scale.dtype) * expand_scale(q)
+    scale = expand_scale(q)
+    return q.numbers().to(scale.dtype) * scale
 
 
 def expand_scale(q: Quantized) -> Tensor:
-    """The scale, broadcastable against the codes."""
+    """The scale, broadcastable against the codes as numbers."""
+    if q.tensor_scale is not None:
+        return (q.scale.to(q.tensor_scale.dtype) * q.tensor_scale).repeat_interleave(
+            nvfp4.GROUP, -1
+        )
     if q.format.block is None:
         return q.scale
     *rows, columns = q.codes.shape
@@ -113,13 +161,12 @@ def expand_scale(q: Quantized) -> Tensor:
     return scale.repeat_interleave(q.format.block, -2)[: rows[0]]
 
 
-def _code(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _code(
+    x: Tensor, largest: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and scale [..., 1] of slices along the last dimension; float64 stays float64."""
     x = x if x.dtype == torch.float64 else x.float()
-    amax = x.abs().amax(-1, keepdim=True)
-    # A tensor, because a GPU multiplies by the rounded reciprocal of a Python number.
-    scale = amax / torch.full_like(amax, largest)
-    # A subnormal scale lacks bits that x / scale needs, so such a slice counts as zero.
-    scale = torch.where(scale < torch.finfo(x.dtype).tiny, torch.ones_like(amax), scale)
+    if scale is None:
+        scale = scale_of(x.abs().amax(-1, keepdim=True), largest)
     codes = (x / scale).clamp(-largest, largest)
     return (codes if dtype.is_floating_point else codes.round()).to(dtype), scale

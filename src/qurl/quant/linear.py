@@ -4,8 +4,9 @@
 
 Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
 stays below 2^24. Longer sums are cut into blocks of K that are added in FP64, so the result is the
-integer one on any hardware. FP8 codes take the same route (products exact, sums FP32). This is the
-reference for `qurl.quant.kernels.gemm`.
+integer one on any hardware. FP8 codes take the same route (products exact, sums FP32). NVFP4's
+activations are numbers, and its weights are multiplied as such (W4A16). This is the reference for
+`qurl.quant.kernels`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
-from qurl.quant.formats import Format, Quantized, get_format, quantize, quantize_activation
+from qurl.quant.formats import (
+    Format,
+    Quantized,
+    dequantize,
+    get_format,
+    quantize,
+    quantize_activation,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that are quantized. Embeddings, norms, biases, lm_head and routers are not."""
@@ -73,6 +82,9 @@ def finish(product: Product) -> Tensor:
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:
     """x W^T + b with W in codes and x coded on the fly, in the dtype of x."""
+    if weight.format.is_weight_only:
+        numbers = dequantize(weight).to(x.dtype)
+        return F.linear(x, numbers, None if bias is None else bias.to(x.dtype))
     return multiply(quantize_activation(x, weight.format), weight, bias, x.dtype)
 
 
@@ -159,8 +171,17 @@ def quantized_copy(
     check_quantizable(model)
     clone = copy.deepcopy(model).requires_grad_(False).eval()
     for name, layer in quantized_projections(clone, full_layers):
+        if getattr(layer, "base", None) is not None:  # frozen in codes already
+            continue
         clone.set_submodule(name, QuantLinear(layer, get_format(format), dtype))
     return clone
+
+
+@torch.no_grad()
+def frozen_scales(model: nn.Module, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By projection, the scales [N, 1] of its weight rounded to `dtype`, to be kept for a run."""
+    layers = ((name, layer.weight.detach().to(dtype)) for name, layer in projections(model))
+    return {name: quantize(weight, format).scale.cpu() for name, weight in layers}
 
 
 def check_quantizable(model: nn.Module) -> None:

@@ -54,9 +54,15 @@ class UpdateTracker:
     """
 
     def __init__(
-        self, format: str, rows: int, dtype: torch.dtype | None = None, full_layers: int = 0
+        self,
+        format: str,
+        rows: int,
+        dtype: torch.dtype | None = None,
+        full_layers: int = 0,
+        scales: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.format = None if format == "none" else get_format(format)
+        """`scales` [N, 1] by projection are kept (`quant.scales = "frozen"`)."""
+        self.format, self.scales = None if format == "none" else get_format(format), scales
         self.rows, self.dtype, self.full_layers = rows, dtype, full_layers
         self._snapshot: dict[str, Tensor] = {}
 
@@ -71,7 +77,7 @@ class UpdateTracker:
         for names in stacks:
             new = torch.cat([self._snapshot[name] for name in names])
             old = torch.cat([before[name].to(new.device) for name in names])
-            rows.append(update_sums(old, new, self.format, self.dtype))
+            rows.append(update_sums(old, new, self.format, self.dtype, self._kept_scale(names)))
         keys = list(dict.fromkeys(key for name in before for key in _keys_of(name)))
         totals = {key: torch.zeros(8, dtype=torch.float64) for key in keys}
         # One table, so that a GPU is read once and not per stack.
@@ -83,6 +89,14 @@ class UpdateTracker:
             for key, total in zip(keys, _over_shards(model, [*totals.values()]), strict=True)
             for metric, value in update_ratios(total.tolist()).items()
         }
+
+    def _kept_scale(self, names: Sequence[str]) -> Tensor | None:
+        """Frozen scales of the watched rows of some weights."""
+        if self.scales is None:
+            return None
+        scales = [self.scales[name] for name in names]
+        kept = [s[watched_rows(len(s), self.rows, self.format)] for s in scales]
+        return torch.cat(kept).to(self._snapshot[names[0]].device)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._snapshot)
@@ -103,12 +117,13 @@ class UpdateTracker:
             self._snapshot[name] = state[name][(rows >= start) & (rows < start + len(held))]
 
     def _stacks(self) -> list[list[str]]:
-        """Weights of one kind in all layers; one that does not fill its format's tiles is alone."""
+        """Weights of one kind in all layers; one that does not fill its format's tiles, or has a
+        scale for all of its rows, is alone."""
         stacks: dict[tuple[object, ...], list[str]] = {}
         for name, weight in self._snapshot.items():
             if not len(weight):  # a rank may hold no row that is watched
                 continue
-            is_alone = weight.shape[0] % _strip(self.format) != 0
+            is_alone = weight.shape[0] % _strip(self.format) != 0 or _has_tensor_scale(self.format)
             key = (name,) if is_alone else (name.rpartition(".")[2], weight.shape, weight.device)
             stacks.setdefault(key, []).append(name)
         return list(stacks.values())
@@ -177,15 +192,25 @@ def _strip(format: Format | None) -> int:
     return (format.block if format else None) or 1  # rows that share scales
 
 
+def _has_tensor_scale(format: Format | None) -> bool:
+    """NVFP4's g is then that of the watched rows, a little smaller than that of all."""
+    return format is not None and format.is_weight_only
+
+
 def update_sums(
-    before: Tensor, after: Tensor, format: Format | None, dtype: torch.dtype | None = None
+    before: Tensor,
+    after: Tensor,
+    format: Format | None,
+    dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Sums of one weight [N, K] in FP64.
 
     ||dtheta||^2, ||theta_{t-1}||^2, ||theta_t||^2, ||Q(theta_t) - theta_t||^2, ||dQ||^2,
     <dQ, dtheta>, the number of codes that changed, the number of codes.
     """
-    (old, old_codes), (new, new_codes) = (_seen_by_actor(w, format, dtype) for w in (before, after))
+    seen = [_seen_by_actor(w, format, dtype, scale) for w in (before, after)]
+    (old, old_codes), (new, new_codes) = seen
     before, after = before.double(), after.double()
     update, visible, error = after - before, new - old, new - after
     pairs = [(x, x) for x in (update, before, after, error, visible)] + [(visible, update)]
@@ -195,14 +220,14 @@ def update_sums(
 
 
 def _seen_by_actor(
-    weight: Tensor, format: Format | None, dtype: torch.dtype | None
+    weight: Tensor, format: Format | None, dtype: torch.dtype | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Q(weight) in FP64 and its codes; without a format the codes are the rounded numbers."""
     rounded = weight.to(dtype=dtype)
     if format is None:
         return rounded.double(), rounded
-    coded = quantize(rounded, format)
-    return dequantize(coded).double(), coded.codes.float()  # as numbers: FP8 has two zeros
+    coded = quantize(rounded, format, scale=scale)
+    return dequantize(coded).double(), coded.numbers()  # as numbers: FP8 has two zeros
 
 
 def _check_same(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -130,7 +130,7 @@ def _code_flip_frac(before: nn.Module | None, after: nn.Module) -> float:
     """Share of codes that differ between two quantized copies; 0 without an earlier one."""
     if before is None:
         return 0.0
-    codes = ([w.codes.float() for w in _quantized(model)] for model in (before, after))
+    codes = ([w.numbers() for w in _quantized(model)] for model in (before, after))
     pairs = list(zip(*codes, strict=True))
     flips = sum(int((a != b).sum()) for a, b in pairs)
     return flips / sum(a.numel() for a, _ in pairs) if pairs else 0.0

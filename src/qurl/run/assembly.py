@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from qurl.advantages import Estimator, critic_advantages
 from qurl.config import AlgoConfig, Config
@@ -21,12 +22,15 @@ from qurl.objectives import Advantage
 from qurl.ops.device import default_dtype, pick_device
 from qurl.plugins import is_users_own, naming_failures
 from qurl.quant import rescale_, unscale_
-from qurl.quant.linear import projections
+from qurl.quant.linear import frozen_scales, projections
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine
 from qurl.rollout.engine import close
+from qurl.rollout.episode import EpisodeEngine
+from qurl.rollout.local import LocalEngine
+from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import (
     load_checkpoint,
     load_saved_adapters,
@@ -83,6 +87,8 @@ class Parts:
     """Of the data files, by the key that names them."""
     pending: Sampled | None = None
     """With `rollout.ahead`, the next step's rollouts; complete whenever a step has ended."""
+    scales: Mapping[str, Tensor] | None = None
+    """Of the untrained weights, if quant.scales is "frozen"."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 
@@ -94,6 +100,19 @@ class Parts:
     def sampler(self, config: Config, step: int) -> Sampler:
         """Samples the rollouts of a step with the actor's present weights."""
         return Sampler(config, self.stream, self.actor, self.pool, step, self.hooks)
+
+    def add_noise(self, config: Config, step: int) -> dict[str, float]:
+        """Disturb what samples the rollouts of a step, if the recipe asks for it (AQN)."""
+        if config.quant.noise == "off":
+            return {}
+        actor = self.actor.engine if isinstance(self.actor, EpisodeEngine) else self.actor
+        assert isinstance(actor, LocalEngine), "the rules ask for it"
+        # UAQ makes the norms larger, and the same noise has to keep up with them.
+        sigma = noise_sigma(step, config.steps, **vars(config.systems.aqn))
+        sigma *= config.quant.update_scale
+        if sigma:
+            actor.add_noise_(sigma, derive_seed(config.seed, "aqn", step))
+        return {"aqn/sigma": sigma}
 
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""
@@ -108,8 +127,10 @@ class Parts:
         tracker = self.tracker.state_dict() if self.tracker is not None else None
         num_problems = len(self.stream.task)
         sizes = {"problems": num_problems, "fingerprints": dict(self.fingerprints)}
-        state = {**self.stream.state_dict(), **sizes, "tracker": tracker, "pending": self.pending}
-        return {**state, "hooks": self.hooks.state_dict()}
+        parts = {"tracker": tracker, "pending": self.pending, "hooks": self.hooks.state_dict()}
+        if self.scales is not None:
+            parts["scales"] = dict(self.scales)
+        return {**self.stream.state_dict(), **sizes, **parts}
 
     def save(self, config: Config, run: Run, step: int, state: dict | None = None) -> None:
         """Write a checkpoint of `step`; `state` replaces one that has moved on already."""
@@ -149,10 +170,14 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         hooks = choices.build_hooks(Setup(config, task, vocabulary))
         keeps = config.sampling.keep_responses
         stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
-        tracker = _build_tracker(config, learner, run)
-        first_step, pending = 0, None
+        state = load_checkpoint(checkpoint, learner) if checkpoint else {}
+        scales, pending = None, None
+        if config.quant.scales == "frozen":
+            of_weights = (learner.whole_model(), config.quant.format, policy.compute_dtype)
+            scales = state.get("scales") or frozen_scales(*of_weights)
+        tracker = _build_tracker(config, learner, run, scales)
+        first_step = 0
         if checkpoint:
-            state = load_checkpoint(checkpoint, learner)
             pending = Sampled.load(state["pending"]) if state.get("pending") else None
             _warn_of_changed_data(state, prints, run)
             hooks.load_state_dict(state.get("hooks", {}))
@@ -164,7 +189,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 _try_grader(config, task, pool, run)
             place = stack.enter_context(open_place(config, learner, run))
             build = functools.partial(
-                build_actor, config, policy, config.quant.format, choices, place
+                build_actor, config, policy, config.quant.format, choices, place, scales
             )
             engine = full_engine = build()
             if config.has_full_engine:
@@ -183,6 +208,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
                 build_engine=build,
                 fingerprints=prints,
                 pending=pending,
+                scales=scales,
             )
             if config.rollout.ahead and not getattr(parts.actor, "works_elsewhere", False):
                 run.warn(IN_TURNS)
@@ -378,7 +404,9 @@ def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:
     return GradingPools(reward, sorted(others), **options)
 
 
-def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker | None:
+def _build_tracker(
+    config: Config, learner: AnyLearner, run: Run, scales: Mapping[str, Tensor] | None
+) -> AnyTracker | None:
     policy = learner.policy
     if config.quant.track_rows == 0:
         return None
@@ -389,8 +417,11 @@ def _build_tracker(config: Config, learner: AnyLearner, run: Run) -> AnyTracker 
     dtype = policy.compute_dtype  # weights are rounded to it before they are quantized
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(learner.device)
-    quant = config.quant
-    return learner.watch(UpdateTracker(quant.format, quant.track_rows, dtype, quant.full_layers))
+    quant, format = config.quant, config.quant.format
+    if config.model.base != "full":  # the actor's adapters are the trainer's
+        dtype, format = None, "none"
+    options = (quant.track_rows, dtype, quant.full_layers, scales)
+    return learner.watch(UpdateTracker(format, *options))
 
 
 def _prepare_masters(config: Config, learner: Learner) -> None:

@@ -21,6 +21,7 @@ CUDA_BYTES = GIB
 """CUDA's own memory and the workspaces of its libraries, about."""
 UPDATE = (
     *("gradients", "gathered weights", "gathered gradients", "BF16 copies", "merged weights"),
+    "decoded weights",
     *("activations", "logits and head"),
 )
 """Rows that a step needs while it updates. Policy and critic update in turn and share them."""
@@ -117,6 +118,7 @@ def find_savings(config: Config) -> list[str]:
         < config.batch.microbatch_tokens,
         'optim.masters = "bf16"': config.optim.masters != "bf16" and is_alone and not has_lora,
         "model.lora_rank": is_alone and not has_lora,
+        'model.base = "nvfp4"': has_lora and config.model.base == "full",
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 
@@ -153,10 +155,12 @@ def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float
     """Weights of one trainer and of its engine."""
     wide = 2 if is_cuda else 4
     is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
-    narrow = get_format(config.quant.format).dtype.itemsize if is_coded else wide
+    narrow = get_format(config.quant.format).weight_bytes if is_coded else wide
     parameters, num_quantized = size.num_parameters, size.num_quantized
     num_wide = num_quantized * 2 * config.quant.full_layers // size.num_layers
     num_adapters = config.model.lora_rank * size.num_in_rank
+    has_coded_base = config.model.base != "full"
+    base = get_format(config.model.base).weight_bytes if has_coded_base else wide
     is_full = not num_adapters
     # The engine shares embedding, head and norms if they have its precision.
     unquantized = (parameters - num_quantized) * (is_cuda and is_full)
@@ -165,12 +169,14 @@ def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float
     return {
         "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
         "policy, BF16 + rest": 4.0 * num_narrow,
-        "policy, frozen": float(wide * parameters * (not is_full)),
+        "policy, frozen": (wide * (parameters - num_quantized) + base * num_quantized)
+        * (not is_full),
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
         "critic": 4.0 * parameters * has_critic(config),
         "engine weights": float(
-            narrow * (num_quantized - num_wide) + wide * (unquantized + num_wide)
+            narrow * (num_quantized - num_wide)
+            + wide * (unquantized + num_wide + num_adapters * has_coded_base)
         ),
         "engine of evaluations": float(wide * evaluated),
         "CUDA": float(CUDA_BYTES * is_cuda),
@@ -183,10 +189,13 @@ def update_rows(config: Config, size: ModelSize, wide: int) -> dict[str, float]:
     num_narrow = size.num_narrow * (config.optim.masters == "bf16")
     head = size.num_head * is_full  # a frozen one has no copy, no gradient
     logits = min(config.model.logits_chunk, microbatch_tokens(config))
+    has_coded_base = config.model.base != "full"
     return {
         "gradients": 4.0 * num_trained(config, size),
         "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (wide == 2 and is_full),
-        "merged weights": float(wide * num_quantized * (not is_full)),
+        "merged weights": float(wide * num_quantized * (not is_full and not has_coded_base)),
+        # Gate and up of a layer, and the two side by side.
+        "decoded weights": 4.0 * wide * size.hidden_size * size.mlp_size * has_coded_base,
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
         "logits and head": (4.0 + wide) * logits * size.vocabulary + 4.0 * head,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qurl.config import Config
 from qurl.ops.device import pick_device
@@ -104,6 +105,7 @@ def build_actor(
     quant: str,
     choices: Choices | None = None,
     place: Place | None = None,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> Engine:
     """The chosen engine or the recipe's; `quant.kv` applies in the recipe's own format only.
 
@@ -117,7 +119,7 @@ def build_actor(
         actor = engine(policy.model, policy.tokenizer, quant=quant, **options)
     else:
         place = place or functools.partial(_here, rollout.engine)
-        actor = place(policy, quant, options | _engine_options(config, quant))
+        actor = place(policy, quant, options | _engine_options(config, quant, scales))
     check_engine(actor)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
         policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
@@ -125,7 +127,9 @@ def build_actor(
     return EpisodeEngine(actor, turns, policy.tokenizer) if turns else actor
 
 
-def _engine_options(config: Config, quant: str) -> dict[str, Any]:
+def _engine_options(
+    config: Config, quant: str, scales: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
     """Options of one of our engines."""
     rollout, is_main = config.rollout, quant == config.quant.format
     if rollout.engine == "vllm":
@@ -142,4 +146,6 @@ def _engine_options(config: Config, quant: str) -> dict[str, Any]:
         options |= {"draft_tokens": histospec.step_tokens, "draft_window": histospec.window}
     options["release_kv"] = rollout.release_kv or not is_main
     options["kv"] = config.quant.kv if is_main else "none"
+    options["scales"] = scales if is_main else None
+    options["has_noise"] = config.quant.noise != "off"
     return options | {"unified": config.quant.unified and is_main}

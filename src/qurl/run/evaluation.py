@@ -24,7 +24,7 @@ from qurl.run.engines import build_actor
 from qurl.run.intervals import Z, wilson_interval
 from qurl.run.splits import held_out_problems, load_split
 from qurl.seeds import derive_seed
-from qurl.trainer.policy import load_policy
+from qurl.trainer.policy import load_trained_policy
 from qurl.types import Problem, Rollout, SamplingParams
 
 
@@ -74,7 +74,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     """`qurl eval`: accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
     config = load_config(source, flags)
     device = prepare_torch(config)
-    policy = load_policy(_weights_to_evaluate(source, config), config.model, device)
+    policy = load_trained_policy(_weights_to_evaluate(source, config), config.model, device)
     task = load_split(config, "eval", policy.tokenizer, policy.model.config)
     problems = held_out_problems(config, task)
     results: list[EvalResult] = []

@@ -69,7 +69,7 @@ def check_kernels(device: torch.device) -> Iterator[Finding]:
     has_fp8 = Target.of(device).has_fp8
     formats, kv = (("int8", "fp8"), "fp8") if has_fp8 else (("int8",), "none")
     gaps: dict[str, float] = {}
-    for format in ("none", *formats):
+    for format in ("none", *formats, "nvfp4"):
         try:
             found = engine_gaps(device, format, "none" if format == "none" else kv)
         except FAILURES as error:
@@ -78,7 +78,7 @@ def check_kernels(device: torch.device) -> Iterator[Finding]:
             gaps |= {n: max(gap, gaps.get(n, 0.0), key=_badness) for n, gap in found.items()}
     yield from (judge(f"engine, {name}", gap) for name, gap in gaps.items())
     checks: Mapping[str, Callable[[torch.device], float]] = {
-        **{f"weights in {name}": lambda d, name=name: weight_gap(d, name) for name in formats},
+        **{f"weights in {n}": lambda d, n=n: weight_gap(d, n) for n in (*formats, "nvfp4")},
         "trainer, attention": attention_gap,
         "trainer, layers": layer_gap,
         **{f"trainer, gradients in {n}": lambda d, n=n: gradient_gap(d, n) for n in formats},
@@ -200,10 +200,10 @@ def weight_gap(device: torch.device, format: str) -> float:
     """Coding a weight, as a sync does."""
     weight = _normal(device, 16, 128)
     expected = quantize(weight, format)
-    codes, scale = torch.zeros_like(expected.codes), torch.zeros_like(expected.scale)
-    flips = torch.zeros_like(scale, dtype=torch.int32)
-    requantize_(weight, Quantized(codes, scale, expected.format), flips)
-    return gap_of(dequantize(Quantized(codes, scale, expected.format)), dequantize(expected))
+    found = quantize(torch.zeros_like(weight), format)
+    counted = found.scale if found.tensor_scale is None else found.tensor_scale
+    requantize_(weight, found, torch.zeros_like(counted, dtype=torch.int32))
+    return gap_of(dequantize(found), dequantize(expected))
 
 
 def attention_gap(device: torch.device) -> float:

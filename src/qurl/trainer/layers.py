@@ -343,13 +343,13 @@ def forget_copies_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _agree(layer: nn.Module, rotations: Rotations) -> bool:
+def _agree(layer: Any, rotations: Rotations) -> bool:
     """Whether a fused layer returns the same in FP32 for a few random rows."""
-    weight = next(layer.parameters())
+    weight, width = next(layer.parameters()), layer.self_attn.q_proj.in_features
     if any(p.dtype != torch.float32 for p in layer.parameters()):
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, CHECK_POSITIONS, weight.shape[-1], generator=generator).to(weight.device)
+    x = torch.randn(1, CHECK_POSITIONS, width, generator=generator).to(weight.device)
     fused = FusedLayer(layer)
     expected, found = (m(x, position_embeddings=rotations) for m in (layer, fused))
     return bool((found - expected).norm() <= CHECK_BOUND * expected.norm())

@@ -9,6 +9,9 @@ masters. No dW [N, K] is needed for their gradients, which are thin products, to
 
     dB = s dy^T (x A^T)        dA = s (dy B)^T x
 
+With `model.base = "nvfp4"` W0 is frozen in codes, and the adapter is not merged but multiplied
+beside it (`qurl.quant.coded_linear`).
+
 Saved adapters have peft's file format. Shapes: M tokens, N output channels, K input channels.
 """
 
@@ -27,6 +30,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from qurl.errors import ModelError
+from qurl.quant import dequantize, quantize
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.linear import PROJECTIONS, projections
 from qurl.quant.scaling import uaq_scale
 from qurl.seeds import generator
@@ -35,6 +40,8 @@ from qurl.trainer.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PREFIX = "base_model.model."
 """What peft puts before a module's name."""
+BASE = "qurl_base"
+"""Setting of ours in peft's config: the format that W0 is coded in."""
 VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Settings of peft that make an adapter more than s B A."""
 
@@ -93,6 +100,9 @@ def add_adapters_(model: Any, rank: int, alpha: int, seed: int, dtype: torch.dty
     model.requires_grad_(False)
     for name, layer in layers:
         adapter = Adapter(layer.weight, rank, alpha, generator(seed, "lora", name))
+        if isinstance(layer, CodedLinear):
+            layer.adapter = adapter
+            continue
         layer.weight.data = layer.weight.data.to(dtype)
         parametrize.register_parametrization(layer, "weight", adapter, unsafe=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -131,6 +141,8 @@ class FrozenHead(nn.Linear):
 
 
 def find_adapter(layer: nn.Module) -> Adapter | None:
+    if isinstance(layer, CodedLinear):
+        return layer.adapter
     if not parametrize.is_parametrized(layer, "weight"):
         return None
     return layer.parametrizations.weight[0]  # type: ignore[index,union-attr]
@@ -181,6 +193,9 @@ def save_adapters(model: Any, folder: Path) -> None:
         "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in found}),
     }
+    layer = next(layer for _, layer in projections(model))
+    if isinstance(layer, CodedLinear):
+        config[BASE] = layer.format.name
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {
         f"{PREFIX}{name}.lora_{part}.weight": getattr(adapter, part).detach().cpu().contiguous()
@@ -222,6 +237,8 @@ def merge_adapters_(model: nn.Module, path: str | Path) -> None:
     for name in sorted(names):
         a, b = (saved[f"{PREFIX}{name}.lora_{part}.weight"] for part in "AB")
         weight = parameters[f"{name}.weight"]
+        if format := config.get(BASE):
+            weight.copy_(dequantize(quantize(weight, format)))
         weight.copy_(merge(weight, a, b, config["lora_alpha"] / config["r"]))
 
 

@@ -21,6 +21,7 @@ from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
+from qurl.quant.coded_linear import code_base_
 from qurl.quant.linear import EngineCodes
 from qurl.trainer.folder import check_folder
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
@@ -28,6 +29,7 @@ from qurl.trainer.lora import (
     adapters,
     add_adapters_,
     base_of,
+    load_adapters_,
     merge_adapters_,
     save_adapters,
     without_adapters,
@@ -89,6 +91,8 @@ class Policy:
         can_fuse: bool = True,
     ) -> None:
         """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
+        if config.base != "full":  # before it takes the device's memory
+            code_base_(model, config.base, device)
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
@@ -210,6 +214,15 @@ def load_policy(
     **options: bool,
 ) -> Policy:
     return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
+
+
+def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
+    """A policy as a run saved it: adapters of a base in codes stay beside it."""
+    if config.base == "full" or base_of(path) == path:
+        return load_policy(path, config, device)
+    policy = load_policy(base_of(path), config, device).adapt_(config, seed=0)
+    load_adapters_(policy.model, Path(path))
+    return policy
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.target import Target
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
 from qurl.quant.kernels.gemm import multiply as multiply_codes
 from qurl.quant.kernels.plans import Plans, kind_of
@@ -37,7 +38,7 @@ from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.kernels.rows import dequantize_rows
 from qurl.quant.linear import Operand, finish
-from qurl.trainer.lora import find_adapter, weight_version
+from qurl.trainer.lora import Adapter, find_adapter, weight_version
 from qurl.trainer.products import as_factor, multiply
 
 ALIGNMENT = 16
@@ -85,9 +86,23 @@ class Projection:
         """Whether dx is a product of codes."""
         return self.format is not None and self.backward != "bf16"
 
+    @property
+    def has_coded_base(self) -> bool:
+        return isinstance(self.linears[0], CodedLinear)
+
+    def _adapters(self) -> list[Adapter]:
+        """Those that are multiplied beside a frozen base in codes."""
+        found = map(find_adapter, self.linears) if self.has_coded_base else ()
+        return [adapter for adapter in found if adapter is not None and adapter.is_on]
+
     @torch.no_grad()
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for."""
+        """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for.
+
+        A frozen base in codes is W without the adapters, and not kept.
+        """
+        if self.has_coded_base:
+            return torch.cat([linear.numbers(dtype) for linear in self.linears])  # type: ignore[operator]
         if self.format is None and dtype == torch.float32:  # rare, and a copy would be large
             return self._numbers(dtype)
         if self.format is None and (masters := self._masters(dtype)) is not None:
@@ -100,7 +115,11 @@ class Projection:
         if isinstance(x, Quantized):
             return _product(x, self.codes(), bias, dtype)
         w = self.weight(dtype)
-        return torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
+        y = torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
+        for adapter, part in zip(self._adapters(), y.split(self.sizes, -1), strict=False):
+            a, b = (factor.detach().to(dtype) for factor in (adapter.A, adapter.B))
+            part.addmm_(torch.mm(x, a.T), b.T, alpha=adapter.scale)
+        return y
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         """dx [M, K] of dy [M, N], in its dtype.
@@ -110,7 +129,11 @@ class Projection:
         if gradients are coded: the codes c of W serve as they are, and only dy is rounded.
         """
         if not self.has_coded_gradient:
-            return torch.mm(dy, self.weight(dy.dtype))
+            dx = torch.mm(dy, self.weight(dy.dtype))
+            for adapter, part in zip(self._adapters(), dy.split(self.sizes, -1), strict=False):
+                a, b = (factor.detach().to(dy.dtype) for factor in (adapter.A, adapter.B))
+                dx.addmm_(torch.mm(part, b), a, alpha=adapter.scale)
+            return dx
         weight = self.codes()
         coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
         parts = len(self.sizes) if self.alternates else 1

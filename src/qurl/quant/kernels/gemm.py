@@ -11,16 +11,16 @@ The gate and up projections of an MLP are one product whose channels alternate (
 1, ...): a tile holds both and computes silu(gate) * up itself. It also leaves the largest magnitude
 of each token, which the next quantizer needs.
 
-"fp8-block" has one scale for every 128 columns. The same kernel multiplies BF16 numbers where
-results must not depend on the batch; elsewhere cuBLAS does. FP32 numbers are not rounded to TF32.
+"fp8-block" has one scale for every 128 columns, NVFP4 a kernel of its own (`packed`). The same
+kernel multiplies BF16 numbers where results must not depend on the batch; elsewhere cuBLAS does.
+FP32 numbers are not rounded to TF32.
 
 Shapes: M tokens, N output channels, K input channels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -30,51 +30,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
-from qurl.ops.rounding import as_factor, narrow
+from qurl.ops.rounding import as_factor
 from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
+from qurl.quant.kernels.packed import decode, multiply_packed
+from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
 from qurl.quant.linear import Operand, Partial, Product
 
 EXACT_DEPTH = tl.constexpr(128)
 """Input channels that a matrix unit adds up by itself; those of FP8 have about 14 bits for it."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one product is computed."""
-
-    tokens: int
-    """Tokens per tile."""
-    channels: int
-    """Output channels per tile."""
-    depth: int
-    """Input channels per step."""
-    splits: int = 0
-    """Parts of K that the consumer adds; 0 = one part, finished here."""
-    warps: int = 4
-    stages: int = 4
-    """Loads in flight."""
-    prefetch: int = 0
-    """Steps of weights to prefetch before the kernel waits for its input."""
-
-    @property
-    def num_parts(self) -> int:
-        return max(1, self.splits)
-
-
-@triton.jit
-def _prefetch_weights(
-    w, first_channel, first_column, N, K, CHANNELS: tl.constexpr, LINES: tl.constexpr
-):
-    """Fetch LINES cache lines of each channel's row into L2."""
-    channels = first_channel + tl.arange(0, CHANNELS)
-    columns = first_column + tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth)
-    channels = tl.minimum(channels, N - 1).to(tl.int64)
-    columns = tl.minimum(columns, K - 1)
-    at = w + channels[:, None] * K + columns[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
@@ -112,7 +76,7 @@ def gemm_kernel(
 
     if PDL:
         if PREFETCH_LINES > 0:
-            _prefetch_weights(
+            prefetch_weights(
                 w_pointer, first_channel, first_step * DEPTH, N, K, CHANNELS, PREFETCH_LINES
             )
         tl.extra.cuda.gdc_launch_dependents()
@@ -129,8 +93,8 @@ def gemm_kernel(
             w_tile = w.load([first_channel, column])
             x_tile = x.load([first_token, column])
         else:
-            w_tile = _load_tile(w, channels, column + depth, N, K)
-            x_tile = _load_tile(x, tokens, column + depth, M, K)
+            w_tile = load_tile(w, channels, column + depth, N, K)
+            x_tile = load_tile(x, tokens, column + depth, M, K)
         w_tile, x_tile = as_factor(w_tile), as_factor(x_tile)
         if IS_BLOCKED:
             num_groups = tl.cdiv(K, DEPTH)
@@ -150,53 +114,28 @@ def gemm_kernel(
                 max_num_imprecise_acc=DEPTH if DEPTH < EXACT_DEPTH else EXACT_DEPTH,
             )
 
-    out = acc.T
-    num_columns = N
-    if IS_FINISHED:
-        value = out.to(tl.float32)
-        if scale_x is not None and not IS_BLOCKED:
-            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
-            value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
-        if bias is not None:
-            value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
-        out = narrow(value, y.dtype.element_ty)
-        if IS_GATED:
-            out = _gate(out)
-            num_columns = N // 2
-            channels = first_channel // 2 + tl.arange(0, CHANNELS // 2)
-            if amax is not None:
-                tl.atomic_max(amax + tokens, _largest(out), tokens < M, sem="relaxed")
-    at = (part.to(tl.int64) * M + tokens.to(tl.int64))[:, None] * num_columns + channels[None, :]
-    tl.store(y + at, out, (tokens < M)[:, None] & (channels < num_columns)[None, :])
-
-
-@triton.jit
-def _load_tile(matrix, rows, columns, num_rows, num_columns):
-    """Rows and columns of a contiguous matrix, zero beyond its edges."""
-    pointers = matrix + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
-
-
-@triton.jit
-def _gate(y):
-    """silu(gate) * up of a finished tile whose channels alternate, rounded once to its dtype."""
-    pairs = y.to(tl.float32).reshape(y.shape[0], y.shape[1] // 2, 2)
-    gate, up = tl.split(pairs)
-    return narrow(gate / (1.0 + tl.exp(-gate)) * up, y.dtype)
-
-
-@triton.jit
-def _largest(y):
-    """max|y| of each row. NaN becomes an infinite scale, which turns the row into NaN again."""
-    size = tl.abs(y.to(tl.float32))
-    return tl.max(tl.where(size == size, size, float("inf")), 1)
+    store_tile(
+        y,
+        acc.T,
+        bias,
+        part,
+        tokens,
+        first_channel,
+        M,
+        N,
+        IS_FINISHED,
+        IS_GATED,
+        scale_x,
+        scale_w,
+        amax,
+        IS_BLOCKED,
+    )
 
 
 def multiply(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, plan: Plan
 ) -> Product:
-    """x W^T + b for x [M, K] and W [N, K], both codes or both numbers."""
+    """x W^T + b for x [M, K] and W [N, K], both codes or both numbers; NVFP4 takes numbers."""
     (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
     acc_dtype = torch.float32 if numbers.is_floating_point() else torch.int32
     y_dtype = acc_dtype if plan.splits else dtype
@@ -204,8 +143,9 @@ def multiply(
     _launch(x, weight, bias, y, plan)
     if not plan.splits:
         return y[0]
-    # Scales of blocks were applied inside the sum.
-    scales = (None, None) if _is_blocked(weight) else (scale_x, scale_w)
+    # Scales of blocks and groups were applied inside the sum.
+    has_scales_inside = _is_blocked(weight) or is_packed(weight)
+    scales = (None, None) if has_scales_inside else (scale_x, scale_w)
     return Partial(y, *scales, bias, dtype)
 
 
@@ -236,6 +176,11 @@ def _parts(operand: Operand) -> tuple[Tensor, Tensor | None]:
     return parts
 
 
+def is_packed(operand: Operand) -> TypeGuard[Quantized]:
+    """Whether it holds NVFP4 codes, two in a byte."""
+    return isinstance(operand, Quantized) and operand.format.is_weight_only
+
+
 def _is_blocked(operand: Operand) -> bool:
     return isinstance(operand, Quantized) and operand.format.block is not None
 
@@ -250,6 +195,11 @@ def _launch(
     is_gated: bool = False,
     amax: Tensor | None = None,
 ) -> None:
+    if is_packed(weight):
+        assert isinstance(x, Tensor)
+        assert amax is None
+        multiply_packed(x, weight, bias, y, plan, is_gated=is_gated)
+        return
     assert isinstance(x, Quantized) == isinstance(weight, Quantized), "codes times numbers"
     assert not _is_blocked(weight) or plan.depth == BLOCK, "block scales are per step of K"
     (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
@@ -284,7 +234,12 @@ def _launch(
 def library_product(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """cuBLAS's product with its bias, rounded once; None if cuBLAS does not take our scales."""
+    """cuBLAS's product with its bias, rounded once; None if cuBLAS does not take our scales.
+
+    NVFP4 weights are decoded first.
+    """
+    if is_packed(weight):
+        weight = decode(weight, dtype)
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     assert isinstance(x, Quantized)

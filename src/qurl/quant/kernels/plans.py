@@ -2,7 +2,7 @@
 
 `qurl tune` measures the products (format, N, K, M) of a model and writes a table to the user's
 cache; the package ships one for compute capability 9.0. Formats share entries by what they
-multiply: "int8", "fp8" or "bf16"; "fp32" is never measured.
+multiply: "int8", "fp8", "nvfp4" or "bf16"; "fp32" is never measured.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
 """Numbers of tokens that are measured; others take the plan of the next larger one there is."""
 STEPS = {"bf16": 64, "fp32": 32}
 """Input channels per step of plain numbers, 128 bytes. Without a measured plan cuBLAS has these."""
+PACKED_TOKENS = 256
+"""NVFP4 weights of more tokens are decoded for cuBLAS; a guess from their bytes, not measured."""
 _FIXED_TOKENS = 64
 """In deterministic mode the cut of K is that of this many tokens, whatever the batch."""
 
@@ -69,7 +71,7 @@ class Plans:
         if key := self._nearest(kind, tokens, *shape):
             plan = self.table[key]
             return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
-        if kind in STEPS:
+        if kind in STEPS or (kind == "nvfp4" and tokens > PACKED_TOKENS):
             return None
         return rule_of_thumb(kind, tokens, *shape, self.target.num_sms)
 
@@ -108,7 +110,8 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
     tile_channels = 128 if channels >= 128 * num_sms or tokens > 64 else 64
     step = STEPS.get(kind, BLOCK)
     tiles = -(-tokens // tile_tokens) * -(-channels // tile_channels)
-    is_large = tile_tokens * tile_channels > 64 * 128
+    # Unpacked weights take registers.
+    is_large = tile_tokens * tile_channels > 64 * (64 if kind == "nvfp4" else 128)
     splits = min(2 * num_sms // tiles, -(-depth // step) // 4, 16)
     return Plan(
         tokens=tile_tokens,
@@ -124,8 +127,8 @@ def kind_of(format: Format | None, target: Target) -> str:
     """What is multiplied; raises where the device cannot."""
     if format is None:
         return "bf16"
-    if format.is_integer:
-        return "int8"
+    if format.is_integer or format.is_weight_only:
+        return "int8" if format.is_integer else format.name
     if not target.has_fp8:
         raise EngineError(
             f"quant.format = {format.name!r} needs FP8 matrix instructions (compute capability 8.9 "

@@ -32,6 +32,7 @@ from qurl.ops.rounding import (
     scale_for,
 )
 from qurl.quant.formats import Quantized
+from qurl.quant.kernels.packed import requantize_packed_
 
 LONGEST_IN_REGISTERS = 32768
 """Columns; a longer row is read twice."""
@@ -46,9 +47,13 @@ def requantize_(
     """Rewrite codes [N, K] and scale of `target` with those of source [N, K] rounded to `dtype`.
 
     `flips` (int32, shaped like the scale) receives how many codes under each scale changed as
-    numbers; a zero that changes its sign does not count. The target's rows may be strided.
+    numbers; a zero that changes its sign does not count. The target's rows may be strided. Flips of
+    NVFP4 are counted by row [N, 1].
     """
     codes, scale, format = target.codes, target.scale, target.format
+    if format.is_weight_only:
+        requantize_packed_(source, target, flips, dtype)
+        return
     rows, columns = codes.shape
     assert source.shape == codes.shape
     assert flips.shape == scale.shape

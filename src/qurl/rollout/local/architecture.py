@@ -10,6 +10,7 @@ from torch import nn
 
 from qurl.errors import ModelError
 from qurl.ops.families import FAMILIES, local_engine_families
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.linear import PROJECTIONS
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -70,7 +71,7 @@ def _check_layers(model: Any) -> None:
     """Raise unless the decoder uses every weight, and every projection is a plain linear layer."""
     for name, module in model.model.layers.named_modules():
         kind = name.rpartition(".")[2]
-        if ".parametrizations" in name:  # parts of a weight that is computed, as with LoRA
+        if ".parametrizations" in name or kind == "adapter":  # of a weight that is computed: LoRA
             continue
         if kind in PROJECTIONS and not _is_linear(module):
             what = f"model.layers.{name} of type {type(module).__name__}"
@@ -85,7 +86,8 @@ def _check_layers(model: Any) -> None:
 def _is_linear(module: nn.Module) -> bool:
     """Whether a layer is all in its weight and bias, also if it multiplies in its own way."""
     names = {name.partition(".")[0] for name, _ in module.named_parameters()}
-    return isinstance(module, nn.Linear) and names <= {"weight", "bias", "parametrizations"}
+    computed = "adapter" if isinstance(module, CodedLinear) else "parametrizations"
+    return isinstance(module, nn.Linear) and names <= {"weight", "bias", computed}
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,12 +59,16 @@ class LocalEngine:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         is_empty: bool = False,
+        scales: Mapping[str, Tensor] | None = None,
+        has_noise: bool = False,
     ) -> None:
         """Options are those of `RolloutConfig`, `kv` and `full_layers` of `QuantConfig`, and these:
 
         `page_size` in tokens; 0: by device.
         `dtype` of activations and cache; None: `default_dtype`.
         `compute_dtype`: see `build_engine`.
+        `scales` of weights that every sync keeps, by projection (`quant.frozen_scales`).
+        `has_noise`: norms get noise after a sync, so they are copies (`add_noise_`).
         `unified`: the trainer multiplies the same codes, so products must add up alike.
         `device` that computes; None: the model's.
         `is_empty`: the model only says what there is, and the first sync brings weights.
@@ -91,7 +95,7 @@ class LocalEngine:
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
         self.drafter = Drafter(draft_tokens, draft_window)
         self.stepper = Stepper(self._ops, max_batch, draft_tokens)
-        self._sync = WeightSync(self.weights)
+        self._sync = WeightSync(self.weights, scales, owns_norms=has_noise)
         self._receiver = Receiver(model, self.weights, full_layers)
         self._active: tuple[Generation, Scheduler] | None = None
         """Who has the pages."""
@@ -138,6 +142,10 @@ class LocalEngine:
             kv_scales=self.memory.scales(),
             **times,
         )
+
+    def add_noise_(self, sigma: float, seed: int) -> None:
+        """Add N(0, sigma^2) to the norms that feed projections; the next sync takes it away."""
+        self._sync.add_noise_(sigma, torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -241,7 +249,9 @@ class LocalEngine:
         ids, shipment = canary_ids(self._model), as_shipment(source)
         dtypes = (self.weights.dtype, shipment.dtype)
         expected = shipment.score(ids, self.quant)
-        bound = canary_bound(self.quant, *dtypes)
+        # A base that the trainer has in the same codes leaves nothing to quantize.
+        rounded = "none" if self.weights.has_shared_base else self.quant
+        bound = canary_bound(rounded, *dtypes)
         sample = KVRange.empty(self.weights) if self.kv == "fp8" else None
         scores = self._score(ids, None, (), sample)
         judge = partial(verify, expected, version=version, yardstick=self._yardstick)
@@ -249,7 +259,7 @@ class LocalEngine:
         if sample is not None:
             self.memory.set_range_(sample)
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])
-        bound = canary_bound(self.quant, *dtypes, kv=self.kv)
+        bound = canary_bound(rounded, *dtypes, kv=self.kv)
         judge(_logprobs(logits, ids[1:]), bound=bound, path="decoded with the KV cache")
         (self._sync if isinstance(source, nn.Module) else self._receiver).check(version)
         return gap

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qurl.errors import EngineError
 from qurl.ops import flash
 from qurl.ops.attention import attend_flash
 from qurl.ops.target import Target
@@ -44,6 +45,11 @@ class FusedOps:
         self.arch, self.dtype = weights.arch, weights.dtype
         self.target = Target.of(weights.device)
         self.kind = kind_of(weights.format, self.target)
+        if deterministic and weights.has_shared_base:
+            raise EngineError(
+                "rollout.deterministic = true does not go with model.base = 'nvfp4' on a GPU: "
+                "cuBLAS multiplies the adapters, and its sums follow the batch"
+            )
         self.deterministic, self.unified = deterministic, unified
         self.plans = Plans(self.target, deterministic=deterministic, unified=unified)
 
@@ -62,7 +68,7 @@ class FusedOps:
         return h
 
     def project(self, projections: Sequence[Projection], h: Operand) -> Product:
-        products = [self._project(p.weight, p.bias, h) for p in projections]
+        products = [self._project(p, h) for p in projections]
         return products[0] if len(products) == 1 else torch.cat([finish(p) for p in products], -1)
 
     def rotate(
@@ -138,7 +144,7 @@ class FusedOps:
         """silu(gate) * up, in the epilogue of the product if possible."""
         projection = layer.gate_up[0]
         plan = self._plan(projection.weight, h)
-        if plan is None or not layer.has_alternating_gate:
+        if plan is None or not layer.has_alternating_gate or projection.adapter is not None:
             product = self.project(layer.gate_up, h)
             return swiglu(product, layer.format, self.dtype, layer.has_alternating_gate)
         plan = dataclasses.replace(plan, splits=0)
@@ -149,16 +155,20 @@ class FusedOps:
         return quantize_rows(y, layer.format, amax)
 
     def _plan(self, weight: Operand, h: Operand) -> Choice:
-        is_coded = isinstance(weight, Quantized)
-        matrix = weight.codes if is_coded else weight
         rows = (h.codes if isinstance(h, Quantized) else h).shape[0]
-        numbers = "bf16" if matrix.dtype.itemsize == 2 else "fp32"
-        return self.plans.choose(self.kind if is_coded else numbers, rows, *matrix.shape)
+        numbers = "bf16" if self.dtype.itemsize == 2 else "fp32"
+        kind = self.kind if isinstance(weight, Quantized) else numbers
+        return self.plans.choose(kind, rows, *weight.shape)
 
-    def _project(self, weight: Operand, bias: Tensor | None, h: Operand) -> Product:
+    def _project(self, projection: Projection, h: Operand) -> Product:
+        weight, bias, adapter = projection.weight, projection.bias, projection.adapter
         plan = self._plan(weight, h)
         if plan is not None:
-            return multiply(h, weight, bias, self.dtype, plan)
-        product = library_product(h, weight, bias, self.dtype)
+            product = multiply(h, weight, bias, self.dtype, plan)
+        else:
+            product = library_product(h, weight, bias, self.dtype)
         assert product is not None, "the table names the library only where it has the product"
-        return product
+        if adapter is None:
+            return product
+        assert isinstance(h, Tensor)
+        return adapter.add_(finish(product), h)

@@ -19,7 +19,7 @@ from qurl.ops.attention import attend_dense
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.kv import code_kv, decode_kv
-from qurl.quant.linear import Operand, Product, finish, multiply
+from qurl.quant.linear import Operand, Product, finish, linear, multiply
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.weights import Layer, Projection, Weights
 from qurl.rollout.sampler import RowParams, sample, uniform
@@ -100,11 +100,12 @@ class ReferenceOps:
 
     def _project(self, projection: Projection, h: Operand) -> Tensor:
         weight, bias = projection.weight, projection.bias
-        if isinstance(weight, Quantized):
-            assert isinstance(h, Quantized)
+        if isinstance(h, Quantized):
+            assert isinstance(weight, Quantized)
             return multiply(h, weight, bias, self.dtype)
-        assert isinstance(h, Tensor)
-        return F.linear(h, weight, bias)
+        is_coded = isinstance(weight, Quantized)
+        y = linear(h, weight, bias) if is_coded else F.linear(h, weight, bias)
+        return y if projection.adapter is None else projection.adapter.add_(y, h)
 
     def _add_norm(self, x: Tensor, delta: Product | None, norm: Tensor) -> Tensor:
         if delta is not None:

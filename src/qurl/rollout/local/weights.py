@@ -16,9 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from qurl.quant import Format, Quantized, get_format, quantize
+from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.linear import EngineCodes, is_full
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The adapters of stacked projections: y += scale (x a^T) b^T.
+
+    Each has its own rows of a; in its rows of b the columns of the others are 0.
+    """
+
+    a: Tensor  # [R, K]
+    b: Tensor  # [N, R]
+    scale: float
+
+    def add_(self, y: Tensor, x: Tensor) -> Tensor:
+        return y.addmm_(x @ self.a.T, self.b.T, alpha=self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,26 +43,31 @@ class Projection:
 
     weight: Quantized | Tensor
     bias: Tensor | None
+    adapter: LowRank | None = None
 
     @property
     def num_bytes(self) -> int:
         weight = self.weight
-        return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+        low = () if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return sum(part.nbytes for part in low) + (
+            weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+        )
 
     def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""
         weight = self.weight
-        stored = (weight.codes, weight.scale) if isinstance(weight, Quantized) else (weight,)
-        return [t for t in (*stored, self.bias) if t is not None]
+        stored = weight.tensors() if isinstance(weight, Quantized) else (weight,)
+        low = () if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return [t for t in (*stored, self.bias, *low) if t is not None]
 
-    def view(self, rows: slice) -> Projection:
-        """Some of its rows."""
+    def view(self, rows: slice, ranks: slice) -> Projection:
+        """One of the projections: its rows, and the ranks of its adapter."""
+        low = self.adapter
+        if low is not None:
+            low = LowRank(low.a[ranks], low.b[rows, ranks], low.scale)
         stored, bias = self.weight, None if self.bias is None else self.bias[rows]
-        if not isinstance(stored, Quantized):
-            return Projection(stored[rows], bias)
-        block = stored.format.block
-        scales = slice(rows.start // block, -(-rows.stop // block)) if block else rows
-        return Projection(Quantized(stored.codes[rows], stored.scale[scales], stored.format), bias)
+        weight = stored.rows(rows) if isinstance(stored, Quantized) else stored[rows]
+        return Projection(weight, bias, low)
 
 
 @dataclass
@@ -59,7 +80,7 @@ class Layer:
     down: Projection
     window: int | None
     format: Format | None
-    """Of the operands; None: full precision."""
+    """Of activations; None: full precision."""
     has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
     views: dict[str, Projection]
@@ -108,6 +129,8 @@ class Weights:
         self.device = device
         self.format = None if quant == "none" else get_format(quant)
         self._native_codes = device.type == "cuda" if native_codes is None else native_codes
+        self.has_shared_base = False
+        """Whether the trainer's weights are frozen in these codes."""
         body, num_layers = model.model, self.arch.num_layers
         self.layers = [
             self._allocate_layer(
@@ -154,8 +177,10 @@ class Weights:
             if any(m.out_features % block for m in modules) and len(names) > 1:
                 return tuple(p for name in names for p in allocate(owner, name))
             projection = self._allocate(modules, format)
-            for name, rows in zip(names, _rows_of(modules, alternates), strict=True):
-                views[name] = projection.view(rows)
+            low, all_rows = projection.adapter, _rows_of(modules, alternates)
+            rank = 0 if low is None else len(low.a) // len(names)
+            for index, (name, rows) in enumerate(zip(names, all_rows, strict=True)):
+                views[name] = projection.view(rows, slice(index * rank, (index + 1) * rank))
             return (projection,)
 
         attention, mlp = source.self_attn, source.mlp
@@ -165,7 +190,7 @@ class Weights:
             gate_up=allocate(mlp, "gate_proj", "up_proj", alternates=alternates),
             down=allocate(mlp, "down_proj")[0],
             window=window,
-            format=format,
+            format=None if format is None or format.is_weight_only else format,
             has_alternating_gate=alternates,
             views=views,
         )
@@ -179,8 +204,20 @@ class Weights:
             return Projection(weight, bias)
         weight = quantize(torch.zeros(rows, columns, device=self.device), format)
         if not self._native_codes:
-            weight = replace(weight, codes=weight.codes.float())
-        return Projection(weight, bias)
+            weight = replace(weight, codes=weight.numbers())
+        return Projection(weight, bias, self._allocate_adapter(modules, format))
+
+    def _allocate_adapter(self, modules: Sequence[nn.Linear], format: Format) -> LowRank | None:
+        """Room for what a frozen base in codes has beside it; other adapters are merged."""
+        found = [m.adapter for m in modules if isinstance(m, CodedLinear) and m.format == format]
+        self.has_shared_base |= len(found) > 0
+        if not found or found[0] is None:
+            return None
+        rows, columns = sum(m.out_features for m in modules), modules[0].in_features
+        ranks = sum(len(adapter.A) for adapter in found)
+        shapes = ((ranks, columns), (rows, ranks))
+        a, b = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return LowRank(a, b, found[0].scale)
 
 
 def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:

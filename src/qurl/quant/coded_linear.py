@@ -1,0 +1,89 @@
+"""A frozen linear layer in codes, with an adapter beside it (QeRL).
+
+    y = x W_hat^T + b + s (x A^T) B^T
+
+Trainer and engine multiply by the same W_hat, and the adapter is neither merged nor coded, so
+quantization makes no mismatch between them. W_hat is decoded for each product and not kept.
+
+Shapes: M tokens, N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qurl.quant.formats import Format, Quantized, dequantize, get_format, quantize
+from qurl.quant.linear import projections
+
+
+class CodedLinear(nn.Linear):
+    """The frozen copy of an `nn.Linear`."""
+
+    def __init__(self, source: nn.Linear, format: Format, device: torch.device) -> None:
+        nn.Module.__init__(self)  # it has no weight of its own
+        self.in_features, self.out_features = source.in_features, source.out_features
+        coded = quantize(source.weight.detach().to(device), format)
+        self.format = format
+        for name in ("codes", "scale", "tensor_scale"):
+            self.register_buffer(name, getattr(coded, name), persistent=False)
+        self.bias, self.training = source.bias, source.training
+        self.adapter: Any = None
+        """A module with A [rank, K], B [N, rank], `scale` and `is_on`; None: no adapter."""
+
+    @property
+    def base(self) -> Quantized:
+        return Quantized(self.codes, self.scale, self.format, self.tensor_scale)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """W_hat + s B A [N, K] in FP32, computed whenever it is read."""
+        base = self.numbers(torch.float32)
+        return base if self.adapter is None else self.adapter(base)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """W_hat [N, K], rounded to `dtype`."""
+        return decode(self.base, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        is_mixed = torch.is_autocast_enabled(kind)
+        x = input.to(torch.get_autocast_dtype(kind) if is_mixed else input.dtype)
+        y = _Product.apply(x, self)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.adapter is None or not self.adapter.is_on:
+            return y
+        a, b = self.adapter.A.to(x.dtype), self.adapter.B.to(x.dtype)
+        return y + self.adapter.scale * F.linear(F.linear(x, a), b)
+
+
+class _Product(torch.autograd.Function):
+    """x W_hat^T; the backward pass decodes W_hat again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: CodedLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.numbers(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy @ ctx.layer.numbers(dy.dtype), None
+
+
+def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """`dequantize`, rounded to `dtype`; on a GPU in one kernel."""
+    if not weight.codes.is_cuda:
+        return dequantize(weight).to(dtype)
+    from qurl.quant.kernels import packed  # needs Triton
+
+    return packed.decode(weight, dtype)
+
+
+@torch.no_grad()
+def code_base_(model: Any, format: str, device: torch.device) -> None:
+    """Replace the projections of a model by frozen ones in codes on `device`, one at a time."""
+    for name, layer in list(projections(model)):
+        model.set_submodule(name, CodedLinear(layer, get_format(format), device))

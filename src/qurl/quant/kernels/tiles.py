@@ -1,0 +1,115 @@
+# pyright: reportGeneralTypeIssues=false
+# (To pyright what a jitted function returns has no length.)
+"""Parts of the kernels that multiply: how a product is cut into tiles, fetching and storing one.
+
+Shapes: M tokens, N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from qurl.ops.rounding import narrow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is computed."""
+
+    tokens: int
+    """Tokens per tile."""
+    channels: int
+    """Output channels per tile."""
+    depth: int
+    """Input channels per step."""
+    splits: int = 0
+    """Parts of K that the consumer adds; 0 = one part, finished here."""
+    warps: int = 4
+    stages: int = 4
+    """Loads in flight."""
+    prefetch: int = 0
+    """Steps of weights to prefetch before the kernel waits for its input."""
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, self.splits)
+
+
+@triton.jit
+def prefetch_weights(
+    w, first_channel, first_column, N, K, CHANNELS: tl.constexpr, LINES: tl.constexpr
+):
+    """Fetch LINES cache lines of each channel's row into L2."""
+    channels = first_channel + tl.arange(0, CHANNELS)
+    columns = first_column + tl.arange(0, LINES) * (1024 // w.dtype.element_ty.primitive_bitwidth)
+    channels = tl.minimum(channels, N - 1).to(tl.int64)
+    columns = tl.minimum(columns, K - 1)
+    at = w + channels[:, None] * K + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_tile(matrix, rows, columns, num_rows, num_columns):
+    """Rows and columns of a contiguous matrix, zero beyond its edges."""
+    pointers = matrix + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    y,
+    out,
+    bias,
+    part,
+    tokens,
+    first_channel,
+    M,
+    N,
+    IS_FINISHED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    scale_x=None,
+    scale_w=None,
+    amax=None,
+    IS_BLOCKED: tl.constexpr = tl.constexpr(False),  # noqa: B008
+):
+    """Store sums [TOKENS, CHANNELS] of one part of K; finish them first if there is no other."""
+    CHANNELS: tl.constexpr = out.shape[1]
+    channels = first_channel + tl.arange(0, CHANNELS)
+    num_columns = N
+    if IS_FINISHED:
+        value = out.to(tl.float32)
+        if scale_x is not None and not IS_BLOCKED:
+            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
+            value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
+        if bias is not None:
+            value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
+        out = narrow(value, y.dtype.element_ty)
+        if IS_GATED:
+            out = _gate(out)
+            num_columns = N // 2
+            channels = first_channel // 2 + tl.arange(0, CHANNELS // 2)
+            if amax is not None:
+                tl.atomic_max(amax + tokens, _largest(out), tokens < M, sem="relaxed")
+    at = (part.to(tl.int64) * M + tokens.to(tl.int64))[:, None] * num_columns + channels[None, :]
+    tl.store(y + at, out, (tokens < M)[:, None] & (channels < num_columns)[None, :])
+
+
+@triton.jit
+def _gate(y):
+    """silu(gate) * up of a finished tile whose channels alternate, rounded once to its dtype."""
+    pairs = y.to(tl.float32).reshape(y.shape[0], y.shape[1] // 2, 2)
+    gate, up = tl.split(pairs)
+    return narrow(gate / (1.0 + tl.exp(-gate)) * up, y.dtype)
+
+
+@triton.jit
+def _largest(y):
+    """max|y| of each row. NaN becomes an infinite scale, which turns the row into NaN again."""
+    size = tl.abs(y.to(tl.float32))
+    return tl.max(tl.where(size == size, size, float("inf")), 1)

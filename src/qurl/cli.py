@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qurl.errors import ConfigError, DataError, QurlError
+from qurl.errors import ConfigError, DataError, QurlError, RankLost
 
 HELP = """\
 usage: qurl COMMAND ...
@@ -152,10 +152,29 @@ def train_command(args: list[str]) -> int:
     from qurl.run.inputs import check_inputs
 
     check_inputs(config)  # without torch, so that its errors come at once
+    _train(config)
+    return 0
+
+
+def _train(config: Any) -> None:
+    """Train, and start again when a trainer rank was killed, as long as the run gets on."""
+    from qurl.run.checkpoint import newest_sound
+    from qurl.run.directory import log_event
     from qurl.train import train
 
-    train(config)
-    return 0
+    folder, last = Path(config.run_dir).expanduser(), None
+    while True:
+        try:
+            train(config)
+            return
+        except RankLost as error:
+            newest, _ = newest_sound(folder / "checkpoints")
+            if newest is None or newest == last:
+                raise
+            last = newest
+            again = f"{error}. All ranks start again from {newest.name}"
+            log_event(folder, "warning", again)
+            print(f"WARNING: {again}", file=sys.stderr)
 
 
 def eval_command(args: list[str]) -> int:

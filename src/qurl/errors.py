@@ -9,6 +9,7 @@
     ├── RewardError     (RuntimeError)  a grader raised or did not return a reward
     │   └── RewardTimeout (TimeoutError)
     ├── TrainingError   (RuntimeError)  the run went wrong (non-finite loss, no usable group, ...)
+    │   └── RankLost                    a trainer rank was killed; the run can go on without a change
     ├── CheckpointError (OSError)       a checkpoint cannot be written or read
     └── MissingExtra    (ImportError)   an optional dependency is not installed
 
@@ -65,6 +66,10 @@ class TrainingError(QurlError, RuntimeError):
 
     batch: Any = None
     """The batch of the failed update; None if the error came earlier."""
+
+
+class RankLost(TrainingError):
+    """A trainer rank was killed. Started again, the run goes on from its newest checkpoint."""
 
 
 class CheckpointError(QurlError, OSError):

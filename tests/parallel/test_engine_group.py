@@ -159,6 +159,15 @@ def test_a_run_with_engines_elsewhere_is_a_run_with_one(alone, trainers, tmp_pat
     assert_same_run(tmp_path, alone)
 
 
+def test_one_step_ahead_on_engines_elsewhere(tmp_path):
+    """The same as in one process, where the rollouts are sampled before the update."""
+    ahead = {"rollout.ahead": 1}
+    for folder, more in (("near", {}), ("far", {"parallel.engines": 2})):
+        code, errors = finish(start(words(tmp_path / folder, **ahead, **more)))
+        assert code == 0, errors
+    assert_same_run(tmp_path / "far", tmp_path / "near")
+
+
 def engine_processes(pid):
     """Ray's workers below a process that hold an engine."""
     found = []
@@ -184,7 +193,7 @@ def test_random_kills_change_nothing(alone, tmp_path):
                 victim = victims[len(killed) % len(victims)]
                 os.kill(victim, signal.SIGKILL)
                 killed.append(victim)
-            if len(killed) == 4:  # a third death of one engine would end it
+            if len(killed) == 4:
                 return
 
     thread = threading.Thread(target=kill)

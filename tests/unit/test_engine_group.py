@@ -174,7 +174,7 @@ def test_too_few_engines_stop_the_run_with_the_cause(yard):
     group.sync(tiny_llama(), version=0)
     for _ in range(MOST_DEATHS):
         yard.fleet.bury(yard.fleet.members[1], "a test")
-    assert "it died 3 times and is not started again" in yard.events[-1]
+    assert "it died 3 times in a row and is not started again" in yard.events[-1]
     with pytest.raises(EngineError, match=r"1 engines are left, and parallel.min_engines = 2: "):
         group.sync(tiny_llama(), version=1)
 

@@ -287,6 +287,9 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     parallel, engine = config.parallel, config.rollout.engine
     if parallel.engines and engine not in ("local", "vllm"):
         yield f"parallel.engines = {parallel.engines} needs rollout.engine = 'local' or 'vllm'"
+    if parallel.engines and parallel.address and config.rollout.vllm.tensor_parallel > 1:
+        shared = f"rollout.vllm.tensor_parallel = {config.rollout.vllm.tensor_parallel}"
+        yield f"{shared} is not built for engines of a cluster, which get one GPU each"
     if parallel.engines or parallel.trainers > 1:
         yield from _shipping_mistakes(config)
     if parallel.engines and parallel.min_engines > parallel.engines:

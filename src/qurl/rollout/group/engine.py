@@ -110,6 +110,8 @@ class EngineGroup:
         for member, error in failures.items():
             self.fleet.bury(member, error)
         for member in reports:
+            if self.name in member.versions:  # it has lived through a step
+                member.num_deaths = 0
             member.versions[self.name] = version
         self._bytes_sent = wire.num_bytes - before
         return list(reports.values())

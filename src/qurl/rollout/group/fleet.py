@@ -23,7 +23,7 @@ from qurl.rollout.group.worker import EngineSpec
 CONNECT_SECONDS = 60.0
 """How long the ends of a wire wait for each other, and for each tensor."""
 MOST_DEATHS = 3
-"""After so many deaths an engine is not started again."""
+"""After so many deaths in a row an engine is not started again."""
 
 
 class WorkerDied(Exception):
@@ -164,7 +164,7 @@ class Fleet:
         deaths = member.num_deaths + 1
         if deaths >= MOST_DEATHS:
             member.handle, member.num_deaths = None, deaths
-            self.notify(f"{message}; it died {deaths} times and is not started again")
+            self.notify(f"{message}; it died {deaths} times in a row and is not started again")
             return
         fresh = self._fill(member.number)
         member.handle, member.where, member.building = fresh.handle, fresh.where, fresh.building

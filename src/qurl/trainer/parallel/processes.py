@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from qurl.errors import ConfigError, QurlError, TrainingError
+from qurl.errors import ConfigError, QurlError, RankLost, TrainingError
 from qurl.trainer.ranks import Ranks
 
 LOCALHOST = "127.0.0.1"
@@ -89,7 +89,8 @@ class Workers:
             if (cause := self._find_cause()) is None:
                 raise
             self._failure = cause
-            raise TrainingError(
+            was_killed = not self._store.check([FAILURE])
+            raise (RankLost if was_killed else TrainingError)(
                 f"{cause}. The other ranks cannot go on without it; the same command resumes from "
                 "the newest checkpoint"
             ) from error

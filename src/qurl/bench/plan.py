@@ -177,9 +177,7 @@ class Planner:
             rollout=seconds.rollout,
             compute=seconds.train,
             exchange=exchange,
-            sync=sync_seconds(
-                *weights, self.card, *groups, is_colocated=placement.is_colocated
-            ),
+            sync=sync_seconds(*weights, self.card, *groups, is_colocated=placement.is_colocated),
             driver=driver,
             rest=seconds.rest,
             trainer_gib=trainer / GIB,
@@ -243,9 +241,10 @@ class Planner:
         )
         config = replace(arm.apply(self.config), parallel=parallel)
         rows = memory_rows(config, self.size, self.card.memory, is_cuda=True)
-        trainer, loading = peak_memory(config, rows), rows.get(LOADING, rows["policy, FP32"])
+        loading = rows.pop(LOADING, rows["policy, FP32"])
+        trainer = peak_memory(config, rows)
         if placement.is_colocated:
-            return trainer, trainer, loading, rows[CACHE]
+            return trainer, trainer, loading, rows.get(CACHE, 0.0)
         engine = engine_rows(config, self.size, self.card.memory, is_cuda=True)
         return trainer, sum(engine.values()), loading, engine.get(CACHE, 0.0)
 

@@ -429,7 +429,7 @@ def test_validate_counts_the_driver_s_copy_in_main_memory(on_gpu, monkeypatch):
     monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
     sizes = {"cuda": 2**37, "cpu": 100_000}
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: sizes[device.type])
-    with pytest.raises(ConfigError, match="keeps a whole FP32 policy of .* in main memory"):
+    with pytest.raises(ConfigError, match=r"keeps a whole FP32 policy of .* in main memory"):
         qurl.run.validate.Recipe(None, flags).check_memory()
     sizes["cpu"] = 2**37
     assert "of 128.0 GiB" in qurl.run.validate.Recipe(None, flags).check_memory()

@@ -433,3 +433,14 @@ def test_validate_counts_the_driver_s_copy_in_main_memory(on_gpu, monkeypatch):
         qurl.run.validate.Recipe(None, flags).check_memory()
     sizes["cpu"] = 2**37
     assert "of 128.0 GiB" in qurl.run.validate.Recipe(None, flags).check_memory()
+
+
+def test_validate_compares_the_fuller_card(on_gpu, monkeypatch):
+    """The trainer needs 1.3 GiB; an engine whose cache is asked to hold 300M tokens, more."""
+    flags = ["--parallel.engines", "1", "--model.scratch.hidden_size", "32"]
+    monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: 2**36)
+    assert "about 1." in qurl.run.validate.Recipe(None, flags).check_memory()
+    flags += ["--rollout.kv_tokens", "300_000_000"]
+    with pytest.raises(ConfigError, match="too much for cuda"):
+        qurl.run.validate.Recipe(None, flags).check_memory()

@@ -3,7 +3,8 @@
 # used and needs a C compiler, which the devel image has. See docs/nodes.md.
 FROM pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 
-ARG EXTRAS=data,gguf,tensorboard,wandb
+ARG EXTRAS=data,gguf,ray,tensorboard,wandb
+# Ray must be of one version on all machines; its extra takes the jobs of deploy/rayjob.yaml.
 ARG RAY=ray[default]==2.60.0
 
 # This Python is the image's own, and the image holds nothing else.

@@ -65,6 +65,7 @@ test-chaos: install  ## kill runs, fill disks, try a thousand bad inputs: minute
 	$(BIN)/python -m pytest tests/chaos --hypothesis-profile chaos -n auto --maxprocesses 4
 
 test-parallel: install  ## whole runs on several trainer ranks, killed and resumed: minutes
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[ray]'
 	$(BIN)/python -m pytest tests/parallel
 
 # vLLM pins its own transformers, so it gets its own environment; two, for names that it does not

@@ -23,7 +23,6 @@ from qurl.bench.limits import speed_of
 from qurl.bench.plan import Prediction, shorten
 from qurl.bench.scenario import Hardware, Scenario, find_size
 from qurl.config import build_config
-from qurl.run.budget import GIB
 from qurl.run.cards import CARDS
 from qurl.run.sizes import ModelSize
 
@@ -59,10 +58,7 @@ def predict(model: str, gpus: int, arm: str) -> dict[str, Prediction]:
 
 
 def fastest(found: dict[str, Prediction]) -> Prediction:
-    """Of those that need no engine in the driver."""
-    return min(
-        (p for kind, p in found.items() if kind != "driver"), key=lambda p: (not p.fits, p.step)
-    )
+    return min(found.values(), key=lambda p: (not p.fits, p.step))
 
 
 def table(head: str, rows: list[list[str]]) -> list[str]:
@@ -90,15 +86,19 @@ def steps() -> list[str]:
     return table(f"{head} | **step** | step, BF16 | GiB", rows)
 
 
-def today() -> list[str]:
+def placements() -> list[str]:
+    """Every kind of placement on one node: seconds, and GiB of the fuller GPU."""
     rows = []
     for model in MODELS:
-        found = predict(model, 8, "int8+kv")["driver"]
-        loading = found.loading_gib + found.sync_bytes / GIB  # with the driver's own copy
-        seconds = (found.rollout, found.train, found.step)
-        times = [shorten(x) if found.fits else "-" for x in seconds]
-        rows.append([model, f"{loading:.0f}", f"{found.trainer_gib:.0f}", *times])
-    return table("model | GiB to load | GiB of a step | rollout | train | step", rows)
+        found = predict(model, 8, "int8+kv")
+        cells = [f"{shorten(p.step)} s, {_gib(p)}" if p.fits else _gib(p) for p in found.values()]
+        rows.append([model, f"{found['driver'].loading_gib:.0f}", *cells])
+    return table(f"model | GiB to load | {' | '.join(predict(MODELS[0], 8, 'int8+kv'))}", rows)
+
+
+def _gib(found: Prediction) -> str:
+    gib = max(found.trainer_gib, found.engine_gib)
+    return f"{gib:.0f} GiB" if found.fits else f"does not fit: {gib:.0f} GiB"
 
 
 def limits() -> list[str]:
@@ -132,7 +132,7 @@ def assumptions() -> list[str]:
     return table("source | what", [[a.source, a.text] for a in ASSUMPTIONS])
 
 
-TABLES = {"steps": steps, "today": today, "limits": limits, "assumptions": assumptions}
+TABLES = {"steps": steps, "placements": placements, "limits": limits, "assumptions": assumptions}
 
 
 def rewrite(page: str) -> str:

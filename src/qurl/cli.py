@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from qurl.errors import ConfigError, DataError, QurlError, RankLost
 
@@ -33,8 +34,8 @@ Reinforcement learning for reasoning LLMs with quantized rollouts.
         make a new run from a checkpoint of RUN, with changed keys; qurl train DIR continues it
   qurl doctor [--gpus N [--device cpu]] [--json]
         check this machine: versions, GPU, memory, disk, and every kernel. --gpus 2 checks what
-        two GPUs do together: exchanges, training, a sync, a killed rank; --device cpu tries that
-        without GPUs
+        two GPUs do together: exchanges, training, syncs, a killed rank, a killed engine; --device
+        cpu tries that without GPUs
   qurl advise RECIPE|RUN [--section.key value ...] [--flags]
         say whether quantizing helps, measured on a GPU, otherwise computed.
         --tokens N gives the mean length of completions, --gpu H100 and --gpus N plan for

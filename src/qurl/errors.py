@@ -9,7 +9,7 @@
     ├── RewardError     (RuntimeError)  a grader raised or did not return a reward
     │   └── RewardTimeout (TimeoutError)
     ├── TrainingError   (RuntimeError)  the run went wrong (non-finite loss, no usable group, ...)
-    │   └── RankLost                    a trainer rank was killed; the run can go on without a change
+    │   └── RankLost                    a trainer rank was killed; started again, the run goes on
     ├── CheckpointError (OSError)       a checkpoint cannot be written or read
     └── MissingExtra    (ImportError)   an optional dependency is not installed
 

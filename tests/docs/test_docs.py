@@ -353,6 +353,12 @@ def test_the_ray_job_and_the_image_agree():
         assert all(
             c["resources"]["limits"] == c["resources"]["requests"] for c in pod["containers"]
         )
+    flags = shlex.split(job["spec"]["entrypoint"])[3:]
+    parallel, pod = load_config(None, flags).parallel, pods[1]["containers"][0]
+    replicas = {cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas")}
+    gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
+    assert {parallel.engines} == {gpus * count for count in replicas}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0", "its GPUs train"
     image = (ROOT / "Dockerfile").read_text()
     assert f"ARG RAY=ray[default]=={cluster['rayVersion']}\n" in image
     base = re.search(r"^FROM (\S+)$", image, re.MULTILINE)[1]

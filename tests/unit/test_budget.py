@@ -12,7 +12,13 @@ import qurl.run.validate
 from qurl.config import build_config, load_config
 from qurl.errors import ConfigError
 from qurl.quant import quantize
-from qurl.run.budget import describe_budget, machine_memory, memory_rows, peak_memory
+from qurl.run.budget import (
+    describe_budget,
+    engine_rows,
+    machine_memory,
+    memory_rows,
+    peak_memory,
+)
 from qurl.run.shares import follower_rows
 from qurl.run.sizes import measure, measure_model
 from qurl.tasks.tokenizer import build_tokenizer
@@ -337,7 +343,9 @@ def test_one_of_four_trainers_by_hand(on_gpu):
     """39,328 parameters in two layers of 16,384 and 6,560 others, of which the head has 3,200.
 
     A mini-batch of 2 problems x 16 is dealt to 4 ranks: 2 rows of 32 tokens in a micro-batch. An
-    unfused layer keeps 576 + 4 * 32 + 2 * 128 numbers of a token in BF16 and 68 + 64 in FP32.
+    unfused layer keeps 576 + 4 * 32 + 2 * 128 numbers of a token in BF16 and 68 + 64 in FP32. Each
+    rank samples one problem at most, with an engine that has an FP32 embedding and norms, a BF16
+    head and codes.
     """
     config = recipe(
         parallel={"trainers": 4},
@@ -348,15 +356,14 @@ def test_one_of_four_trainers_by_hand(on_gpu):
     )
     rows = memory_rows(config, measure_model(config))
     assert rows == {
-        "driver's policy, FP32": 4 * 39_328,
         "policy, FP32": 39_328,
         "reference": 39_328,
         "critic": 39_328,
-        "engine weights": 32_768 + 2 * 6_560,
+        "engine weights": 32_768 + (4 + 2) * 3_200 + 4 * 160,
         "CUDA": 2**30,
-        "while loading": 4 * 4 * 39_328 + 2**30,
+        "while loading": 3 * 4 * 39_328 + 2**30,
         "AdamW": 2 * 2 * 39_328,
-        "KV cache": 2 * 128 * 32 * 32,
+        "KV cache": 2 * 128 * 32 * 16,
         "gradients": 39_328,
         "BF16 copies": 2 * (32_768 + 3_200),
         "activations": 2 * 32 * 2 * (2 * (576 + 384) + 4 * (68 + 64)),
@@ -364,10 +371,46 @@ def test_one_of_four_trainers_by_hand(on_gpu):
         "gathered weights": 4 * (3 * 16_384 + 6_560),
         "gathered gradients": 4 * (2 * (16_384 + 6_560) - 3_200),
     }
-    others = follower_rows(rows)
-    alone = ("driver's policy, FP32", "engine weights", "KV cache")
-    assert rows.keys() - others.keys() == set(alone)
-    assert others["while loading"] == 3 * 4 * 39_328 + 2**30
+    assert follower_rows(config, rows) == rows, "every rank samples"
+
+
+def test_the_first_trainer_may_sample_alone(on_gpu):
+    """It caches all 3 problems x 5, where each of two would cache 2 problems x 5."""
+    alone = recipe(parallel={"trainers": 2, "colocate": False}, eval={"every": 1})
+    together = recipe(parallel={"trainers": 2}, eval={"every": 1})
+    rows, shared = (memory_rows(c, measure_model(c)) for c in (alone, together))
+    own = {"engine weights", "engine of evaluations", "KV cache"}
+    assert rows.keys() - follower_rows(alone, rows).keys() == own
+    assert rows["engine of evaluations"] == 2 * 32_768 + (4 + 2) * 3_200 + 4 * 160
+    assert (rows["KV cache"], shared["KV cache"]) == (2 * 128 * 32 * 15, 2 * 128 * 32 * 10)
+
+
+@pytest.mark.parametrize("trainers", [1, 4])
+def test_an_engine_on_a_card_of_its_own_by_hand(on_gpu, trainers):
+    """Three engines have one problem x 5 each. The tiny model arrives in one chunk."""
+    parallel = {"trainers": trainers, "engines": 3}
+    config = recipe(parallel=parallel, quant={"format": "int8"})
+    size, weights = measure_model(config), 32_768 + (4 + 2) * 3_200 + 4 * 160
+    assert engine_rows(config, size) == {
+        "engine weights": weights,
+        "weights in transit": weights,
+        "CUDA": 2**30,
+        "KV cache": 2 * 128 * 32 * 5,
+    }
+    rows = memory_rows(config, size)
+    assert not rows.keys() & {"engine weights", "engine of evaluations", "KV cache"}
+    small = engine_rows(config, size, 2**30 + 2 * weights + 10_000)
+    assert small["KV cache"] == pytest.approx(8_000), "80 % of what is free"
+
+
+def test_a_tied_head_is_a_buffer_of_the_engine(on_gpu):
+    """Qwen of 1.5B: one matrix of 151,936 x 1536 as embedding in FP32 and as head in BF16."""
+    config = recipe(parallel={"engines": 1}, quant={"format": "int8"})
+    size = measure_qwen(*QWEN_15B)
+    matrix, others = 151_936 * 1536, size.num_parameters - size.num_quantized
+    rows = engine_rows(config, size)
+    assert rows["engine weights"] == size.num_quantized + 6 * matrix + 4 * (others - matrix)
+    assert rows["weights in transit"] == 2**30 + 2 * matrix
 
 
 def test_the_peak_of_a_rank_is_its_step_or_its_start():
@@ -377,8 +420,15 @@ def test_the_peak_of_a_rank_is_its_step_or_its_start():
     step = sum(rows.values()) - rows["while loading"]
     assert peak_memory(config, rows) == step > rows["while loading"]
     assert peak_memory(config, {**rows, "while loading": 2 * step}) == 2 * step
-    others = peak_memory(config, follower_rows(rows))
-    assert machine_memory(config, rows) == step + 3 * others
+    assert machine_memory(config, measure_model(config)) == 4 * step + 4 * 39_328
+    alone = recipe(parallel={"trainers": 4, "colocate": False})
+    rows = memory_rows(alone, measure_model(alone))
+    ranks = peak_memory(alone, rows) + 3 * peak_memory(alone, follower_rows(alone, rows))
+    assert machine_memory(alone, measure_model(alone)) == ranks + 4 * 39_328
+    apart = recipe(parallel={"engines": 2})
+    trainer, engine = (f(apart, measure_model(apart)) for f in (memory_rows, engine_rows))
+    expected = peak_memory(apart, trainer) + 2 * sum(engine.values())
+    assert machine_memory(apart, measure_model(apart)) == expected
     checkpointed = recipe(parallel={"trainers": 4}, model={"gradient_checkpointing": True})
     size = measure_qwen(*QWEN_7B)
     copies = [memory_rows(c, size, is_cuda=True)["BF16 copies"] for c in (config, checkpointed)]
@@ -391,19 +441,48 @@ def test_the_text_of_several_trainers(on_gpu, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card)
     text = describe_budget(recipe(parallel={"trainers": 2}))
-    assert "driver's policy, FP32" in text
-    assert "of rank 0, which samples; each other rank" in text
+    assert "in main memory               0.000, the driver's policy in FP32" in text
+    assert "of each of 2 ranks" in text
+    alone = describe_budget(recipe(parallel={"trainers": 2, "colocate": False}))
+    assert "of rank 0, which samples; each other rank" in alone
+    apart = describe_budget(recipe(parallel={"engines": 2}))
+    assert "memory (GiB) of each of 2 engines" in apart
+    assert "of 1.0, estimated, too much" in apart
     too_much = next(line for line in text.splitlines() if "too much" in line)
     assert "more GPUs (parallel.trainers)" in too_much
+    assert "engines on other GPUs (parallel.engines)" in too_much
     assert "8bit" not in too_much, "several trainers refuse it"
 
 
 def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):
     flags = ["--device", "cpu", "--parallel.trainers", "3", "--model.scratch.hidden_size", "32"]
     config = load_config(None, flags)
-    peak = machine_memory(config, memory_rows(config, measure_model(config)))
+    peak = machine_memory(config, measure_model(config))
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak - 1)
     with pytest.raises(ConfigError, match=r"too much for cpu; .*parallel\.trainers"):
         qurl.run.validate.Recipe(None, flags).check_memory()
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak + 1)
     assert "GiB at the peak" in qurl.run.validate.Recipe(None, flags).check_memory()
+
+
+def test_validate_counts_the_driver_s_copy_in_main_memory(on_gpu, monkeypatch):
+    """39,328 numbers of 4 bytes, on a machine of 100 kB with large GPUs."""
+    flags = ["--parallel.trainers", "2", "--model.scratch.hidden_size", "32"]
+    monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
+    sizes = {"cuda": 2**37, "cpu": 100_000}
+    monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: sizes[device.type])
+    with pytest.raises(ConfigError, match=r"keeps a whole FP32 policy of .* in main memory"):
+        qurl.run.validate.Recipe(None, flags).check_memory()
+    sizes["cpu"] = 2**37
+    assert "of 128.0 GiB" in qurl.run.validate.Recipe(None, flags).check_memory()
+
+
+def test_validate_compares_the_fuller_card(on_gpu, monkeypatch):
+    """The trainer needs 1.3 GiB; an engine whose cache is asked to hold 300M tokens, more."""
+    flags = ["--parallel.engines", "1", "--model.scratch.hidden_size", "32"]
+    monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: 2**36)
+    assert "about 1." in qurl.run.validate.Recipe(None, flags).check_memory()
+    flags += ["--rollout.kv_tokens", "300_000_000"]
+    with pytest.raises(ConfigError, match="too much for cuda"):
+        qurl.run.validate.Recipe(None, flags).check_memory()

@@ -10,9 +10,9 @@ import torch
 from packaging.requirements import Requirement
 
 from qurl.cli import main
-from qurl.errors import TrainingError
+from qurl.errors import EngineError, TrainingError
 from qurl.ops.target import Target
-from qurl.run import doctor, rank_checks
+from qurl.run import doctor, engine_checks, rank_checks
 from qurl.run.finding import Finding
 
 CPU = torch.device("cpu")
@@ -139,10 +139,45 @@ def test_a_broken_exchange_is_a_line_and_not_a_traceback(monkeypatch):
     assert "NCCL_DEBUG=INFO" in finding.advice
 
 
-def test_engines_on_other_gpus_are_not_called_fine():
-    """Until the doctor has a check of them."""
-    (finding,) = rank_checks.check_engine_group(2, CPU)
+def test_a_broken_group_of_engines_is_a_line_too(monkeypatch):
+    def fail(*_):
+        raise EngineError("engine 0 did not start within parallel.timeout = 120 s")
+
+    monkeypatch.setattr(rank_checks, "check_trainers", lambda *_: [])
+    monkeypatch.setattr(rank_checks, "check_engine_group", fail)
+    (finding,) = rank_checks.check_ranks(2, "cpu")
+    assert (finding.verdict, finding.name) == ("FAIL", "engines in other processes")
+    assert "EngineError: engine 0 did not start" in finding.found
+
+
+def test_engines_without_ray_are_not_called_fine(monkeypatch):
+    monkeypatch.setattr(engine_checks, "find_spec", lambda _: None)
+    (finding,) = engine_checks.check_engine_group(2, CPU)
     assert finding.verdict == "note"
+    assert finding.found == "not tested: pip install 'qurl-rl[ray]'"
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ({"a": [(1, 2)], "b": [(3,)]}, "ok"),
+        ({"a": [(1, 2)], "b": [(4,)]}, "FAIL"),
+        ({"a": [(1, 2)]}, "FAIL"),
+        ({"a": [(1, 2)], "b": [(3,)], "c": [(3,)]}, "FAIL"),
+    ],
+)
+def test_other_tokens_are_a_failure(found, verdict):
+    expected = {"a": [(1, 2)], "b": [(3,)]}
+    assert engine_checks.compare("tokens", found, expected).verdict == verdict
+
+
+def test_an_engine_that_does_not_join_is_a_failure():
+    group = SimpleNamespace(name="actor", version=2)
+    members = [SimpleNamespace(versions={"actor": version}) for version in (2, 1)]
+    fleet = SimpleNamespace(members=members)
+    finding = engine_checks.check_replacement(fleet, group, {})
+    assert finding.verdict == "FAIL"
+    assert "did not join at the sync" in finding.found
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,12 @@ def advise(
     """Measure or compute every arm and choose; completions have `tokens` tokens on average."""
     if config.device == "cpu" and gpu is None:
         return advise_cpu()
-    if gpus is None and config.parallel.trainers > 1:
-        gpus = config.parallel.trainers
+    if gpus is None and (named := config.parallel.trainers + config.parallel.engines) > 1:
+        gpus = named
     hardware = find_hardware(gpu, gpus)
+    parallel = replace(config.parallel, trainers=hardware.num_gpus, engines=0)
+    config = replace(config, parallel=parallel)
     if hardware.num_gpus > 1:  # what several trainers refuse
-        parallel = replace(config.parallel, trainers=hardware.num_gpus)
-        config = replace(config, parallel=parallel)
         check_combinations(config, f"--gpus {gpus}")
     size = find_size(config, shape)
     task, notes = open_task(config, shape is not None)

@@ -15,13 +15,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from qurl.quant.formats import get_format
+from qurl.quant.shipment import CHUNK_BYTES
 from qurl.run.cards import Card
 from qurl.run.sizes import ModelSize
 
 NODE = 8
 LINK_SHARE = 0.8
 HOP_SECONDS = 10e-6
-BUCKET_BYTES = 1e9
+BUCKET_BYTES = float(CHUNK_BYTES)
+GATHERS_PER_LAYER = 16
+"""Of a sync: codes and scales of seven projections, and two norms."""
 CONTROL_RATE = 1.25e9
 VERIFY_SECONDS = 0.12
 BATCH_BYTES, TRAINABLE_BYTES = 16, 48
@@ -102,14 +106,30 @@ def tree_seconds(num_bytes: float, receivers: int, rate: float) -> float:
 
 
 def shipment_bytes(size: ModelSize, format: str) -> float:
-    """A sync: projections as codes with an FP32 scale per row, all else in BF16.
+    """What engines elsewhere receive: codes with an FP32 scale per row, the embedding in FP32, all
+    else in BF16.
 
-    B = P_q + 4 rows + 2 (P - P_q), or 2 P without a format. Rows are counted at H inputs each.
+    B = P_q + 4 rows + 2 (P - P_q) + 2 V H, or 2 P + 2 V H without a format. Rows are counted at H
+    inputs each.
     """
-    if format == "none":
-        return 2.0 * size.num_parameters
-    rows = size.num_quantized / size.hidden_size
-    return size.num_quantized + 4 * rows + 2 * (size.num_parameters - size.num_quantized)
+    others = size.num_parameters - size.num_quantized
+    return _coded_bytes(size, format, wide=2) + 2 * others + 2 * size.num_head
+
+
+def collected_bytes(size: ModelSize, format: str) -> float:
+    """What every rank holds after the ranks gathered for a sync: codes, and all else in FP32.
+
+    B = P_q + 4 rows + 4 (P - P_q), or 4 P without a format or with one of tiles.
+    """
+    return _coded_bytes(size, format, wide=4) + 4.0 * (size.num_parameters - size.num_quantized)
+
+
+def _coded_bytes(size: ModelSize, format: str, wide: int) -> float:
+    """Projections as codes and scales; `wide` bytes a parameter where they are not coded."""
+    has_tiles = format != "none" and get_format(format).block is not None
+    if format == "none" or (has_tiles and wide == 4):
+        return float(wide * size.num_quantized)
+    return size.num_quantized * (1 + 4 / size.hidden_size)
 
 
 def gathered_bytes(size: ModelSize, *, is_unified: bool) -> float:
@@ -146,17 +166,19 @@ def exchange_seconds(
 
 
 def sync_seconds(
-    num_bytes: float, card: Card, trainers: int, engines: int, *, is_colocated: bool
+    size: ModelSize, format: str, card: Card, trainers: int, engines: int, *, is_colocated: bool
 ) -> float:
     """From shards to engines that sample: gather codes on the trainers, broadcast, verify.
 
     Where every GPU trains and samples, the gather leaves the codes where they are needed.
     """
-    gather = ring_seconds(num_bytes, trainers, collective_rate(card, trainers))
+    collected, shipped = collected_bytes(size, format), shipment_bytes(size, format)
+    num_calls = GATHERS_PER_LAYER * size.num_layers
+    gather = ring_seconds(collected, trainers, collective_rate(card, trainers), num_calls)
     if is_colocated:
         return gather + VERIFY_SECONDS
     rate = point_rate(card, trainers + engines)
-    return gather + broadcast_seconds(num_bytes, engines, rate) + VERIFY_SECONDS
+    return gather + broadcast_seconds(shipped, engines, rate) + VERIFY_SECONDS
 
 
 def driver_seconds(

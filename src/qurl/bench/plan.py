@@ -1,8 +1,10 @@
 """A recipe on N GPUs: who trains, who samples, how long a step takes and what it holds.
 
     driver     all GPUs train, the first one samples: sync + rollout + train + driver
-    together   every GPU trains and samples in turn:  the same
+               (parallel.colocate = false)
+    together   every GPU trains and samples in turn:  the same (parallel.trainers)
     apart      T GPUs train, E sample, in turn:       the same, while the others wait
+               (parallel.trainers and parallel.engines)
     ahead      apart, with rollout.ahead = 1:         sync + max(rollout, train + driver)
 
 A rank trains on whole sequences, an engine samples whole groups, so more GPUs than sequences or
@@ -23,6 +25,7 @@ from qurl.bench.cluster import (
     MTBF_HOURS,
     NODE,
     Passes,
+    collected_bytes,
     driver_seconds,
     exchange_seconds,
     lost_share,
@@ -33,12 +36,10 @@ from qurl.bench.forecast import StepSeconds, Work, step_seconds
 from qurl.bench.limits import speed_of
 from qurl.bench.shapes import Shape
 from qurl.config import Config
-from qurl.run.budget import CACHE, GIB, UPDATE, longest_sequence, memory_rows
+from qurl.run.budget import GIB, engine_rows, longest_sequence, memory_rows, peak_memory
 from qurl.run.cards import Card
-from qurl.run.shares import DRIVER, LOADING, follower_rows
+from qurl.run.shares import CACHE, LOADING
 from qurl.run.sizes import ModelSize
-
-ENGINE = ("engine weights", "engine of evaluations", "CUDA")
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,16 @@ class Planner:
     num_gpus: int
 
     def splits(self) -> Iterator[Placement]:
-        """Training on all GPUs, and up to 32 splits into whole nodes, or GPUs of the only node."""
-        total = self.num_gpus
+        """Training on all GPUs, and up to 32 splits into whole nodes, or GPUs of the only node.
+
+        Which there are depends on the engine (`qurl.run.engines`).
+        """
+        total, engine = self.num_gpus, self.config.rollout.engine
         yield Placement(total, 1, True)
-        yield Placement(total, total, True)
+        if engine == "local":
+            yield Placement(total, total, True)
+        if engine not in ("local", "vllm"):
+            return
         unit = NODE * max(1, total // (32 * NODE)) if total > NODE else 1
         for trainers in range(unit, total, unit):
             yield Placement(trainers, total - trainers, False)
@@ -158,10 +165,8 @@ class Planner:
         exchange, exchanged = exchange_seconds(
             self.size, self.card, placement.trainers, passes, is_unified=arm.is_unified
         )
-        # The driver's own engine quantizes weights that were gathered whole.
-        shipped = 4.0 * self.size.num_parameters
-        if not placement.is_driver_alone:
-            shipped = shipment_bytes(self.size, arm.quant["format"])
+        weights = (self.size, arm.quant["format"])
+        shipped = (collected_bytes if placement.is_colocated else shipment_bytes)(*weights)
         groups = (placement.trainers, placement.engines)
         tokens = self._sequences * work.new_tokens
         padded = self._sequences * (work.prompt_tokens + work.longest)
@@ -172,7 +177,7 @@ class Planner:
             rollout=seconds.rollout,
             compute=seconds.train,
             exchange=exchange,
-            sync=sync_seconds(shipped, self.card, *groups, is_colocated=placement.is_colocated),
+            sync=sync_seconds(*weights, self.card, *groups, is_colocated=placement.is_colocated),
             driver=driver,
             rest=seconds.rest,
             trainer_gib=trainer / GIB,
@@ -226,33 +231,22 @@ class Planner:
         return Passes(forwards + 2 * updates, updates)
 
     def memory(self, arm: Arm, placement: Placement) -> tuple[float, float, float, float]:
-        """Bytes at the peak of a trainer's GPU and of an engine's, while loading, of a cache.
-
-        A GPU that does both holds both, but for a cache that is given back (rollout.release_kv).
-        """
-        problems = math.ceil(self.config.batch.problems / placement.engines)
-        parallel = replace(self.config.parallel, trainers=placement.trainers)
+        """Bytes at the peak of a trainer's GPU and of an engine's, while loading, of a cache."""
+        parallel = replace(
+            self.config.parallel,
+            trainers=placement.trainers,
+            engines=0 if placement.is_colocated else placement.engines,
+            colocate=not placement.is_driver_alone,
+            min_engines=1,
+        )
         config = replace(arm.apply(self.config), parallel=parallel)
-        rows = memory_rows(config, self.size, is_cuda=True)
-        asked = replace(config, batch=replace(config.batch, problems=problems))
-        wanted = memory_rows(asked, self.size, is_cuda=True)[CACHE]
-        if placement.trainers > 1:
-            trainer = follower_rows(rows)
-            loading = trainer.pop(LOADING)
-        else:
-            trainer = {name: n for name, n in rows.items() if name not in (*ENGINE[:2], CACHE)}
-            loading = rows["policy, FP32"]
-        needed, engine = sum(trainer.values()), sum(rows.get(name, 0.0) for name in ENGINE)
+        rows = memory_rows(config, self.size, self.card.memory, is_cuda=True)
+        loading = rows.pop(LOADING, rows["policy, FP32"])
+        trainer = peak_memory(config, rows)
         if placement.is_colocated:
-            update = sum(trainer.get(name, 0.0) for name in UPDATE)
-            engine += needed - update - rows["CUDA"]
-            engine += rows.get(DRIVER[0], 0.0) * placement.is_driver_alone
-            needed = engine + update
-        free = max(0.0, self.card.memory - engine)
-        cache = min(wanted, config.rollout.kv_memory_frac * free)
-        if placement.is_colocated and not config.rollout.release_kv:
-            needed += cache
-        return needed, engine + cache, loading, cache
+            return trainer, trainer, loading, rows.get(CACHE, 0.0)
+        engine = engine_rows(config, self.size, self.card.memory, is_cuda=True)
+        return trainer, sum(engine.values()), loading, engine.get(CACHE, 0.0)
 
 
 def build_plan_table(predictions: Sequence[Prediction]) -> Table:

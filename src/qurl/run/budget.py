@@ -10,9 +10,20 @@ import torch
 from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
-from qurl.quant.formats import get_format
+from qurl.quant import get_format
 from qurl.run.cards import Card
-from qurl.run.shares import LOADING, follower_rows, share_held, share_update
+from qurl.run.shares import (
+    CACHE,
+    ENGINE,
+    LOADING,
+    engine_weights,
+    follower_rows,
+    num_engines,
+    place_of,
+    share_held,
+    share_update,
+    transit_bytes,
+)
 from qurl.run.sizes import ModelSize, measure_model
 from qurl.trainer.moments import BLOCK
 
@@ -25,7 +36,6 @@ UPDATE = (
     *("activations", "logits and head"),
 )
 """Rows that a step needs while it updates. Policy and critic update in turn and share them."""
-CACHE = "KV cache"
 
 
 def describe_budget(config: Config, card: Card | None = None) -> str:
@@ -60,6 +70,9 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     lines += describe_ranks(config, rows)
     if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
+    if driver := driver_bytes(config, size):
+        lines.append(f"  {'in main memory':<24}{driver / GIB:10.3f}, the driver's policy in FP32")
+    lines += describe_engines(config, size, room, is_cuda=device.type == "cuda")
     return "\n".join(lines)
 
 
@@ -67,10 +80,26 @@ def describe_ranks(config: Config, rows: Mapping[str, float]) -> list[str]:
     """What several trainers add to the text; `rows` are those of the first."""
     if config.parallel.trainers == 1:
         return []
-    peak = peak_memory(config, follower_rows(rows))
+    lines = [f"  of each of {config.parallel.trainers} ranks"]
+    if place_of(config) == "driver":
+        peak = peak_memory(config, follower_rows(config, rows))
+        lines = [f"  of rank 0, which samples; {'each other rank':<22}{peak / GIB:10.3f}"]
+    return [*lines, f"  {LOADING} is before the rest, so the peak does not add it"]
+
+
+def describe_engines(
+    config: Config, size: ModelSize, room: float | None, *, is_cuda: bool
+) -> list[str]:
+    """The rows of an engine that has a card of its own, as text."""
+    if place_of(config) != "apart":
+        return []
+    rows = engine_rows(config, size, room, is_cuda=is_cuda)
+    of = f" of {room / GIB:.1f}" if room else ""
+    too_much = ", too much" if room and sum(rows.values()) > room else ""
     return [
-        f"  of rank 0, which samples; {'each other rank':<22}{peak / GIB:10.3f}",
-        f"  {LOADING} is before the rest, so the peak does not add it",
+        f"memory (GiB) of each of {config.parallel.engines} engines",
+        *(f"  {name:<24}{number / GIB:10.3f}" for name, number in rows.items()),
+        f"  {'all of it':<24}{sum(rows.values()) / GIB:10.3f}{of}, estimated{too_much}",
     ]
 
 
@@ -97,21 +126,31 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
     return max(loading, sum(rows.values()) - loading - spared)
 
 
-def machine_memory(config: Config, rows: Mapping[str, float]) -> float:
-    """Bytes at the peak of what all ranks share: a machine's memory, where they have no GPUs."""
-    num_others = config.parallel.trainers - 1
-    if not num_others:
-        return peak_memory(config, rows)
-    others = num_others * peak_memory(config, follower_rows(rows))
-    return peak_memory(config, rows) + others
+def machine_memory(config: Config, size: ModelSize) -> float:
+    """Bytes at the peak of what all processes share: a machine's memory, where they have no GPUs.
+
+    Engines of a Ray cluster may be elsewhere, and do not count.
+    """
+    rows = memory_rows(config, size, is_cuda=False)
+    others = (config.parallel.trainers - 1) * peak_memory(config, follower_rows(config, rows))
+    num_here = 0 if config.parallel.address else config.parallel.engines
+    engines = num_here * sum(engine_rows(config, size, is_cuda=False).values()) if num_here else 0.0
+    return peak_memory(config, rows) + others + engines + driver_bytes(config, size)
+
+
+def driver_bytes(config: Config, size: ModelSize) -> float:
+    """The whole FP32 copy of the policy that rank 0 keeps in main memory if several train."""
+    return 4.0 * size.num_parameters * (config.parallel.trainers > 1)
 
 
 def find_savings(config: Config) -> list[str]:
     """Settings that would lower the peak, the cheapest first."""
     has_lora, is_alone = config.model.lora_rank > 0, config.parallel.trainers == 1
+    is_apart = place_of(config) == "apart"
     settings = {
-        "rollout.release_kv = true": not config.rollout.release_kv,
+        "rollout.release_kv = true": not config.rollout.release_kv and not is_apart,
         "more GPUs (parallel.trainers)": not is_alone,
+        "engines on other GPUs (parallel.engines)": not is_alone and not is_apart,
         'optim.moments = "8bit"': config.optim.moments != "8bit" and is_alone and not has_lora,
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
@@ -137,35 +176,50 @@ def memory_rows(
     held, moments = held_rows(config, size, is_cuda), moment_bytes(config, size)
     is_shared = config.parallel.trainers > 1
     if is_shared:
-        held = share_held(held, config, size.num_parameters)
+        held = share_held(held, config)
         moments /= config.parallel.trainers
-    cache = cache_bytes(config, size, wide)
-    if card is not None and not config.rollout.kv_tokens:
-        # The moments come with the first update. Only a cache that is given back makes room.
-        used = sum(held.values()) - held.get(LOADING, 0.0)
-        free = card - used - moments * config.rollout.release_kv
-        cache = min(cache, config.rollout.kv_memory_frac * max(free, 0.0))
+    # The moments come with the first update. Only a cache that is given back makes room.
+    used = sum(held.values()) - held.get(LOADING, 0.0) + moments * config.rollout.release_kv
+    cache = fit_cache(config, cache_bytes(config, size, wide), used, card)
     rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, size, wide)
     if is_shared:
         rows = share_update(rows, config, size)
+    is_apart = place_of(config) == "apart"
+    return {n: number for n, number in rows.items() if number and not (is_apart and n in ENGINE)}
+
+
+def engine_rows(
+    config: Config, size: ModelSize, card: float | None = None, *, is_cuda: bool | None = None
+) -> dict[str, float]:
+    """Bytes by use of an engine that has a card of its own (`parallel.engines`)."""
+    if is_cuda is None:
+        is_cuda = pick_device(config.device).type == "cuda"
+    weights = engine_weights(config, size, is_cuda)
+    rows = weights | {
+        "weights in transit": transit_bytes(size, max(weights.values())),
+        "CUDA": float(CUDA_BYTES * is_cuda),
+    }
+    wanted = cache_bytes(config, size, 2 if is_cuda else 4)
+    rows[CACHE] = fit_cache(config, wanted, sum(rows.values()), card)
     return {name: number for name, number in rows.items() if number}
+
+
+def fit_cache(config: Config, wanted: float, used: float, card: float | None) -> float:
+    """As large as wanted, but no larger than what a card has free when it is made."""
+    if card is None or config.rollout.kv_tokens:
+        return wanted
+    return min(wanted, config.rollout.kv_memory_frac * max(card - used, 0.0))
 
 
 def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float]:
     """Weights of one trainer and of its engine."""
-    wide = 2 if is_cuda else 4
-    is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
-    narrow = get_format(config.quant.format).weight_bytes if is_coded else wide
-    parameters, num_quantized = size.num_parameters, size.num_quantized
-    num_wide = num_quantized * 2 * config.quant.full_layers // size.num_layers
+    wide, parameters = 2 if is_cuda else 4, size.num_parameters
+    num_quantized = size.num_quantized
     num_adapters = config.model.lora_rank * size.num_in_rank
     has_coded_base = config.model.base != "full"
     base = get_format(config.model.base).weight_bytes if has_coded_base else wide
     is_full = not num_adapters
-    # The engine shares embedding, head and norms if they have its precision.
-    unquantized = (parameters - num_quantized) * (is_cuda and is_full)
     num_narrow = size.num_narrow * (config.optim.masters == "bf16")
-    evaluated = (num_quantized + unquantized) * (is_cuda and config.has_full_engine)
     return {
         "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
         "policy, BF16 + rest": 4.0 * num_narrow,
@@ -174,11 +228,7 @@ def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
         "critic": 4.0 * parameters * has_critic(config),
-        "engine weights": float(
-            narrow * (num_quantized - num_wide)
-            + wide * (unquantized + num_wide + num_adapters * has_coded_base)
-        ),
-        "engine of evaluations": float(wide * evaluated),
+        **engine_weights(config, size, is_cuda),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }
 
@@ -220,14 +270,14 @@ def has_critic(config: Config) -> bool:
 
 
 def cache_bytes(config: Config, size: ModelSize, wide: int) -> float:
-    """The cache of as many sequences as a round of sampling decodes together.
+    """The cache of as many sequences as an engine decodes together in a round of sampling.
 
-    Dynamic sampling asks for gen_multiple times the problems at once, still at most max_batch
-    sequences together.
+    Dynamic sampling asks for gen_multiple times the problems at once. Engines share them; each
+    still decodes at most max_batch sequences together.
     """
     multiple = config.algo.gen_multiple if config.algo.dynamic_sampling else 1
-    num_sequences = config.batch.problems * multiple * config.sampling.group_size
-    num_sequences = min(config.rollout.max_batch, num_sequences)
+    num_problems = -(-config.batch.problems * multiple // num_engines(config))
+    num_sequences = min(config.rollout.max_batch, num_problems * config.sampling.group_size)
     tokens = config.rollout.kv_tokens or longest_sequence(config) * num_sequences
     itemsize = 1 if config.quant.kv == "fp8" else wide
     return float(itemsize * size.kv_numbers_per_token * tokens)

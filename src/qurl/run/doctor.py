@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,11 +43,12 @@ def run_doctor(
 
     With `gpus`, so many ranks are checked in place of kernels.
     """
-    findings = []
-    for finding in examine() if gpus is None else examine_ranks(gpus, device or "cuda"):
-        findings.append(finding)
-        if not as_json:
-            print(finding, flush=True)
+    findings, output = [], sys.stdout
+    with redirect_stdout(sys.stderr):  # Ray reports there what the checks kill
+        for finding in examine() if gpus is None else examine_ranks(gpus, device or "cuda"):
+            findings.append(finding)
+            if not as_json:
+                print(finding, file=output, flush=True)
     num_failed, num_notes = (sum(f.verdict == v for f in findings) for v in ("FAIL", "note"))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -9,7 +9,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from qurl.objectives import ADVANTAGES
 from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
 from qurl.run.checkpoint import load_saved_policy
+from qurl.run.engine_checks import check_engine_group
 from qurl.run.finding import Finding
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.learner import Learner
@@ -56,20 +57,29 @@ ADVICE = "run it again with NCCL_DEBUG=INFO, see docs/nodes.md, and please repor
 
 
 def check_ranks(size: int, device_name: str) -> Iterator[Finding]:
-    """Exchanges, training, a sync, a kill and a resume; the first failure ends the checks."""
+    """Exchanges, training, a sync, a kill and a resume, then engines; an error ends the checks."""
     device = pick_device(device_name)
     found = torch.cuda.device_count()
     if device.type == "cuda" and found < size:
         yield Finding("FAIL", f"{size} GPUs", f"torch sees {found}", "check CUDA_VISIBLE_DEVICES")
         return
+    with TemporaryDirectory() as folder:
+        is_sound = yield from _guard(f"{size} ranks", check_trainers, size, device, Path(folder))
+    if is_sound:
+        yield from _guard("engines in other processes", check_engine_group, size, device)
+
+
+def _guard(
+    name: str, check: Callable[..., Iterable[Finding]], *arguments: Any
+) -> Generator[Finding, None, bool]:
+    """The findings of a check; an error ends them, and is one. Returns whether there was none."""
     try:
-        with TemporaryDirectory() as folder:
-            yield from check_trainers(size, device, Path(folder))
-    except (QurlError, RuntimeError) as error:
-        cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        yield Finding("FAIL", f"{size} ranks", cause, ADVICE)
-        return
-    yield from check_engine_group(size, device)
+        yield from check(*arguments)
+    except (QurlError, RuntimeError, TimeoutError) as error:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        yield Finding("FAIL", name, cause, ADVICE)
+        return False
+    return True
 
 
 def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Finding]:
@@ -97,11 +107,6 @@ def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Fi
         take_step(group, 1)
         weights = copy_weights(group.whole_model())
     yield judge_gap("resume after the kill", largest_gap(weights, copy_weights(alone.policy.model)))
-
-
-def check_engine_group(size: int, device: torch.device) -> Iterator[Finding]:
-    """Engines in processes of their own (parallel.engines): nothing checks them yet."""
-    yield Finding("note", "engines on other GPUs", "not tested: the doctor has no check of them")
 
 
 def _all_reduce(x: Tensor, ranks: int) -> float:
@@ -215,10 +220,11 @@ def judge_gap(name: str, gap: float) -> Finding:
 
 
 def check_sync(group: LearnerGroup) -> Finding:
-    """An engine on the driver's device takes the gathered weights; a wrong copy raises."""
-    engine = build_engine("local", group.policy.model, quant="int8")
-    gap = engine.sync(group.whole_model(), version=1).canary_gap
-    found = f"INT8 copy of the gathered weights is {gap:.2g} from its model (log-probs)"
+    """An engine on the driver's device takes the codes of all ranks; a wrong copy raises."""
+    options = {"device": group.device, "is_empty": True}
+    engine = build_engine("local", group.policy.model, quant="int8", **options)
+    gap = engine.sync(group.source(engine), version=1).canary_gap
+    found = f"INT8 copy of the gathered codes is {gap:.2g} from its model (log-probs)"
     return Finding("ok", "sync to an engine", found)
 
 

@@ -26,6 +26,8 @@ from qurl.rollout.stop import StopRule
 from qurl.run.assembly import build_pool
 from qurl.run.budget import (
     GIB,
+    driver_bytes,
+    engine_rows,
     find_savings,
     machine_memory,
     memory_rows,
@@ -193,15 +195,25 @@ class Recipe:
         return check_finite(path)
 
     def check_memory(self) -> str:
+        """Of the fuller GPU, and of main memory; a CPU's processes share the latter."""
         config, device = self.config, pick_device(self.config.device)
-        total = total_memory(device)
-        is_cuda = device.type == "cuda"
-        rows = memory_rows(config, measure_model(config), total if is_cuda else None)
-        peak = (peak_memory if is_cuda else machine_memory)(config, rows)  # a CPU's ranks share it
-        sizes = f"about {peak / GIB:.2f} of {total / GIB:.1f} GiB at the peak"
-        if peak > total:
+        size, total = measure_model(config), total_memory(device)
+        if device.type != "cuda":
+            peaks = [machine_memory(config, size)]
+        else:
+            peaks = [peak_memory(config, memory_rows(config, size, total))]
+        if config.parallel.engines and device.type == "cuda":
+            peaks.append(sum(engine_rows(config, size, total).values()))
+        sizes = f"about {max(peaks) / GIB:.2f} of {total / GIB:.1f} GiB at the peak"
+        if max(peaks) > total:
             savings = " or ".join(find_savings(config))
             raise ConfigError(f"{sizes}, too much for {device}; {savings} saves memory")
+        copied, main = driver_bytes(config, size), total_memory(torch.device("cpu"))
+        if device.type == "cuda" and copied > main:
+            raise ConfigError(
+                f"the driver keeps a whole FP32 policy of {copied / GIB:.2f} GiB in main memory, "
+                f"and this machine has {main / GIB:.1f} GiB"
+            )
         return sizes
 
     def check_training_task(self) -> str:

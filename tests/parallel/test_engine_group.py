@@ -42,9 +42,10 @@ def events():
 
 
 @pytest.fixture
-def fleet(events, tmp_path):
+def fleet(events, tmp_path, monkeypatch):
+    monkeypatch.setattr("qurl.rollout.group.fleet.CONNECT_SECONDS", 15.0)
     start = starter("", tmp_path / "workers", threads=1)
-    fleet = Fleet(2, start, timeout=20.0, notify=events.append)
+    fleet = Fleet(2, start, timeout=120.0, notify=events.append)
     yield fleet
     fleet.close()
 

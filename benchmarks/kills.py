@@ -26,17 +26,11 @@ import torch
 from qurl.run.directory import read_jsonl
 from qurl.run.machine import describe_machine
 
+RECIPE = "recipes/arithmetic-cpu.toml"
 SETTINGS: dict[str, Any] = {
     "steps": 60,
-    "threads": 1,
-    "device": "cpu",
-    "task.difficulty": 2,
-    "model.scratch.hidden_size": 64,
-    "model.scratch.warm_start_steps": 120,
     "batch.problems": 16,
-    "sampling.max_tokens": 6,
-    "sampling.group_size": 8,
-    "optim.lr": 1e-3,
+    "batch.minibatches": 2,
     "save.every": 2,
     "eval.every": 20,
     "eval.problems": 100,
@@ -49,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     words = [w for k, v in SETTINGS.items() for w in (f"--{k}", str(v))]
-    command = [sys.executable, "-m", "qurl", "train", *words, "--run_dir", str(folder)]
+    command = [sys.executable, "-m", "qurl", "train", RECIPE, *words, "--run_dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = (folder.parent / f"{folder.name}.log").open("ab")
     return subprocess.Popen(

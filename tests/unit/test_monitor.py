@@ -19,6 +19,7 @@ from qurl.config.schema import AlarmsConfig
 from qurl.errors import SyncError, TrainingError
 from qurl.rollout.canary import verify
 from qurl.rollout.local import LocalEngine
+from qurl.run import assembly
 from qurl.run.directory import Run, read_jsonl
 from qurl.run.evaluation import wilson_interval
 from qurl.run.interrupt import Interrupt
@@ -393,14 +394,14 @@ def one_answer(patch):
 
 def early_ends(patch):
     """From step 4 on every completion ends after one token."""
-    real = qurl.train.Sampler
+    real = assembly.Sampler
 
     def sampler(config, *parts):
         *_, step, _ = parts
         sampling = dataclasses.replace(config.sampling, max_tokens=1 if step > 3 else 8)
         return real(dataclasses.replace(config, sampling=sampling), *parts)
 
-    patch.setattr(qurl.train, "Sampler", sampler)
+    patch.setattr(assembly, "Sampler", sampler)
 
 
 def wrong_log_probs(patch):

@@ -75,7 +75,9 @@ def _rollout_seconds(
         replace(workload, prompt_tokens=middle, new_tokens=n) for n in (FEW_TOKENS, MORE_TOKENS)
     )
     seconds_of(more)  # captures the graphs of these contexts
-    step = (seconds_of(more) - seconds_of(few)) / (MORE_TOKENS - FEW_TOKENS)
+    # The fastest of three: on a busy machine a difference of two times can be negative.
+    fastest = {length: min(seconds_of(length) for _ in range(3)) for length in (few, more)}
+    step = (fastest[more] - fastest[few]) / (MORE_TOKENS - FEW_TOKENS)
     return prefill + max(0, work.new_tokens - FEW_TOKENS) * step
 
 

@@ -18,7 +18,7 @@ TORCH    ?= $(if $(HAS_GPU),'torch>=2.11','torch==2.13.0' 'triton==3.6.0; platfo
 RUN      ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo test test-bench test-browser test-chaos test-parallel test-hosts \
+.PHONY: help install lock demo test test-slow test-bench test-browser test-chaos test-parallel test-hosts \
         test-vllm test-vllm-processes test-trl test-verl test-skyrl picture lint docs site bench tables
 
 help:  ## list the commands
@@ -48,7 +48,10 @@ demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 	$(BIN)/python -m qurl train recipes/arithmetic-cpu.toml --run-dir $(RUN)
 
 test: install  ## run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m 'not slow'
+
+test-slow: install  ## more toy runs that learn, or are killed and resumed: minutes
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m slow
 
 test-bench: install  ## run the tests of benchmarks/
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/bench

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,3 +158,9 @@ def recompute(learner: Learner, batch: Trainable, step: int = 0) -> Trainable:
     sampled = Batch(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)})
     scored = learner.recompute(sampled, step)
     return batch.replace(**{f.name: getattr(scored, f.name) for f in dataclasses.fields(Scored)})
+
+
+def first_quick(names, count):
+    """The names as parameters; `make test` leaves out all but the first `count`."""
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=[slow] * (i >= count)) for i, n in enumerate(names)]

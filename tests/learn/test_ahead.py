@@ -133,6 +133,7 @@ class Interrupting:
 
 
 @pytest.mark.learn
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "step"), [*zip(SYSTEMS, (STEPS - 2, 2), strict=True)])
 def test_systems_resume_with_pending_rollouts(system, step, model, tmp_path):
     """One of them before the last step, which begins nothing."""
@@ -227,6 +228,7 @@ def test_a_failure_before_the_update_is_resumed_without_loss(model, tmp_path, mo
 
 
 @pytest.mark.learn
+@pytest.mark.slow
 def test_one_step_off_learns_and_tells_age_from_quantization(tmp_path):
     """Without it, the gain of these 24 steps is about as large: 0.16."""
     found = run(tmp_path, steps=24, rollout__ahead=1, eval__every=0)

@@ -39,7 +39,7 @@ def gain(rows, name="reward/accuracy", span=8):
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_grpo_learns_in_every_format(tmp_path, format):
     rows = run(tmp_path, steps=40, quant__format=format, algo__name="grpo")
     assert gain(rows) > 0.1
@@ -58,6 +58,7 @@ def test_one_precision_flow_learns_without_correction(tmp_path):
 
 
 @pytest.mark.learn
+@pytest.mark.slow
 def test_adapters_learn_in_an_int8_flow(tmp_path):
     settings = {"model__lora_rank": 8, "quant__unified": True, "algo__kl_coef": 1e-3}
     rows = run(tmp_path, steps=50, optim__lr=5e-3, optim__schedule="linear", **settings)
@@ -96,6 +97,7 @@ def test_ppo_learns_and_its_critic_follows_the_returns(tmp_path):
 
 
 @pytest.mark.learn
+@pytest.mark.slow
 def test_uaq_run_learns_and_records_its_updates(tmp_path):
     rows = run(tmp_path, steps=40, quant__update_scale=1.5)
     assert gain(rows) > 0.1
@@ -124,6 +126,7 @@ def test_the_loop_truncates_the_weights_of_truncated_objectives_only(
 
 
 @pytest.mark.learn
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp"])
 def test_the_other_algorithms_train_without_a_mismatch_in_full_precision(tmp_path, name):
     rows = run(tmp_path, steps=3, algo__name=name, quant__format="none", eval__every=0)

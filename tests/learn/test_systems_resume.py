@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from models import first_quick
 from test_resume import TINY, rows, run_until, weights
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ def flags(start, arm, run_dir):
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", first_quick(ARMS, 1))
 def test_systems_resume_exactly(arm, start, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(load_config(None, flags(start, arm, whole)))

@@ -1,15 +1,17 @@
 """A vLLM engine that starts without weights, and gets them from elsewhere."""
 
 import pytest
+import test_engines as contract
 import torch
 from conftest import OPTIONS
-from test_engines import own_model
 
 from qurl.errors import EngineError
 from qurl.rollout.canary import ModelShipment
 from qurl.rollout.group.worker import EngineSpec
 from qurl.types import Problem, SamplingParams
 
+pytest.importorskip("vllm")
+contract.SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 PARAMS = SamplingParams(max_tokens=6, seed=1, group_size=2, temperature=0.0)
 PROBLEMS = [Problem(str(i), [1, 2, 3 + i], "") for i in range(3)]
 
@@ -20,7 +22,7 @@ def tokens(rollouts):
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_an_engine_of_a_group_samples_what_it_was_sent(engines, quant):
-    model = own_model()
+    model = contract.own_model()
     options = {"max_batch": 64, "options": OPTIONS, "compute_dtype": torch.float32}
     setup = (model.config, model.generation_config, None, quant, options, "cpu")
     engine = EngineSpec("vllm", *setup).build(torch.device("cpu"))

@@ -115,6 +115,9 @@ def test_killed_or_stopped_while_it_receives(fleet, events, expected, number):
     assert [m.versions for m in fleet.members] == [{"actor": 0}, {"actor": 0}]
     assert group.generate(PROBLEMS, PARAMS) == expected
     assert any("engine 0" in event for event in events)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{victim}").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert not Path(f"/proc/{victim}").exists(), "a worker that was given up is still there"
 
 

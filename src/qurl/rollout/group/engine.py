@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl.errors import EngineError, SyncError
+from qurl.errors import EngineError, QurlError, SyncError
 from qurl.quant.shipment import Shipment
 from qurl.rollout.canary import as_shipment
 from qurl.rollout.engine import generate
@@ -80,7 +80,7 @@ class EngineGroup:
             try:
                 reports = self._ship(members, shipment, version)
             except (RuntimeError, WorkerDied, TimeoutError) as error:
-                if isinstance(error, SyncError):
+                if isinstance(error, QurlError):  # the weights or the trainer are at fault
                     raise
                 self.fleet.disconnect()
                 self.fleet.notify(f"a sync of version {version} broke off: {error}")
@@ -105,7 +105,7 @@ class EngineGroup:
             wire.send(chunk)
         wire.send({})
         reports, failures = self._talk(members, shipment)
-        if failures and not reports:
+        if not reports and all(isinstance(error, SyncError) for error in failures.values()):
             raise next(iter(failures.values()))
         for member, error in failures.items():
             self.fleet.bury(member, error)

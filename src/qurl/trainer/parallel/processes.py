@@ -157,6 +157,9 @@ def _await_start(store: dist.Store, processes: Mapping[int, Any]) -> None:
     """Wait until all processes have begun; raise if one ends before."""
     while not all(store.check([f"{STARTED}/{rank}"]) for rank in processes):
         for rank, process in processes.items():
+            if process.exitcode is not None and process.exitcode < 0:
+                number = -process.exitcode
+                raise RankLost(f"trainer rank {rank} was killed by signal {number} as it began")
             if process.exitcode is not None:
                 raise TrainingError(
                     f"trainer rank {rank} ended with code {process.exitcode} before it began; its "

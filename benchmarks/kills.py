@@ -41,8 +41,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    words = [w for k, v in SETTINGS.items() for w in (f"--{k}", str(v))]
+def start(folder: Path, **more: Any) -> subprocess.Popen[bytes]:
+    words = [w for k, v in (SETTINGS | more).items() for w in (f"--{k}", str(v))]
     command = [sys.executable, "-m", "qurl", "train", RECIPE, *words, "--run_dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = (folder.parent / f"{folder.name}.log").open("ab")

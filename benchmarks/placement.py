@@ -40,8 +40,8 @@ def cpu_ticks(pid: int) -> int:
 
 def trace(folder: Path, settings: dict) -> dict[str, float]:
     """Shares of the time from the first step to the last."""
-    kills.SETTINGS |= {"steps": 40, "eval.every": 0, "save.every": 0, "threads": 1} | settings
-    process, counts, before = kills.start(folder), Counter(), {}
+    plain = {"steps": 40, "eval.every": 0, "save.every": 0, "threads": 1}
+    process, counts, before = kills.start(folder, **plain | settings), Counter(), {}
     while process.poll() is None:
         time.sleep(PERIOD)
         if not (folder / "metrics.jsonl").exists():

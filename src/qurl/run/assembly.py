@@ -150,11 +150,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     for warning in find_warnings(config, objective, advantage):
         run.warn(warning)
     device = prepare_torch(config)
-    machine = describe_machine(device)
-    run.event("start", f"on {machine['device']}", machine=machine)
-    if config.model.path == "scratch" and not (run.path / INITIAL).exists():
-        num_steps = config.model.scratch.warm_start_steps
-        run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
+    _announce(config, run, device)
     initial = initial_model(config, run.path, device)
     checkpoint, damaged = newest_sound(run.path / "checkpoints")
     make = functools.partial(
@@ -219,6 +215,15 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             finally:
                 close(parts.engine)
                 close(parts.full_engine)
+
+
+def _announce(config: Config, run: Run, device: torch.device) -> None:
+    """Say what the run is on, and what takes long before its first step."""
+    machine = describe_machine(device)
+    run.event("start", f"on {machine['device']}", machine=machine)
+    if config.model.path == "scratch" and not (run.path / INITIAL).exists():
+        num_steps = config.model.scratch.warm_start_steps
+        run.progress.print(f"making a model from scratch: {num_steps} supervised steps")
 
 
 def make_learner(

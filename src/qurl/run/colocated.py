@@ -22,7 +22,7 @@ from qurl.rollout.local import LocalEngine
 from qurl.rollout.local.requests import LengthHistory
 from qurl.trainer.batches import level
 from qurl.trainer.parallel.processes import Post, Workers
-from qurl.trainer.parallel.shipping import RankShipment
+from qurl.trainer.parallel.shipping import ShardShipment
 from qurl.trainer.policy import Policy
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
@@ -94,7 +94,7 @@ def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
 
 
 def _sync(post: Post, key: str, version: int) -> SyncReport:
-    shipment = RankShipment(post)
+    shipment = ShardShipment.alike(post)
     with post.ranks.agreeing(QurlError):
         report = post.held[key].sync(shipment, version=version)
     return report

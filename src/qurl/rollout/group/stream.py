@@ -112,10 +112,10 @@ class GroupStream:
     def _deal(self) -> None:
         """Hand waiting problems to the engines that have the fewest sequences."""
         members = self._get_members() if self._waiting else []
+        load = {m: self._work[m].num_sequences if m in self._work else 0 for m in members}
         portions: dict[Member, list[tuple[Problem, int]]] = defaultdict(list)
         while self._waiting:
-            load = {m: self._work[m].num_sequences if m in self._work else 0 for m in members}
-            member = min(members, key=lambda m: load[m])
+            member = min(load, key=lambda m: load[m])
             if load[member] >= self._capacity:
                 break
             if member not in self._work:
@@ -123,6 +123,7 @@ class GroupStream:
             problem, size = self._waiting.popleft()
             self._work[member].asked[problem.id].append((problem, size))
             portions[member].append((problem, size))
+            load[member] += size
         for member, portion in portions.items():
             message = pickle.dumps(portion)
             self._traffic.num_bytes += len(message)

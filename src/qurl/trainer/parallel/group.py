@@ -30,7 +30,7 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.trainer.learner import CRITIC, Learner
 from qurl.trainer.parallel.processes import Post, Workers, lead
 from qurl.trainer.parallel.sharding import shard_
-from qurl.trainer.parallel.shipping import GroupShipment, gather, gather_whole
+from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
 from qurl.trainer.weight_files import UNREADABLE
@@ -68,9 +68,9 @@ class LearnerGroup:
     def round_kv_(self, scales: KVScales) -> None:
         self.workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
 
-    def source(self, engine: Any) -> nn.Module | GroupShipment:
+    def source(self, engine: Any) -> nn.Module | ShardShipment:
         if hasattr(engine, "packing"):
-            return GroupShipment(self.workers)
+            return ShardShipment(self.workers.post, self.workers.run)
         return self.whole_model()
 
     def whole_model(self) -> nn.Module:

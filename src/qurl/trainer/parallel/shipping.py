@@ -8,8 +8,9 @@ exchange half the bytes of BF16. Formats with tiles are gathered first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,38 +23,30 @@ from qurl.quant.shipment import Chunk, Packing, as_saved, bucket, find_weight, n
 from qurl.trainer.coded import CodedShard
 from qurl.trainer.learner import Learner
 from qurl.trainer.packing import BatchLayout, Packed
-from qurl.trainer.parallel.processes import Post, Workers
+from qurl.trainer.parallel.processes import Post
 from qurl.trainer.policy import Policy
 from qurl.trainer.unified import UnifiedLinear
 
 
-class GroupShipment:
-    """The weights of all ranks, for an engine of the leader."""
+class ShardShipment:
+    """The weights of all ranks, as one of them sends them to an engine."""
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.dtype = _policy(workers.post).compute_dtype
+    def __init__(self, post: Post, run: Callable[..., Any]) -> None:
+        """`run(function, *arguments)` calls `function(post, *arguments)` on all ranks."""
+        self._post, self._run = post, run
+        self.dtype = _policy(post).compute_dtype
 
-    def pack(self, packing: Packing) -> Iterator[Chunk]:
-        layers = names_by_layer(_policy(self._workers.post).model, packing.unties)
-        return bucket(self._workers.run(pack_layer, names, packing) for names in layers)
-
-    def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
-        return self._workers.run(score_canary, list(token_ids), quant)
-
-
-class RankShipment:
-    """The same for an engine of each rank; all ranks must use it alike, at the same time."""
-
-    def __init__(self, post: Post) -> None:
-        self._post, self.dtype = post, _policy(post).compute_dtype
+    @classmethod
+    def alike(cls, post: Post) -> ShardShipment:
+        """For an engine of each rank: all ranks use theirs alike, at the same time."""
+        return cls(post, lambda function, *arguments: function(post, *arguments))
 
     def pack(self, packing: Packing) -> Iterator[Chunk]:
         layers = names_by_layer(_policy(self._post).model, packing.unties)
-        return bucket(pack_layer(self._post, names, packing) for names in layers)
+        return bucket(self._run(pack_layer, names, packing) for names in layers)
 
     def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
-        return score_canary(self._post, list(token_ids), quant)
+        return self._run(score_canary, list(token_ids), quant)
 
 
 def _policy(post: Post) -> Policy:

@@ -274,6 +274,25 @@ def test_what_was_measured_on_an_h200(on_gpu, chunk, measured):
     assert measured <= estimate <= 1.1 * measured
 
 
+def test_kept_logits_take_two_bytes_for_each_token_of_a_micro_batch(on_gpu):
+    batch = {"problems": 64, "minibatches": 1, "microbatch_tokens": 13_520}
+    sampling = {"max_tokens": 1024, "group_size": 4}
+    rows = [
+        memory_rows(
+            recipe(
+                batch=batch,
+                sampling=sampling,
+                model={"logits_chunk": 4096, "keep_logits": is_kept},
+                algo={"entropy_coef": coefficient},
+            ),
+            measure_qwen(*QWEN_15B),
+        )["logits and head"]
+        for is_kept, coefficient in ((False, 0.0), (True, 0.0), (True, 0.1))
+    ]
+    assert rows[1] - rows[0] == 2 * (13_520 - 4096) * 151_936
+    assert rows[2] == rows[0]
+
+
 SMALLER = ["--optim.moments", "8bit", "--rollout.release_kv", "true"]
 SMALLER += ["--batch.microbatch_tokens", "4096"]
 

@@ -3,6 +3,8 @@
 On a CPU Triton's interpreter runs the kernels. Shapes: N tokens, H hidden, V vocabulary.
 """
 
+import math
+
 import pytest
 import torch
 from models import tiny_llama
@@ -74,13 +76,16 @@ def check_gradient(found, expected):
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("needs_entropy_grad", [True, False])
-def test_gradients_are_those_of_finite_differences(needs_entropy_grad, has_bias):
+@pytest.mark.parametrize(
+    ("needs_entropy_grad", "keeps_gradients"), [(True, True), (False, False), (False, True)]
+)
+def test_gradients_are_those_of_finite_differences(needs_entropy_grad, keeps_gradients, has_bias):
     (states, weight, bias), targets = random_tensors(dtype=torch.float64)
+    options = {"needs_entropy_grad": needs_entropy_grad, "keeps_gradients": keeps_gradients}
 
     def function(*inputs):
         states, weight, bias = inputs if has_bias else (*inputs, None)
-        result = scores(states, weight, bias, targets, needs_entropy_grad=needs_entropy_grad)
+        result = scores(states, weight, bias, targets, **options)
         return result if needs_entropy_grad else result[0]
 
     inputs = (states, weight, bias) if has_bias else (states, weight)
@@ -100,6 +105,39 @@ def test_scores_and_gradients_are_those_of_the_formula(num_tokens):
     weigh(*expected).backward()
     for ours, theirs in zip(inputs, exact, strict=True):
         check_gradient(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 7])
+def test_kept_gradients_are_those_of_logits_computed_again(num_tokens):
+    """Rounded once more, to BF16, where the weights of tokens meet the states."""
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
+        results = []
+        for is_kept in (False, True):
+            inputs, targets = random_tensors(num_tokens)
+            options = {"compute_dtype": dtype, "needs_entropy_grad": False}
+            logp, entropy = scores(*inputs, targets, keeps_gradients=is_kept, **options)
+            weigh(logp, entropy).backward()
+            results.append((logp, entropy, [x.grad for x in inputs]))
+        again, kept = results
+        assert torch.equal(again[0], kept[0])
+        assert torch.equal(again[1], kept[1])
+        for expected, found in zip(again[2], kept[2], strict=True):
+            assert found.dtype == expected.dtype
+            size = float(expected.abs().max()) if expected.numel() else 0.0
+            torch.testing.assert_close(found, expected, atol=bound * size, rtol=0)
+
+
+def test_a_likely_token_has_an_exact_gradient_where_it_is_kept():
+    """1 - p is 3e-4 here: p itself would be 1 in BF16."""
+    states, target = torch.ones(1, 1, device=DEVICE), torch.tensor([1], device=DEVICE)
+    weight = torch.tensor([[0.0], [8.0]], device=DEVICE, requires_grad=True)
+    options = {"compute_dtype": torch.bfloat16, "needs_entropy_grad": False}
+    logp, _ = scores(
+        states, weight, None, target, 1.0, temperature=1.0, keeps_gradients=True, **options
+    )
+    logp.sum().backward()
+    slope = 1 / (1 + math.exp(8))
+    assert weight.grad.flatten().tolist() == pytest.approx([-slope, slope], rel=2**-8)
 
 
 def test_a_token_worked_by_hand():
@@ -192,6 +230,20 @@ def test_nothing_is_kept_but_inputs_and_a_number_per_token():
     expected = [(50, 6), (40, 6), (40,), (50,), (50,), (50,)]
     assert sorted(tuple(x.shape) for x in kept) == sorted(expected)
     assert {states.data_ptr(), weight.data_ptr()} <= {x.data_ptr() for x in kept}
+
+
+def test_gradients_of_logits_are_kept_on_request():
+    (states, weight, bias), targets = random_tensors(50, 6, 40)
+    options = {"keeps_gradients": True, "needs_entropy_grad": False}
+    kept = []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        logp, _ = scores(states, weight, bias, targets, **options)
+        with torch.no_grad():
+            scores(states, weight, bias, targets, **options)
+    assert [tuple(x.shape) for x in kept].count((50, 40)) == 1
+    with FlopCounterMode(display=False) as counter:
+        logp.sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 50 * 6 * 40  # no logits
 
 
 class LargestTensor(TorchDispatchMode):
@@ -404,8 +456,11 @@ def test_a_nan_among_the_logits_reaches_every_gradient_of_its_row(has_entropy, d
     assert found.isnan().any(-1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("keeps_gradients", [True, False])
 @pytest.mark.parametrize("needs_entropy_grad", [True, False])
-def test_the_function_is_the_same_with_kernels_and_without(monkeypatch, needs_entropy_grad):
+def test_the_function_is_the_same_with_kernels_and_without(
+    monkeypatch, needs_entropy_grad, keeps_gradients
+):
     """A GPU always has them and a CPU never does, so neither tells on its own."""
     results = []
     for has_kernels in (True, False):
@@ -413,7 +468,8 @@ def test_the_function_is_the_same_with_kernels_and_without(monkeypatch, needs_en
             qurl.trainer.head, "_has_kernels", lambda logits, answer=has_kernels: answer
         )
         inputs, targets = random_tensors(5, 6, 300)
-        found = scores(*inputs, targets, needs_entropy_grad=needs_entropy_grad)
+        options = {"needs_entropy_grad": needs_entropy_grad, "keeps_gradients": keeps_gradients}
+        found = scores(*inputs, targets, **options)
         weigh(*found).backward()
         results.append([*found, *(x.grad for x in inputs)])
     for with_kernels, without in zip(*results, strict=True):

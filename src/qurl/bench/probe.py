@@ -87,7 +87,7 @@ def measure_training(
     """What was trained on, and its seconds by arm; there are no rollouts in them."""
     length, group = work.prompt_tokens + work.new_tokens, 2
     sequences = max(2 * group, 4 * config.batch.microbatch_tokens // length // group * group)
-    same = ("logits_chunk", "gradient_checkpointing")
+    same = ("logits_chunk", "keep_logits", "gradient_checkpointing")
     keys = [f"model.{key}={json.dumps(getattr(config.model, key))}" for key in same]
     flags: dict[str, Any] = {
         **{"sequences": sequences, "group": group, "minibatches": 2, "device": device.type},

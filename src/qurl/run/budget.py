@@ -149,6 +149,7 @@ def find_savings(config: Config) -> list[str]:
     is_apart = place_of(config) == "apart"
     settings = {
         "rollout.release_kv = true": not config.rollout.release_kv and not is_apart,
+        "model.keep_logits = false": config.model.keep_logits,
         "more GPUs (parallel.trainers)": not is_alone,
         "engines on other GPUs (parallel.engines)": not is_alone and not is_apart,
         'optim.moments = "8bit"': config.optim.moments != "8bit" and is_alone and not has_lora,
@@ -238,7 +239,9 @@ def update_rows(config: Config, size: ModelSize, wide: int) -> dict[str, float]:
     num_quantized, is_full = size.num_quantized, not config.model.lora_rank
     num_narrow = size.num_narrow * (config.optim.masters == "bf16")
     head = size.num_head * is_full  # a frozen one has no copy, no gradient
-    logits = min(config.model.logits_chunk, microbatch_tokens(config))
+    tokens = microbatch_tokens(config)
+    chunk = min(config.model.logits_chunk, tokens)
+    num_kept = tokens if config.model.keep_logits and not config.algo.entropy_coef else chunk
     has_coded_base = config.model.base != "full"
     return {
         "gradients": 4.0 * num_trained(config, size),
@@ -248,7 +251,7 @@ def update_rows(config: Config, size: ModelSize, wide: int) -> dict[str, float]:
         "decoded weights": 4.0 * wide * size.hidden_size * size.mlp_size * has_coded_base,
         "activations": activation_bytes(config, size, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
-        "logits and head": (4.0 + wide) * logits * size.vocabulary + 4.0 * head,
+        "logits and head": (4.0 * chunk + wide * num_kept) * size.vocabulary + 4.0 * head,
     }
 
 

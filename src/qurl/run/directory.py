@@ -42,7 +42,8 @@ OWN = (METRICS, SAMPLES, EVALS, EVENTS, INITIAL, "checkpoints", "crash")
 CHANGEABLE = (
     *("steps", "run_dir", "device", "threads", "save", "track", "eval.every"),
     *("alarms", "parallel"),
-    *("algo.max_gen_rounds", "batch.microbatch_tokens", "model.logits_chunk"),
+    *("algo.max_gen_rounds", "batch.microbatch_tokens"),
+    *("model.logits_chunk", "model.keep_logits"),
     *("rollout.max_batch", "rollout.kv_tokens", "rollout.kv_memory_frac", "rollout.release_kv"),
     *("rollout.drafts", "systems.histospec"),
     *("task.grade_workers", "task.grade_timeout", "task.grade_memory"),

@@ -6,9 +6,13 @@
     d log p[target] / dz = onehot(target) - p
     d entropy / dz = -p (log p + entropy)
 
-Rows are scored in chunks. The backward pass keeps log Z and computes the logits again. The factors
-of the three products (logits, and the gradients of states and weight) are rounded to the compute
-dtype; their sums and everything between the products are FP32. In FP64 all of it is FP64.
+Rows are scored in chunks. The backward pass has log Z and computes the logits again, or it has kept
+g = d log p / dz, which takes memory and saves one of four products:
+
+    d states = grad_logp g weight;   d weight = g^T (grad_logp states)
+
+The factors of products are rounded to the compute dtype; their sums and everything between the
+products are FP32. In FP64 all of it is FP64.
 
 Shapes: N tokens, n of a chunk, H hidden, V vocabulary.
 """
@@ -37,6 +41,8 @@ class Scoring:
     """Rows scored at once. The backward pass holds n V logits and as many of their gradients."""
     compute_dtype: torch.dtype
     needs_entropy_grad: bool
+    keeps_gradients: bool = False
+    """Whether the forward pass keeps g [N, V]; not if entropies want gradients."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -54,7 +60,9 @@ class PlainHead(NamedTuple):
 
     def score(self, states: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """log p [N] of the targets [N] and entropies [N], from states [N, H]."""
-        others = (targets.contiguous(), self.logit_scale / scoring.temperature, scoring)
+        factor = self.logit_scale / scoring.temperature
+        is_kept = scoring.keeps_gradients and not scoring.needs_entropy_grad
+        others = (targets.contiguous(), factor, scoring, is_kept and torch.is_grad_enabled())
         return _TokenScores.apply(states, self.weight, self.bias, *others)  # type: ignore[return-value]
 
 
@@ -125,77 +133,108 @@ class _TokenScores(torch.autograd.Function):
         targets: Tensor,
         factor: float,
         scoring: Scoring,
+        is_kept: bool,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
             x, w = (as_factor(values, scoring.compute_dtype) for values in (states, weight))
             logp, log_z, entropy = (x.new_empty(len(x), dtype=scoring.sum_dtype) for _ in range(3))
+            g = x.new_empty(len(x), len(w)) if is_kept else None
             for rows in scoring.chunks(len(x)):
-                logp[rows], log_z[rows], entropy[rows] = _score_rows(
-                    _logits(x[rows], w, bias), targets[rows], factor
-                )
+                logits = _logits(x[rows], w, bias)
+                scores = _score_rows(logits, targets[rows], factor)
+                logp[rows], log_z[rows], entropy[rows] = scores
+                if g is not None:
+                    vectors = (targets[rows], log_z[rows], torch.ones_like(log_z[rows]))
+                    _logit_gradients(logits, factor, scoring.compute_dtype, vectors, g[rows])
         ctx.factor, ctx.scoring, ctx.states_dtype = factor, scoring, states.dtype
         if not scoring.needs_entropy_grad:
             ctx.mark_non_differentiable(entropy)
         kept = entropy if scoring.needs_entropy_grad else None
-        ctx.save_for_backward(x, weight, bias, targets, log_z, kept)
+        ctx.save_for_backward(x, weight, bias, targets, log_z, kept, g)
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, targets, log_z, entropy = ctx.saved_tensors
-        scoring: Scoring = ctx.scoring
-        needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        vectors = [targets, log_z, grad_logp.contiguous()]
-        if scoring.needs_entropy_grad:
-            vectors += [entropy, grad_entropy.contiguous()]
-        d_states = torch.empty_like(x, dtype=ctx.states_dtype) if needs_states else None
-        d_bias = x.new_zeros(len(weight), dtype=scoring.sum_dtype) if needs_bias else None
-        d_weight = None
-        with torch.autocast(x.device.type, enabled=False):
-            w = as_factor(weight, scoring.compute_dtype)
-            for rows in scoring.chunks(len(x)):
-                logits = _logits(x[rows], w, bias)
-                chunk = [vector[rows] for vector in vectors]
-                dz = _logit_gradients(logits, ctx.factor, scoring.compute_dtype, chunk)
-                del logits
-                if d_states is not None:
-                    d_states[rows] = multiply(dz, w)
-                if needs_weight:
-                    d_weight = multiply(dz.T, x[rows], d_weight)
-                if d_bias is not None:
-                    d_bias += dz.sum(0, dtype=d_bias.dtype)
-                del dz  # the next chunk's logits take its place
+        compute = _gradients_again if ctx.saved_tensors[-1] is None else _gradients_kept
+        with torch.autocast(grad_logp.device.type, enabled=False):
+            return (*compute(ctx, grad_logp, grad_entropy), None, None, None, None)
+
+
+def _gradients_again(
+    ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of states, weight and bias from logits that are computed again."""
+    x, weight, bias, targets, log_z, entropy, _ = ctx.saved_tensors
+    scoring: Scoring = ctx.scoring
+    needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    vectors = [targets, log_z, grad_logp.contiguous()]
+    if scoring.needs_entropy_grad:
+        vectors += [entropy, grad_entropy.contiguous()]
+    d_states = torch.empty_like(x, dtype=ctx.states_dtype) if needs_states else None
+    d_bias = x.new_zeros(len(weight), dtype=scoring.sum_dtype) if needs_bias else None
+    d_weight = None
+    w = as_factor(weight, scoring.compute_dtype)
+    for rows in scoring.chunks(len(x)):
+        logits = _logits(x[rows], w, bias)
+        chunk = [vector[rows] for vector in vectors]
+        dz = _logit_gradients(logits, ctx.factor, scoring.compute_dtype, chunk)
+        del logits
+        if d_states is not None:
+            d_states[rows] = multiply(dz, w)
         if needs_weight:
-            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+            d_weight = multiply(dz.T, x[rows], d_weight)
         if d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        return d_states, d_weight, d_bias, None, None, None
+            d_bias += dz.sum(0, dtype=d_bias.dtype)
+        del dz  # the next chunk's logits take its place
+    if needs_weight:
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+    return d_states, d_weight, None if d_bias is None else d_bias.to(bias.dtype)
+
+
+def _gradients_kept(
+    ctx: Any, grad_logp: Tensor, _: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of states, weight and bias from g [N, V]."""
+    x, weight, bias, *_, g = ctx.saved_tensors
+    dtype, slope = ctx.scoring.compute_dtype, grad_logp[:, None]
+    d_states = d_weight = d_bias = None
+    if ctx.needs_input_grad[0]:
+        d_states = (multiply(g, as_factor(weight, dtype)) * slope).to(ctx.states_dtype)
+    if ctx.needs_input_grad[1]:
+        d_weight = multiply(g.T, as_factor(x * slope, dtype)).to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        d_bias = (g.to(slope.dtype).T @ grad_logp).to(bias.dtype)
+    return d_states, d_weight, d_bias
 
 
 def _score_rows(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log p of the targets, log Z and entropies, [n] each; overwrites the logits [n, V]."""
+    """log p of the targets, log Z and entropies, [n] each, from logits [n, V]."""
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
         return token_scores.score_rows(logits, targets, factor)
-    z = logits.mul_(factor)
+    z = logits * factor
     log_z = z.logsumexp(-1)
     logp = z.gather(-1, targets[:, None]).squeeze(-1) - log_z
     return logp, log_z, torch.special.entr(z.softmax(-1)).sum(-1)
 
 
 def _logit_gradients(
-    logits: Tensor, factor: float, dtype: torch.dtype, vectors: Sequence[Tensor]
+    logits: Tensor,
+    factor: float,
+    dtype: torch.dtype,
+    vectors: Sequence[Tensor],
+    out: Tensor | None = None,
 ) -> Tensor:
-    """d logits [n, V] as a factor in `dtype`; overwrites the logits.
+    """d logits [n, V] as a factor in `dtype`, in `out` if given; overwrites the logits.
 
     The vectors [n] are targets, log_z and grad_logp; entropy and grad_entropy if it has a gradient.
     """
     if _has_kernels(logits):
         from qurl.trainer.kernels import token_scores
 
-        return token_scores.logit_gradients(logits, *vectors, factor=factor, dtype=dtype)
+        return token_scores.logit_gradients(logits, *vectors, factor=factor, dtype=dtype, out=out)
     targets, log_z, grad_logp, *of_entropy = vectors
     p = logits.mul_(factor).sub_(log_z[:, None]).exp_()
     gradient = -grad_logp[:, None] * p
@@ -204,7 +243,8 @@ def _logit_gradients(
         # entr and not p log p, which is NaN for impossible tokens.
         gradient += grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
     gradient.scatter_add_(-1, targets[:, None], grad_logp[:, None])
-    return as_factor(gradient.mul_(factor), dtype)
+    found = as_factor(gradient.mul_(factor), dtype)
+    return found if out is None else out.copy_(found)
 
 
 def _has_kernels(logits: Tensor) -> bool:

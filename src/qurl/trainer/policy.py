@@ -64,16 +64,22 @@ class Scorer(nn.Module):
     It is a module, so that the weights of a sharded model are gathered around all that reads them.
     """
 
-    def __init__(self, model: nn.Module, logits_chunk: int, compute_dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, config: ModelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.precision = model, (logits_chunk, compute_dtype)
+        self.model, self.config, self.compute_dtype = model, config, compute_dtype
 
     def forward(
         self, layout: BatchLayout, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         """Log-probs [M] and entropies [M] of the scored tokens."""
-        hidden = hidden_states(self.model, layout.token_ids, self.precision[1], **layout.options)
-        scoring = Scoring(temperature, *self.precision, needs_entropy_grad)
+        hidden = hidden_states(self.model, layout.token_ids, self.compute_dtype, **layout.options)
+        scoring = Scoring(
+            temperature,
+            self.config.logits_chunk,
+            self.compute_dtype,
+            needs_entropy_grad,
+            self.config.keep_logits,
+        )
         return score_tokens(self.model, layout.before(hidden), layout.targets, scoring)
 
 
@@ -124,7 +130,7 @@ class Policy:
             compile_layers_(self.model)
         if quant.unified:  # last: the checks above compare in full precision
             self._unify(quant)
-        self.scorer = Scorer(self.model, config.logits_chunk, self.compute_dtype)
+        self.scorer = Scorer(self.model, config, self.compute_dtype)
 
     def _unify(self, quant: QuantConfig) -> None:
         if self.is_fused:
@@ -183,7 +189,7 @@ class Policy:
         # Copied there and not on the device, which may hold the weights only once.
         twin.model, twin.device = copy.deepcopy(self.model.cpu()), torch.device("cpu")
         self.model.to(self.device)
-        twin.scorer = Scorer(twin.model, *self.scorer.precision)
+        twin.scorer = Scorer(twin.model, self.scorer.config, self.compute_dtype)
         return twin.freeze_()
 
     def save(self, folder: Path) -> None:

@@ -66,16 +66,21 @@ def logit_gradients(
     *,
     factor: float,
     dtype: torch.dtype,
+    out: Tensor | None = None,
     block: int = MAX_BLOCK,
 ) -> Tensor:
     """d logits [n, V] in `dtype`, from the logits [n, V] and vectors [n].
 
-    FP32 gradients overwrite the logits. Without `entropy` the loss has no entropy term.
+    Without `out`, FP32 gradients overwrite the logits. Without `entropy` the loss has no entropy
+    term.
     """
     assert (entropy is None) == (grad_entropy is None)
     vectors = (log_z, entropy, grad_logp, grad_entropy)
     _check_rows(logits, targets, *(vector for vector in vectors if vector is not None))
-    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    if out is None:
+        out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == (logits.shape, dtype)
     num_blocks, shape = _blocks(logits, block)
     shape |= {"num_warps": 8}
     logit_gradients_kernel[(len(logits) * num_blocks,)](

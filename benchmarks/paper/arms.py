@@ -13,9 +13,13 @@ from qurl.quant.tracking import GROUPS
 ROOT = Path(__file__).parents[2]
 PPO = "benchmarks/paper/recipes/gsm8k-ppo.toml"
 DAPO = "benchmarks/paper/recipes/gsm8k-dapo.toml"
+GRPO = "benchmarks/paper/recipes/gsm8k-grpo.toml"
 TOY = "recipes/arithmetic-cpu.toml"
 UNSAVED = {"save.every": 0, "save.keep": 0}
-FULL_PRECISION = {"quant.format": "none", "algo.objective": "ppo_prox"}
+PLAIN = {"algo.objective": "ppo_prox"}
+FULL_PRECISION = {"quant.format": "none", **PLAIN}
+UNCORRECTED_FP8 = {"quant.format": "fp8", **PLAIN}
+UNIFIED = {"quant.unified": True, "quant.backward": "dgrad"}
 GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
 """GRPO with as many completions as the PPO recipe."""
 
@@ -129,6 +133,19 @@ LOW_RATE = Experiment(
     ),
 )
 """At the actor's rate in FlashRL's public script."""
+JET_RL = Experiment(
+    "jetrl",
+    (
+        Arm("bf16", "BF16", GRPO, FULL_PRECISION),
+        Arm("fp8-unified", "one FP8 flow", GRPO, {**UNCORRECTED_FP8, **UNIFIED}),
+        Arm("fp8-ppo_prox", "FP8 rollouts, uncorrected", GRPO, UNCORRECTED_FP8),
+        Arm("fp8-acr", "FP8 rollouts, ACR", GRPO, {"quant.format": "fp8", "algo.objective": "acr"}),
+        Arm("bf16-8bit", "BF16, 8-bit moments", GRPO, {**FULL_PRECISION, "optim.moments": "8bit"}),
+        Arm("int8-ppo_prox", "INT8 rollouts, uncorrected", GRPO, {"quant.format": "int8"} | PLAIN),
+        Arm("int8-tis", "INT8, TIS", GRPO, {"quant.format": "int8", "algo.objective": "tis"}),
+    ),
+)
+"""GRPO: one flow against two, in FP8; and whether GRPO needs correction in INT8."""
 SPEED = Experiment(
     "speed",
     (
@@ -153,7 +170,7 @@ TOY_CHECK = Experiment(
 """Not in the paper: checks on any machine that arms stop, resume and get collected."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, SPEED, TOY_CHECK)
+    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, SPEED, TOY_CHECK)
 }
 
 LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))

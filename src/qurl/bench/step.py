@@ -40,7 +40,7 @@ WARM_UP = 2
 """Steps that compile, capture and allocate."""
 LENGTHS = ("equal", "mixed")
 PARTS = ("rollout", "prox", "update", "sync")
-TRL_SETTINGS = ("defaults", "tuned")
+TRL_SETTINGS = ("tuned", "defaults")
 
 HEAD = (
     "model  arm                 batch          lengths    step s  rollout     prox   update     "

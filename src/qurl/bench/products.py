@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,9 @@ def candidates(problem: Gemm, chip: Chip, known: Choice = None) -> list[Plan]:
 
 def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     M, N, K = problem.M, problem.N, problem.K
-    small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= 64)]
+    # Where K is not cut (FP8, unified), only small tiles are enough for all multiprocessors.
+    smallest = 32 if problem.kind == "fp8" else 64
+    small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= smallest)]
     token_tiles = [128, 256] if M > 256 else small_tiles
     depths = (128, 256) if problem.act_format else (64, 128)
     depths += (256,) if problem.kind == "nvfp4" else ()
@@ -123,7 +126,8 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
             yield Plan(tokens, channels, depth, 0, warps, stages)
             splits = num_programs * chip.num_sms // tiles
             has_work = K // depth >= 2 * splits
-            if not problem.is_gated and 1 < splits <= MOST_PARTS and has_work:
+            is_small = tokens < min(M, 64)
+            if not problem.is_gated and not is_small and 1 < splits <= MOST_PARTS and has_work:
                 yield Plan(tokens, channels, depth, splits, warps, stages)
 
 
@@ -132,23 +136,33 @@ def best_of(times: Times) -> Choice:
 
 
 def with_prefetch(times: Times) -> list[Plan]:
-    """The best plan of ours with weights prefetched."""
-    own = [plan for plan in times if plan is not None]
-    best = min(own, key=times.__getitem__, default=None)
-    return [dataclasses.replace(best, prefetch=n) for n in PREFETCHES] if best else []
+    """The best plan of ours, and the best that does not cut K, with weights prefetched."""
+    own = {plan: us for plan, us in times.items() if plan is not None}
+    best = [best_of(plans) for plans in (own, whole_of(times)) if plans]
+    return [
+        dataclasses.replace(p, prefetch=n) for p in dict.fromkeys(best) if p for n in PREFETCHES
+    ]
+
+
+def whole_of(times: Times) -> Times:
+    """The plans that do not cut K."""
+    return {plan: us for plan, us in times.items() if plan is not None and not plan.splits}
 
 
 def measure(setup: GemmRun, choices: Sequence[Choice]) -> Times:
-    """Check all plans and time those that fit the chip."""
+    """Check all plans and time those that fit the chip, unless another one is much faster.
+
+    Plans that cut K do not compete with those that do not, nor with the library.
+    """
     times: dict[Choice, float] = {}
-    shortest = math.inf
+    shortest: dict[bool | None, float] = defaultdict(lambda: math.inf)
     for choice in [choice for choice in choices if setup.check(choice)]:
         replay = setup.clock(choice)
-        first = replay()
+        first, group = replay(), None if choice is None else choice.splits > 0
         # Compare first replays with each other: they also upload the graph.
-        if first > HOPELESS * shortest:
+        if first > HOPELESS * shortest[group]:
             continue
-        shortest = min(shortest, first)
+        shortest[group] = min(shortest[group], first)
         times[choice] = statistics.median(replay() for _ in range(REPEATS))
     return times
 

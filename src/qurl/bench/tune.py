@@ -39,8 +39,8 @@ from qurl.run.machine import describe_machine
 
 KINDS = ("int8", "fp8", "nvfp4", "bf16")
 MOST_COMPILERS = 12
-HEAD = "kind  role          N       K      M       us  library  plan"
-ROW = "{kind:5} {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {plan}"
+HEAD = "kind  role          N       K      M       us  library    uncut  plan"
+ROW = "{kind:5} {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {uncut:>7}  {plan}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Tuning:
         """
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}
-        whole: Times = {p: us for p, us in times.items() if p is not None and not p.splits}
+        whole = products.whole_of(times)
         if whole and problem.kind == "fp8":
             renamed = dataclasses.replace(problem, kind=whole_kind(problem.kind))
             plans[renamed.table_key] = products.best_of(whole)
@@ -167,10 +167,11 @@ def measure_group(session: Tuning, problems: Sequence[Gemm]) -> None:
         if ahead[problem]:
             times = {**times, **session.measure(problem, ahead[problem])}
             session.save(problem, times)
-        best, library = products.best_of(times), times.get(None)
+        best, library, whole = products.best_of(times), times.get(None), products.whole_of(times)
         figures = {
             "us": times[best],
             "library": "-" if library is None else f"{library:.1f}",
+            "uncut": f"{min(whole.values()):.1f}" if whole else "-",
             "plan": "library" if best is None else " ".join(map(str, asdict(best).values())),
         }
         print(ROW.format(**asdict(problem), **figures), flush=True)

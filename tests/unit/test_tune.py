@@ -76,10 +76,22 @@ def test_unified_flows_take_plans_of_their_own_that_cut_no_sum(cache):
     assert Plans(target).choose("fp8", 5000, 640, 384) is None
     unified = Plans(target, unified=True)
     assert unified.choose("fp8", 5000, 640, 384) == own
-    assert unified.choose("fp8", 16, 640, 384) == dataclasses.replace(own, tokens=16)
-    assert unified.choose("fp8", 16, 640, 512) == dataclasses.replace(cut, splits=0)
     assert unified.choose("int8", 16, 640, 512) == cut
-    assert unified.choose("fp8", 16, 999, 512).splits == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "tile"),
+    [(16, 640, 16), (64, 1536, 32), (256, 1536, 32), (256, 2560, 64), (256, 17920, 128)],
+)
+def test_uncut_plans_have_a_tile_for_every_multiprocessor(cache, tokens, channels, tile):
+    """As far as tiles of 32 tokens do. A plan that was measured for more tokens has too few."""
+    target = Target("NVIDIA H200", (9, 0), 132)
+    large = {("fp8-unified", channels, 384, 8192): products.Plan(256, 128, 128, 0, 8, 3)}
+    path = user_table(target.name)
+    path.parent.mkdir(parents=True)
+    path.write_text(write_table(large, {}))
+    plan = Plans(target, unified=True).choose("fp8", tokens, channels, 384)
+    assert (plan.tokens, plan.channels, plan.splits) == (tile, 64, 0)
 
 
 def test_the_cache_of_a_user_who_names_none(monkeypatch):
@@ -273,6 +285,20 @@ def test_hopeless_plans_are_not_timed_further():
     assert found == {first: 10.0, close: 14.0, best: 8.0}
     assert products.best_of(found) == best
     assert setup.replays == [*[first] * 4, *[close] * 4, hopeless, *[best] * 4]
+
+
+def test_plans_that_do_not_cut_a_sum_compete_with_each_other_only():
+    library, cut, slow, slower = None, *(products.Plan(16, 64, 64, n, 4, n) for n in (2, 0, 0))
+    slower = dataclasses.replace(slower, stages=3)
+    found = products.measure(
+        setup := ScriptedSetup({library: 4.0, cut: 8.0, slow: 16.0, slower: 32.0}),
+        [library, cut, slow, slower],
+    )
+    assert found == {library: 4.0, cut: 8.0, slow: 16.0}
+    assert setup.replays[-1] == slower
+    assert products.whole_of(found) == {slow: 16.0}
+    ahead = {dataclasses.replace(plan, prefetch=0) for plan in products.with_prefetch(found)}
+    assert ahead == {cut, slow}
 
 
 def test_the_best_plan_of_ours_is_tried_with_prefetch():

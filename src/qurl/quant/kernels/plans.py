@@ -82,10 +82,9 @@ class Plans:
 
     def _choose_whole(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
         """A plan that adds up a sum in one part: another number of parts has other bits."""
-        keys = [self._nearest(k, tokens, channels, depth) for k in (whole_kind(kind), kind)]
-        known = [plan for key in keys if key and (plan := self.table[key])]
-        plan = (known or [rule_of_thumb(kind, tokens, channels, depth, self.target.num_sms)])[0]
-        return dataclasses.replace(plan, tokens=min(tokens, plan.tokens), splits=0)
+        # Not that of more tokens, whose large tiles would be too few.
+        plan = self.table.get((whole_kind(kind), channels, depth, tokens))
+        return plan or rule_of_small_tiles(tokens, channels, self.target.num_sms)
 
     def _choose_fixed(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
         """The order of a floating-point sum is the cut of K: it must not follow the batch."""
@@ -120,6 +119,16 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
         splits=splits if splits > 1 else 0,
         warps=8 if is_large else 4,
         stages=3 if is_large else 4,
+    )
+
+
+def rule_of_small_tiles(tokens: int, channels: int, num_sms: int) -> Plan:
+    """A plan that does not cut K: tiles so small that there is one for every multiprocessor."""
+    size = min(tokens, 128)
+    while size > 32 and -(-tokens // size) * -(-channels // 64) < num_sms:
+        size //= 2
+    return Plan(
+        tokens=size, channels=64, depth=BLOCK, splits=0, warps=4, stages=4 if size > 32 else 6
     )
 
 

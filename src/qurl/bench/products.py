@@ -137,7 +137,7 @@ def best_of(times: Times) -> Choice:
 
 def with_prefetch(times: Times) -> list[Plan]:
     """The best plan of ours, and the best that does not cut K, with weights prefetched."""
-    own = {plan: us for plan, us in times.items() if plan is not None}
+    own: Times = {plan: us for plan, us in times.items() if plan is not None}
     best = [best_of(plans) for plans in (own, whole_of(times)) if plans]
     return [
         dataclasses.replace(p, prefetch=n) for p in dict.fromkeys(best) if p for n in PREFETCHES

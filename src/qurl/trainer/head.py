@@ -193,9 +193,10 @@ def _gradients_again(
 
 
 def _gradients_kept(
-    ctx: Any, grad_logp: Tensor, _: Tensor
+    ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of states, weight and bias from g [N, V]."""
+    """Gradients of states, weight and bias from g [N, V]; entropies have none."""
+    del grad_entropy
     x, weight, bias, *_, g = ctx.saved_tensors
     dtype, slope = ctx.scoring.compute_dtype, grad_logp[:, None]
     d_states = d_weight = d_bias = None

@@ -1,17 +1,21 @@
-"""What drafts from the last epoch's answers save on a toy task, on a CPU.
+"""What drafts from the last epoch's answers save, on a toy task or on GSM8K.
 
     python -m benchmarks.histospec
+    python -m benchmarks.histospec --model FOLDER --data gsm8k_train.jsonl --epochs 3
 
-Running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded by the share of right sums: a pool of
-128 problems, 32 x 8 completions a step, a tiny model in INT8 at temperature 1, one thread. Every
-arm starts from the same warm-started model and samples the same tokens, which is checked. The
-learning rate is that of the demo, so the policy moves between two epochs. Seconds of a CPU say
-little about a GPU. Writes benchmarks/results/histospec.json.
+Without a model: running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded by the share of
+right sums, 32 x 8 completions a step of a tiny model in INT8 at temperature 1, on one thread of a
+CPU, whose seconds say little about a GPU. The learning rate is that of the demo, so the policy
+moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 8 x 8 and 32 x 8
+completions a step. Both ask 128 problems again and again. Every arm starts from the same weights;
+on a CPU all sample the same tokens, which is checked. Writes benchmarks/results/histospec.json or
+histospec_gsm8k.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from datetime import UTC, datetime
@@ -22,17 +26,19 @@ from statistics import fmean
 import torch
 
 from qurl.config import load_config
+from qurl.ops.device import pick_device
 from qurl.run.assembly import initial_model, load_split
 from qurl.run.directory import read_jsonl
 from qurl.run.machine import describe_machine
+from qurl.tasks.files import read_columns
 from qurl.tasks.generated import Draft
 from qurl.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
-RESULT = ROOT / "benchmarks" / "results" / "histospec.json"
+GSM8K = ROOT / "recipes" / "gsm8k-histospec.toml"
+RESULTS = ROOT / "benchmarks" / "results"
 NUM_PROBLEMS, NUM_ASKED = 128, 32
-STEPS_PER_EPOCH = NUM_PROBLEMS // NUM_ASKED
 
 SHARED = {
     "task.difficulty": 8,
@@ -50,6 +56,23 @@ SHARED = {
     "device": "cpu",
 }
 DRAFTS = {"rollout.drafts": "histospec"}
+OFF = {"rollout.drafts": "off"}
+GSM8K_SHARED: dict[str, object] = {
+    "eval.every": 0,
+    "save.every": 0,
+    "save.keep": 0,
+    "track.samples": 64,
+    "quant.track_rows": 0,
+}
+GSM8K_ARMS: dict[str, dict[str, object]] = {
+    f"{arm}, {asked} x 8": {"batch.problems": asked, **flags}
+    for asked in (8, 32)
+    for arm, flags in {
+        "off": OFF,
+        "192 tokens a step": DRAFTS,
+        "1024 tokens a step": {**DRAFTS, "systems.histospec.step_tokens": 1024},
+    }.items()
+}
 ARMS: dict[str, dict[str, object]] = {
     "off": {},
     "192 tokens a step": DRAFTS,
@@ -99,49 +122,68 @@ def to_words(flags: dict[str, object]) -> list[str]:
     return [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
 
 
-def run_arm(folder: Path, arm: str, shared: dict[str, object], steps: int) -> Path:
+def prepare_gsm8k(folder: Path, args: argparse.Namespace) -> dict[str, object]:
+    """The first problems of the file."""
+    path = folder / "train.jsonl"
+    with path.open("w") as file:
+        for _, row in itertools.islice(read_columns(args.data), NUM_PROBLEMS):
+            file.write(json.dumps(row) + "\n")
+    return {"model.path": args.model, "task.path": path, "task.eval_path": path}
+
+
+def run_arm(folder: Path, arm: str, flags: dict[str, object], recipe: Path, epochs: int) -> Path:
     """Train one arm, and return its run directory."""
-    kept = {k: v for k, v in SHARED.items() if not k.startswith("model.scratch")}
-    del kept["task.difficulty"]
-    flags = kept | shared | ARMS[arm] | {"steps": steps, "run_dir": folder / arm.replace(" ", "-")}
-    return train(load_config(RECIPE, to_words(flags)))
+    name = arm.replace(" ", "-").replace(",", "")
+    steps = epochs * NUM_PROBLEMS // int(str(flags["batch.problems"]))
+    return train(load_config(recipe, to_words(flags | {"steps": steps, "run_dir": folder / name})))
 
 
-def by_epoch(run: Path) -> list[dict[str, float]]:
+def by_epoch(run: Path, epochs: int) -> list[dict[str, float]]:
     """Means over the steps of each epoch."""
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if row["step"] >= 0]
-    epochs = []
-    for first in range(0, len(rows), STEPS_PER_EPOCH):
-        part = rows[first : first + STEPS_PER_EPOCH]
-        names = (*KEPT, "reward/accuracy", "response_length/mean", "timing_s/rollout")
-        epochs.append({n: fmean(r[n] for r in part) for n in names if n in part[0]})
-    return epochs
+    names = (*KEPT, "reward/accuracy", "response_length/mean", "timing_s/rollout")
+    num_steps = len(rows) // epochs
+    parts = [rows[first : first + num_steps] for first in range(0, len(rows), num_steps)]
+    return [{n: fmean(r[n] for r in part) for n in names if n in part[0]} for part in parts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--model", type=Path, help="folder; with --data, GSM8K instead of the toy")
+    parser.add_argument("--data", type=Path, help="problems of GSM8K")
+    parser.add_argument("--arms", help="a|b: only these")
     args = parser.parse_args()
+    is_toy = args.model is None
+    recipe, arms = (RECIPE, ARMS) if is_toy else (GSM8K, GSM8K_ARMS)
+    names = args.arms.split("|") if args.arms else list(arms)
     results, samples = {}, {}
     with tempfile.TemporaryDirectory() as name:
-        shared = prepare(Path(name))
-        for arm in ARMS:
-            run = run_arm(Path(name), arm, shared, args.epochs * STEPS_PER_EPOCH)
-            results[arm] = by_epoch(run)
+        folder = Path(name)
+        if is_toy:
+            kept = {k: v for k, v in SHARED.items() if not k.startswith("model.scratch")}
+            del kept["task.difficulty"]
+            shared = kept | prepare(folder)
+        else:
+            shared = GSM8K_SHARED | prepare_gsm8k(folder, args)
+        for arm in names:
+            run = run_arm(folder, arm, shared | arms[arm], recipe, args.epochs)
+            results[arm] = by_epoch(run, args.epochs)
             samples[arm] = (run / "samples.jsonl").read_text()
-    for arm, epochs in results.items():
-        print(arm)
-        for epoch, row in enumerate(epochs):
-            print(f"  epoch {epoch}:", ", ".join(f"{k} {v:.3f}" for k, v in row.items()))
+            print(arm)
+            for epoch, row in enumerate(results[arm]):
+                line = ", ".join(f"{k} {v:.3f}" for k, v in row.items())
+                print(f"  epoch {epoch}: {line}", flush=True)
     result = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": describe_machine(torch.device("cpu")),
-        "settings": {k: str(v) for k, v in SHARED.items()},
-        "flags": {arm: {k: str(v) for k, v in flags.items()} for arm, flags in ARMS.items()},
+        "machine": describe_machine(pick_device("cpu" if is_toy else "auto")),
+        "settings": {k: str(v) for k, v in (SHARED if is_toy else GSM8K_SHARED).items()},
+        "flags": {arm: {k: str(v) for k, v in arms[arm].items()} for arm in names},
         "same_samples": len(set(samples.values())) == 1,
         "epochs": results,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    path = RESULTS / ("histospec.json" if is_toy else "histospec_gsm8k.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"all arms sampled the same: {result['same_samples']}")
 
 

@@ -32,6 +32,7 @@ from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run
 from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
+from qurl.run.machine import settled_heap
 from qurl.run.monitor import FALLEN_BACK, Monitor
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
@@ -74,8 +75,8 @@ def train(
         config, objective, advantage, engine, task, reward, select, episode, *parts_of_sampling
     )
     config = choices.record_in(config)
-    opened = Run.open(config, trackers=trackers)
-    with opened as run, assemble(config, run, choices) as parts, Interrupt() as interrupt:
+    opened, settled = Run.open(config, trackers=trackers), settled_heap()
+    with opened as run, assemble(config, run, choices) as parts, settled, Interrupt() as interrupt:
         monitor = Monitor(config, parts, run)
         run.timer.lap()  # what came before belongs to no step
         if parts.first_step == 0 and config.eval.every:

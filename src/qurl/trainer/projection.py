@@ -134,12 +134,11 @@ class Projection:
                 a, b = (factor.detach().to(dy.dtype) for factor in (adapter.A, adapter.B))
                 dx.addmm_(torch.mm(part, b), a, alpha=adapter.scale)
             return dx
-        weight = self.codes()
+        weight, scale = self._transposed()
         coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
         parts = len(self.sizes) if self.alternates else 1
-        largest = weight.format.act_max
-        code_gradient(dy, self._foldable_scale(), coded.codes, coded.scale, largest, parts)
-        return self._multiply_transposed(coded, weight, dy.dtype)
+        code_gradient(dy, scale, coded.codes, coded.scale, weight.format.act_max, parts)
+        return _fast_product(coded, weight, dy.dtype)
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
@@ -234,15 +233,20 @@ class Projection:
         """W in codes."""
         return self._copy("codes", self._quantize)
 
-    def _foldable_scale(self) -> Tensor:
-        """Scales [N, 1] of W; 0 for channels of zeros, whose scale of 1 would dwarf the others."""
+    def _transposed(self) -> tuple[Quantized, Tensor]:
+        """The codes of W as [K, N], which matrix units want for dx, and the scales [N, 1] of W.
+
+        Scales are 0 for channels of zeros: theirs is 1, which would dwarf the others.
+        """
         weight = self.codes()
 
-        def make() -> Tensor:
-            is_zero = (weight.codes.view(torch.uint8) & 0x7F).amax(1, keepdim=True) == 0
-            return weight.scale.masked_fill(is_zero, 0.0)
+        def make() -> tuple[Quantized, Tensor]:
+            codes = weight.codes.new_empty(*reversed(weight.codes.shape))
+            is_used = transpose_codes(weight.codes, codes)
+            ones = weight.scale.new_ones(len(codes), 1)
+            return Quantized(codes, ones, weight.format), weight.scale * is_used[:, None]
 
-        return self._copy("foldable", make)
+        return self._copy("transposed", make)
 
     def _quantize(self) -> Quantized:
         assert self.format is not None
@@ -268,15 +272,6 @@ class Projection:
             return slice(index, None, len(self.sizes))
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
-
-    def _multiply_transposed(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        """x W of codes, whose matrix unit wants W transposed."""
-
-        def transpose() -> Quantized:
-            codes = weight.codes.T.contiguous()  # [K, N]
-            return Quantized(codes, weight.scale.new_ones(len(codes), 1), weight.format)
-
-        return _fast_product(x, self._copy("transposed", transpose), dtype)
 
 
 def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:

@@ -7,6 +7,7 @@ longer: whole runs, kills, torchrun, and three ranks.
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
+from qurl.advantages import ESTIMATORS, critic_advantages
 from qurl.config import build_config
 from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from qurl.objectives import ADVANTAGES, with_facts
+from qurl.ops.shelf import shelve
 from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
@@ -103,7 +107,7 @@ def graded_of(batch):
         completion = Completion(
             token_ids=token_ids,
             logprobs=batch.logp_behav[row, 1:length].tolist(),
-            text="some text",
+            text=f"text {row}",
             finish="stop",
             trained=batch.mask[row, 1:length].bool().tolist(),
         )
@@ -330,6 +334,86 @@ def test_a_share_knows_its_places():
     share = Share(torch.tensor([1, 4, 5]), 6)
     assert share.of(torch.tensor([5, 0, 1])).tolist() == [2, 0]
     assert share.of(torch.tensor([0, 2])).tolist() == []
+
+
+def shelve_here(post, rollouts):
+    """Each rank puts every other rollout on its own shelf, as if it had sampled it."""
+    own = rollouts[post.ranks.rank :: post.ranks.size]
+    shelved = [shelve(rollout, [post.held["shelf"].address]) for rollout in own]
+    return [rollout for share in post.gather(shelved) for rollout in share]
+
+
+def count_shelved(post):
+    return post.ranks.total(len(post.held["shelf"]))
+
+
+def test_tokens_go_to_their_rank_and_not_through_the_driver(workers):
+    """The driver deals rows by number; ranks hold the batch of one device, and then drop it."""
+    case = "dapo, checkpointed"
+    group, alone = LearnerGroup(workers, functools.partial(make, case)), make(case)
+    batch = random_batch(tiny_policy(), rows=8, longest=60)
+    graded, rows = graded_of(batch), torch.tensor([4, 2, 2, 7, 0, 1])
+    rollouts = workers.run(shelve_here, [g.rollout for g in graded])
+    by_id = {r.completions[0].text: group.shelves.adopt(r) for r in rollouts}
+    away = [replace(g, rollout=by_id[g.rollout.completions[0].text]) for g in graded]
+    assert workers.run(count_shelved) == 8
+    group.traffic.take()
+    found, expected = (x.deal(g, rows, 2, 0) for x, g in ((group, away), (alone, graded)))
+    num_tokens = sum(len(g.rollout.completions[0].token_ids) for g in graded)
+    assert group.traffic.take() < 600 * len(rows), "no token is in it"
+    whole = group.whole(found)
+    for name in ("token_ids", "mask", "logp_behav", "rewards", "group", "lengths"):
+        assert torch.equal(getattr(whole, name), getattr(expected, name)), name
+    assert (whole.bundle, whole.problem_ids) == (2, expected.problem_ids)
+    assert group.traffic.take() > 16 * num_tokens / 2, "now they came here, from the other rank"
+    assert torch.equal(group.fetch(found, torch.tensor([5, 1])).lengths, expected.lengths[[5, 1]])
+    del rollouts, by_id, away
+    group.deal(graded, rows, 2, 1)
+    assert workers.run(count_shelved) == 0
+
+
+def pairs_of(batch):
+    """Groups of two rows, which may go to different ranks."""
+    groups, graded = [], graded_of(batch)
+    for first, last in zip(graded[::2], graded[1::2], strict=True):
+        completions = [*first.rollout.completions, *last.rollout.completions]
+        rollout = replace(first.rollout, completions=completions)
+        rewards, details = [*first.rewards, *last.rewards], [*first.details, *last.details]
+        groups.append(Graded(rollout, rewards, details))
+    return groups
+
+
+def odd_advantage(batch):
+    """Reads the whole batch: more for tokens of longer sequences than the mean."""
+    return (batch.lengths - batch.lengths.float().mean())[:, None] * batch.mask
+
+
+@pytest.mark.parametrize("is_whitened", [False, True])
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        ESTIMATORS["grpo"],
+        with_facts(ADVANTAGES["gae"])(functools.partial(critic_advantages, lam=0.9)),
+        odd_advantage,
+    ],
+    ids=["outcomes", "rows", "batch"],
+)
+def test_advantages_on_ranks_are_those_of_one(workers, estimate, is_whitened):
+    make_one = functools.partial(make_whitened, is_whitened)
+    batch, found = random_batch(tiny_policy(), rows=8), []
+    for learner in (make_one(), LearnerGroup(workers, make_one)):
+        sampled = learner.deal(pairs_of(batch), torch.arange(8), 1, 0)
+        scored = learner.recompute(sampled, 0)
+        trainable = learner.whole(learner.compare(learner.correct(scored), estimate))
+        found.append((trainable.advantages, trainable.returns))
+    assert found[0][0].std() > 0.1
+    torch.testing.assert_close(found[0], found[1], atol=CLOSE, rtol=0)
+
+
+def make_whitened(is_whitened):
+    critic = {"name": "ppo", "advantage": "gae", "whiten": is_whitened}
+    config = build_config({"algo": critic, "batch": {"problems": 4, "minibatches": 2}})
+    return build_learner(config, tiny_policy())
 
 
 def test_a_group_of_one_exchanges_nothing():

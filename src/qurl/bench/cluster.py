@@ -105,11 +105,6 @@ def broadcast_seconds(num_bytes: float, receivers: int, rate: float) -> float:
     return num_bytes / rate + num_buckets * receivers * HOP_SECONDS
 
 
-def tree_seconds(num_bytes: float, receivers: int, rate: float) -> float:
-    """Gloo's binomial tree, without buckets: t = ceil(log2(receivers + 1)) B / rate."""
-    return math.ceil(math.log2(receivers + 1)) * num_bytes / rate
-
-
 def shipment_bytes(size: ModelSize, format: str) -> float:
     """What engines elsewhere receive: codes with an FP32 scale per row, the embedding in FP32, all
     else in BF16.

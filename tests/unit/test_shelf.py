@@ -6,9 +6,9 @@ import pytest
 import torch
 from models import group
 
-from qurl.errors import EngineError
+from qurl.errors import EngineError, RankLost
 from qurl.ops import shelf
-from qurl.ops.shelf import TOKEN_BYTES, Address, Shelf, Shelves, Traffic, shelve, slip_of
+from qurl.ops.shelf import TOKEN_BYTES, Address, Shelf, Shelves, Slip, Traffic, shelve, slip_of
 from qurl.sampling.history import History
 from qurl.sampling.packed import pack, unpack
 from qurl.trainer.batches import pad
@@ -100,6 +100,8 @@ def test_the_next_shelf_takes_what_a_dead_one_does_not(graded, shelf_of_rank_0, 
     assert {slip_of(c).address for c in found.completions} == {shelf_of_rank_0.address}
     with pytest.raises(EngineError, match=r"none answers at 127\.0\.0\.1:1 of rank 1"):
         shelve(graded.rollout, [NOWHERE])
+    with pytest.raises(RankLost, match=r"cannot be had from trainer rank 1 at 127\.0\.0\.1:1"):
+        Slip(NOWHERE, "key", 1).read()
 
 
 def test_a_completion_that_is_too_long_is_named(graded, shelf_of_rank_0, monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any, overload
 import numpy as np
 import torch.distributed as dist
 
-from qurl.errors import EngineError
+from qurl.errors import EngineError, RankLost
 from qurl.types import Completion, Rollout
 
 FIELDS = {
@@ -106,7 +106,13 @@ class Slip:
     def read(self) -> dict[str, list[Any]]:
         """The numbers by the name of their field; they are fetched once."""
         if self._numbers is None:
-            data = _connect(self.address).get(self.key)
+            try:
+                data = _connect(self.address).get(self.key)
+            except dist.DistError as error:
+                raise RankLost(
+                    f"the tokens of a rollout cannot be had from trainer rank {self.address.rank} "
+                    f"at {self.address.host}:{self.address.port}: {error}"
+                ) from error
             if self.traffic is not None:
                 self.traffic.num_bytes += len(data)
             self._numbers = decode(data, self.count)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qurl.advantages import Estimator, known_advantages
-from qurl.errors import QurlError, TrainingError
+from qurl.errors import QurlError
 from qurl.trainer.batches import Row, Share, pad_rows
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.processes import Post, Workers
@@ -55,7 +55,7 @@ def deal_rows(
 def _take_rows(post: Post, num_rows: int, bundle: int) -> None:
     numbers, rows, dropped = post.scatter("dealt")
     device = post.held["learner"].policy.device
-    with post.ranks.agreeing(TrainingError, RuntimeError):
+    with post.ranks.agreeing(QurlError):
         batch = pad_rows(rows).replace(bundle=bundle).to(device)
     post.held["shelf"].drop(dropped)
     post.held["share"] = Share(torch.tensor(numbers, dtype=torch.int64), num_rows)

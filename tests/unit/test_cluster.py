@@ -76,10 +76,10 @@ def test_the_driver_by_hand():
     seconds, received, sent = cluster.driver_seconds(*work, 8, is_shelved=True)
     assert (received, sent) == (1700 + 4000, 2000 + 2000)
     shelves = 13 * 1000 / 8 * (1 / 115e6 + 1 / 180e6)
-    assert seconds == pytest.approx(10 * 10e-6 + shelves + 9700 / 1.25e9)
+    assert seconds == pytest.approx(10 * 20e-6 + shelves + 9700 / 1.25e9)
     seconds, received, sent = cluster.driver_seconds(*work, 8, is_shelved=False)
     assert (received, sent) == (5700 + 16_000, 4000 + 16_000)
-    assert seconds == pytest.approx(10 * 10e-6 + 1000 * 0.1e-6 + 41_700 / 1.25e9)
+    assert seconds == pytest.approx(10 * 20e-6 + 1000 * 0.1e-6 + 41_700 / 1.25e9)
     assert cluster.driver_seconds(*work, 1, is_shelved=False)[1:] == (21_700, 0)
 
 

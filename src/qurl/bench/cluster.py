@@ -29,7 +29,7 @@ GATHERS_PER_LAYER = 16
 """Of a sync: codes and scales of seven projections, and two norms."""
 CONTROL_RATE = 1.25e9
 VERIFY_SECONDS = 0.12
-OUTLINE_BYTES, OUTLINE_SECONDS, ROW_BYTES = 170, 10e-6, 200
+OUTLINE_BYTES, OUTLINE_SECONDS, ROW_BYTES = 170, 20e-6, 200
 """Of a completion without its tokens, to the driver and back to a trainer."""
 SHELF_PUT, SHELF_GET = 115e6, 180e6
 """Bytes per second of one trainer's shelf."""

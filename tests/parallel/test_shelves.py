@@ -19,7 +19,6 @@ from test_learning import TOY, gain
 
 TOGETHER = {"parallel.trainers": 2}
 APART = {"parallel.trainers": 2, "parallel.engines": 2}
-PLACES = pytest.mark.parametrize("place", [TOGETHER, APART], ids=["together", "apart"])
 READERS = {
     "sampling.replay": "recent",
     "sampling.thermostat": "e3",
@@ -53,15 +52,16 @@ def samples(run_dir):
     return [[row[name] for name in names] for row in read_jsonl(run_dir / "samples.jsonl")]
 
 
-@PLACES
+@pytest.mark.parametrize("place", [TOGETHER, APART], ids=["together", "apart"])
 def test_one_step_ahead(ahead, place, tmp_path):
     run(words(tmp_path, **place))
     assert_same_run(tmp_path, ahead)
     assert samples(tmp_path) == samples(ahead)
 
 
-@PLACES
-@pytest.mark.parametrize("victim", ["driver", "rank 1"])
+@pytest.mark.parametrize(
+    ("place", "victim"), [(TOGETHER, "driver"), (APART, "rank 1")], ids=["driver", "rank 1"]
+)
 def test_killed_one_step_ahead(ahead, place, victim, tmp_path):
     """The rollouts of the next step are in the checkpoint; those on shelves are gone."""
     flags = words(tmp_path, **place)

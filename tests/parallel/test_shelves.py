@@ -5,17 +5,12 @@ make test-parallel
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
+from test_learning import TOY, gain
 from test_runs import TINY, assert_same_run, find_rank_1, finish, run, start, wait_for_rows
 
 from qurl.run.directory import read_jsonl
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))
-
-from test_learning import TOY, gain
 
 TOGETHER = {"parallel.trainers": 2}
 APART = {"parallel.trainers": 2, "parallel.engines": 2}

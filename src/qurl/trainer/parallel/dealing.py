@@ -107,9 +107,9 @@ def describe(post: Post, stage: type[Trainable]) -> dict[str, float]:
 def fetch(post: Post, stage: type[Batch], rows: Tensor) -> Batch | None:
     """The given rows of all ranks, on the leader."""
     share: Share = post.held["share"]
-    own = share.of(rows)
-    batch = post.held["stages"][stage].to("cpu").select(own)
-    gathered = post.gather((share.rows[own], batch))
+    own, batch = share.of(rows), post.held["stages"][stage]
+    found = batch.select(own.to(batch.mask.device)).to("cpu")
+    gathered = post.gather((share.rows[own], found))
     return _join(gathered, rows) if gathered else None
 
 

@@ -4,7 +4,8 @@
 
     broadcast   weights as INT8 codes and as BF16, to one to four receivers
     FSDP2       what a rank receives for one micro-batch: two gathers and one reduction
-    records     rollouts on their way to the driver, batches on their way to the trainers
+    records     rollouts on their way to the driver, with their tokens and without, rows on their
+                way to the trainers, and tokens on shelves
 
 Bytes are those of any machine. Seconds are those of this one, whose processes share its cores: they
 say how a broadcast grows with receivers, and nothing about the network of a cluster.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ import torch.distributed as dist
 from qurl.bench.cluster import ring_bytes
 from qurl.bench.record import Record
 from qurl.bench.shapes import SHAPES, build_model
-from qurl.trainer.batches import pad
+from qurl.ops.shelf import TOKEN_BYTES, Shelf, Slip, shelve, slip_of
+from qurl.trainer.batches import rows_of
 from qurl.trainer.parallel.processes import Post, lead
 from qurl.trainer.parallel.sharding import shard_model_
-from qurl.types import Completion, Graded, Problem, Rollout, Trainable
+from qurl.types import Completion, Graded, Problem, Rollout
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
@@ -114,52 +116,70 @@ def measure_sharding(record: Record) -> None:
     record.add("fsdp2 tiny 2 ranks", figures={"parameters": num_parameters, "received": received})
 
 
-def make_graded(num_tokens: int, prompt_tokens: int, group_size: int, num_problems: int) -> list:
-    """Rollouts of random tokens, as engines return them."""
-    generator = torch.Generator().manual_seed(0)
-    graded = []
-    for number in range(num_problems):
-        ids = torch.randint(150_000, (group_size, num_tokens), generator=generator).tolist()
-        logps = (-torch.rand(group_size, num_tokens, generator=generator)).tolist()
+NUM_TOKENS, PROMPT_TOKENS, GROUP_SIZE, NUM_PROBLEMS = 1000, 24, 8, 8
+"""Of the rollouts that are sent."""
+
+
+def make_rollouts() -> list[Rollout]:
+    """Rollouts of random tokens, as engines sample them."""
+    draw, rollouts = torch.Generator().manual_seed(0), []
+    for number in range(NUM_PROBLEMS):
+        ids = torch.randint(150_000, (GROUP_SIZE, NUM_TOKENS), generator=draw).tolist()
+        logps = (-torch.rand(GROUP_SIZE, NUM_TOKENS, generator=draw)).tolist()
         completions = [
-            Completion(tuple(t), tuple(p), "x" * 4 * num_tokens, "stop")
-            for t, p in zip(ids, logps, strict=True)
+            Completion(tuple(t), tuple(p), "", "stop") for t, p in zip(ids, logps, strict=True)
         ]
-        problem = Problem(f"problem-{number}", tuple(range(prompt_tokens)))
-        rollout = Rollout(problem, completions, version=0, temperature=1.0)
-        graded.append(Graded(rollout, [0.0] * group_size, [{"accuracy": 0.0}] * group_size))
-    return graded
+        problem = Problem(f"problem-{number}", tuple(range(PROMPT_TOKENS)))
+        rollouts.append(Rollout(problem, completions, version=0, temperature=1.0))
+    return rollouts
 
 
 def measure_records(record: Record) -> None:
-    """What the driver gets and sends per token."""
-    graded = make_graded(num_tokens=1000, prompt_tokens=24, group_size=8, num_problems=8)
-    num_tokens = 8 * 8 * 1000
-    seconds = []
+    """What the driver gets and sends, and what shelves take, per completion and per token."""
+    rollouts, shelf = make_rollouts(), Shelf(0)
+    seconds: dict[str, list[float]] = {"put": [], "get": [], "outline": [], "whole": []}
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        message = pickle.dumps([g.rollout for g in graded])
-        pickle.loads(message)
-        seconds.append(time.perf_counter() - start)
-    batch = pad(graded)
-    padded = batch.token_ids.numel()
-    added = {name: torch.zeros_like(batch.mask) for name in PER_TOKEN}
-    rows = torch.ones(len(batch), dtype=torch.bool)
-    trainable = batch.into(Trainable, has_prox=rows, **added)
+        away = _timed(seconds["put"], _put, rollouts, shelf)
+        sent = _timed(seconds["outline"], _copy, away)
+        slips = [slip for r in sent for c in r.completions if (slip := slip_of(c))]
+        _timed(seconds["get"], _get, slips)
+        _timed(seconds["whole"], _copy, rollouts)
+        shelf.drop([slip.key for slip in slips])
+    details = [{"accuracy": 0.0}] * GROUP_SIZE
+    rows = rows_of([Graded(rollout, [0.0] * GROUP_SIZE, details) for rollout in sent])
+    num_rows = GROUP_SIZE * NUM_PROBLEMS
+    num_bytes = num_rows * NUM_TOKENS * TOKEN_BYTES
     figures = {
-        "rollout_bytes_per_token": len(message) / num_tokens,
-        "rollout_us_per_token": 1e6 * min(seconds) / num_tokens,
-        "batch_bytes_per_padded_token": len(pickle.dumps(batch)) / padded,
-        "trainable_bytes_per_padded_token": len(pickle.dumps(trainable)) / padded,
+        "outline_bytes_per_completion": len(pickle.dumps(sent)) / num_rows,
+        "outline_us_per_completion": 1e6 * min(seconds["outline"]) / num_rows,
+        "row_bytes_per_completion": len(pickle.dumps(rows)) / num_rows,
+        "shelf_put_mb_per_s": num_bytes / min(seconds["put"]) / 1e6,
+        "shelf_get_mb_per_s": num_bytes / min(seconds["get"]) / 1e6,
+        "rollout_bytes_per_token": len(pickle.dumps(rollouts)) / num_rows / NUM_TOKENS,
+        "rollout_us_per_token": 1e6 * min(seconds["whole"]) / num_rows / NUM_TOKENS,
     }
     for name, number in figures.items():
         print(f"{name:40}{number:8.3f}", flush=True)
     record.add("records", figures=figures)
 
 
-PER_TOKEN = (
-    *("logp_prox", "logp_ref", "values", "entropy", "weight", "shrink", "advantages", "returns"),
-)
+def _timed(seconds: list[float], function: Callable[..., Any], *arguments: Any) -> Any:
+    start = time.perf_counter()
+    found = function(*arguments)
+    seconds.append(time.perf_counter() - start)
+    return found
+
+
+def _put(rollouts: Sequence[Rollout], shelf: Shelf) -> list[Rollout]:
+    return [shelve(rollout, [shelf.address]) for rollout in rollouts]
+
+
+def _get(slips: Sequence[Slip]) -> list[Any]:
+    return [slip.read() for slip in slips]
+
+
+def _copy(rollouts: Sequence[Rollout]) -> Any:
+    return pickle.loads(pickle.dumps(rollouts))
 
 
 def main() -> None:

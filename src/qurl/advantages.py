@@ -5,13 +5,15 @@ Shapes: B sequences, T positions, G completions of one problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from qurl.objectives import ADVANTAGES, with_facts
-from qurl.types import Corrected, Scored, Trainable
+from qurl.objectives import ADVANTAGES, Advantage, with_facts
+from qurl.ops.pooling import Pool, alone, spreads
+from qurl.types import Batch, Corrected, Scored, Trainable
 
 WHITEN_EPS = 1e-8
 GRPO_EPS = 1e-6
@@ -47,12 +49,11 @@ def gae(
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, pool: Pool = alone) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the trained tokens, with the unbiased variance."""
-    count = mask.sum()
-    mean = (values * mask).sum() / count
-    variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
-    return (values - mean) / (variance + WHITEN_EPS).sqrt() * mask
+    found = spreads({"all": values[mask.bool()]}, pool)["all"]
+    variance = found.deviations / max(found.count - 1, 1)
+    return (values - found.mean) / math.sqrt(variance + WHITEN_EPS) * mask
 
 
 def group_advantages(
@@ -150,7 +151,9 @@ ESTIMATORS: Mapping[str, Estimator] = {
 }
 
 
-def compare(batch: Corrected, estimate: Estimator, *, is_whitened: bool = False) -> Trainable:
+def compare(
+    batch: Corrected, estimate: Estimator, *, is_whitened: bool = False, pool: Pool = alone
+) -> Trainable:
     """The batch with each token's advantage, and with the returns that a critic learns."""
     found = estimate(batch)
     for tensor in found if isinstance(found, tuple) else (found,):
@@ -164,8 +167,28 @@ def compare(batch: Corrected, estimate: Estimator, *, is_whitened: bool = False)
         found = found, found + batch.values
     advantages, returns = found
     if is_whitened:
-        advantages = whiten(advantages, batch.mask)
+        advantages = whiten(advantages, batch.mask, pool)
     return batch.into(Trainable, advantages=advantages, returns=returns)
+
+
+def known_advantages(advantages: Tensor) -> Estimator:
+    """These [B], on all trained tokens of each sequence."""
+
+    @with_facts(Advantage(needs_prox=False, reads="outcomes"))
+    def estimate(batch: Corrected) -> Tensor:
+        return advantages.to(batch.mask)[:, None] * batch.mask
+
+    return estimate
+
+
+def sequence_advantages(batch: Batch, estimate: Estimator) -> Tensor:
+    """[B]: an advantage that reads no forward, as a mean over the trained tokens of each row."""
+    zeros, ones = torch.zeros_like(batch.mask), torch.ones_like(batch.mask)
+    prox = {"logp_prox": batch.logp_behav, "logp_ref": batch.logp_behav}
+    none = {"values": zeros, "entropy": zeros, "has_prox": torch.zeros_like(batch.lengths).bool()}
+    found = estimate(batch.into(Corrected, **prox, **none, weight=ones, shrink=ones))
+    per_token = found[0] if isinstance(found, tuple) else found
+    return (per_token * batch.mask).sum(-1) / batch.mask.sum(-1).clamp(min=1)
 
 
 def token_rewards(batch: Scored, kl_coef: float = 0.0) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qurl.objectives import parse_rejection
+from qurl.ops.pooling import Pool, alone, summarize, total
 from qurl.types import Corrected, Scored
 
 LOG_CLAMP = 20.0
@@ -79,6 +80,7 @@ def correct(
     batch_normalize: bool = False,
     reject: Sequence[str] = (),
     veto: float | None = None,
+    pool: Pool = alone,
 ) -> Corrected:
     """The batch with its weights, rejected tokens out of its mask.
 
@@ -93,18 +95,19 @@ def correct(
     log_mismatch = (scored.logp_prox - scored.logp_behav) * scored.mask  # [B, T]
     mask = scored.mask * acceptance(log_mismatch, scored.mask, reject=reject, veto=veto)
     if batch_normalize:
-        weight = weight / _mean_weight(weight, mask).clamp(min=1e-8)
+        weight = weight / max(_mean_weight(weight, mask, pool), 1e-8)
     return scored.into(Corrected, mask=mask, weight=weight * mask, shrink=shrink)
 
 
-def _mean_weight(weight: Tensor, mask: Tensor) -> Tensor:
-    return (weight * mask).sum() / mask.sum().clamp(min=1)
+def _mean_weight(weight: Tensor, mask: Tensor, pool: Pool) -> float:
+    return total((weight * mask).sum(), pool) / max(total(mask.sum(), pool), 1)
 
 
-def gap_tail(scored: Scored, limit: float) -> float:
+def gap_tail(scored: Scored, limit: float, pool: Pool = alone) -> float:
     """Share of the trained tokens with |log pi_prox - log pi_behav| > `limit`."""
     gap = (scored.logp_prox - scored.logp_behav).abs()
-    return float(((gap > limit) * scored.mask).sum() / scored.mask.sum().clamp(min=1))
+    num_above = total(((gap > limit) * scored.mask).sum(), pool)
+    return num_above / max(total(scored.mask.sum(), pool), 1)
 
 
 def acceptance(
@@ -151,6 +154,7 @@ def correction_metrics(
     *,
     cap: float | None,
     batch_normalize: bool = False,
+    pool: Pool = alone,
     **weighting: Any,
 ) -> dict[str, float]:
     """Mismatch, rejection and weights of the rows with a prox.
@@ -158,23 +162,21 @@ def correction_metrics(
     `sampled` is the mask before rejection, `weighting` the options of `weigh`.
     """
     before, mask = (m * batch.has_prox[:, None] for m in (sampled, batch.mask))
-    if not before.any():
+    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, before, cap=cap, pool=pool)
+    if not metrics:
         return {}
-    metrics = mismatch_metrics(batch.logp_prox, batch.logp_behav, before, cap=cap)
-    metrics |= _rejection_metrics(before, mask)
+    metrics |= _rejection_metrics(before, mask, pool)
     if batch_normalize:
         weight, _ = weigh(batch.replace(mask=before), cap=cap, **weighting)
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(_mean_weight(weight, mask))
-    return metrics | weight_metrics(batch.weight, batch.shrink, mask)
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = _mean_weight(weight, mask, pool)
+    return metrics | weight_metrics(batch.weight, batch.shrink, mask, pool=pool)
 
 
 def mismatch_metrics(
-    logp_prox: Tensor, logp_behav: Tensor, mask: Tensor, *, cap: float | None
+    logp_prox: Tensor, logp_behav: Tensor, mask: Tensor, *, cap: float | None, pool: Pool = alone
 ) -> dict[str, float]:
     """How far the sampler is from the proximal policy, raw and untruncated, under verl's names."""
     keep = mask.bool()
-    if not keep.any():
-        return {}
     d = (logp_prox - logp_behav)[keep].double()
     mismatch = d.clamp(-LOG_CLAMP, LOG_CLAMP).exp()
     probs_gap = (logp_prox[keep].double().exp() - logp_behav[keep].double().exp()).abs()
@@ -185,55 +187,56 @@ def mismatch_metrics(
     log_ratio_seq = ((logp_prox - logp_behav) * mask).sum(-1)[rows].double()
     ratio_seq = log_ratio_seq.clamp(-LOG_CLAMP, LOG_CLAMP).exp()
     log_ppl_diff = mean_behav - mean_prox
-    metrics = {
-        "rollout_corr/kl": -d.mean(),
-        "rollout_corr/k3_kl": (mismatch - d - 1).mean(),
-        "rollout_corr/chi2_token": mismatch.square().mean() - 1,
-        "rollout_corr/chi2_seq": ratio_seq.square().mean() - 1,
-        "rollout_corr/rollout_is_mean": mismatch.mean(),
-        "rollout_corr/rollout_is_std": mismatch.std(unbiased=False),
-        "rollout_corr/rollout_is_max": mismatch.max(),
-        "rollout_corr/rollout_is_min": mismatch.min(),
-        "rollout_corr/rollout_is_seq_max": ratio_seq.max(),
-        "rollout_corr/rollout_is_seq_min": ratio_seq.min(),
-        "rollout_corr/training_ppl": (-mean_prox).exp().mean(),
-        "rollout_corr/rollout_ppl": (-mean_behav).exp().mean(),
-        "rollout_corr/log_ppl_diff": log_ppl_diff.mean(),
-        "rollout_corr/log_ppl_abs_diff": log_ppl_diff.abs().mean(),
-        "training/rollout_probs_diff_mean": probs_gap.mean(),
-        "training/rollout_probs_diff_max": probs_gap.max(),
-        "training/rollout_probs_diff_std": probs_gap.std(unbiased=False),
+    columns: dict[str, Tensor] = {
+        "rollout_corr/kl": -d,
+        "rollout_corr/k3_kl": mismatch - d - 1,
+        "rollout_corr/chi2_token": mismatch.square() - 1,
+        "rollout_corr/chi2_seq": ratio_seq.square() - 1,
+        "rollout_corr/rollout_is_mean": mismatch,
+        "rollout_corr/rollout_is_std": mismatch,
+        "rollout_corr/rollout_is_max": mismatch,
+        "rollout_corr/rollout_is_min": mismatch,
+        "rollout_corr/rollout_is_seq_max": ratio_seq,
+        "rollout_corr/rollout_is_seq_min": ratio_seq,
+        "rollout_corr/training_ppl": (-mean_prox).exp(),
+        "rollout_corr/rollout_ppl": (-mean_behav).exp(),
+        "rollout_corr/log_ppl_diff": log_ppl_diff,
+        "rollout_corr/log_ppl_abs_diff": log_ppl_diff.abs(),
+        "training/rollout_probs_diff_mean": probs_gap,
+        "training/rollout_probs_diff_max": probs_gap,
+        "training/rollout_probs_diff_std": probs_gap,
     }
     if cap is not None:
-        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = (mismatch > cap).double().mean()
-        metrics["rollout_corr/rollout_is_ratio_fraction_low"] = (mismatch < 1 / cap).double().mean()
-    return {name: float(value) for name, value in metrics.items()}
+        columns["rollout_corr/rollout_is_ratio_fraction_high"] = mismatch > cap
+        columns["rollout_corr/rollout_is_ratio_fraction_low"] = mismatch < 1 / cap
+    return summarize(columns, pool)
 
 
-def weight_metrics(weight: Tensor, shrink: Tensor, mask: Tensor) -> dict[str, float]:
+def weight_metrics(
+    weight: Tensor, shrink: Tensor, mask: Tensor, *, pool: Pool = alone
+) -> dict[str, float]:
     """What a weighted objective multiplies with: truncated weights, r, effective sample size."""
     keep = mask.bool()
-    if not keep.any():
-        return {}
     w, r = weight[keep].double(), shrink[keep].double()
-    return {
-        "rollout_corr/weight_mean": float(w.mean()),
-        "rollout_corr/weight_max": float(w.max()),
-        "rollout_corr/truncated_frac": float((r < 1).double().mean()),
-        "rollout_corr/rollout_is_eff_sample_size": float(
-            w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)
-        ),
-        "acr/shrink_mean": float(r.mean()),
-        "acr/shrink_min": float(r.min()),
+    size = "rollout_corr/rollout_is_eff_sample_size"
+    columns: dict[str, Tensor] = {
+        "rollout_corr/weight_mean": w,
+        "rollout_corr/weight_max": w,
+        "rollout_corr/truncated_frac": r < 1,
+        size: w.square(),
+        "acr/shrink_mean": r,
+        "acr/shrink_min": r,
     }
+    found = summarize(columns, pool)
+    if found:  # E[w]^2 / E[w^2]
+        found[size] = found["rollout_corr/weight_mean"] ** 2 / max(found[size], 1e-300)
+    return found
 
 
-def _rejection_metrics(before: Tensor, after: Tensor) -> dict[str, float]:
-    tokens, rows = before.sum(), before.sum(-1) > 0
-    lost_rows = rows & (after.sum(-1) == 0)
-    return {
-        "rollout_corr/rollout_rs_masked_fraction": float(1 - after.sum() / tokens.clamp(min=1)),
-        "rollout_corr/rollout_rs_seq_masked_fraction": float(
-            lost_rows.sum() / rows.sum().clamp(min=1)
-        ),
+def _rejection_metrics(before: Tensor, after: Tensor, pool: Pool) -> dict[str, float]:
+    rows = before.sum(-1) > 0
+    lost = {
+        "rollout_corr/rollout_rs_masked_fraction": (after == 0)[before.bool()],
+        "rollout_corr/rollout_rs_seq_masked_fraction": (after.sum(-1) == 0)[rows],
     }
+    return summarize(lost, pool)

@@ -31,6 +31,7 @@ from torch import Tensor
 from qurl.correction import LOG_CLAMP, importance_weights
 from qurl.errors import ConfigError
 from qurl.objectives import OBJECTIVES, Objective, with_facts
+from qurl.ops.pooling import Pool, alone, spreads
 
 Stats = dict[str, Tensor]
 
@@ -368,13 +369,13 @@ def value_loss(
     return loss, stats
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, pool: Pool = alone) -> float:
     """1 - Var(ret - V) / Var(ret): 1 is a perfect critic, 0 one that knows only the mean."""
     keep = mask.bool()
-    if keep.sum() < 2:
+    found = spreads({"all": returns[keep], "left": (returns - values)[keep]}, pool)
+    if found["all"].count < 2 or found["all"].deviations <= 0:
         return 0.0
-    total = returns[keep].var()
-    return float(1 - (returns - values)[keep].var() / total) if total > 0 else 0.0
+    return 1 - found["left"].deviations / found["all"].deviations
 
 
 def _mean(values: Tensor, keep: Tensor) -> Tensor:

@@ -48,6 +48,10 @@ class Advantage:
     """It compares completions of one problem, so a group has at least two."""
     needs_prox: bool = True
     """It reads `logp_prox` or what follows from it, so all rows need a prox before the update."""
+    reads: Literal["batch", "rows", "outcomes"] = "batch"
+    """What the advantage of a token depends on: the whole batch, the row of the token, or rewards,
+    accuracies and groups, which give all trained tokens of a row the same one. With several
+    trainers, a whole batch passes through the driver."""
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -59,11 +63,12 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 ADVANTAGES: Mapping[str, Advantage] = {
-    "gae": Advantage(needs_critic=True, needs_prox=False),  # with algo.kl_in_reward it does
-    "grpo": Advantage(needs_group=True, needs_prox=False),
-    "dr_grpo": Advantage(needs_group=True, needs_prox=False),
-    "rloo": Advantage(needs_group=True, needs_prox=False),
-    "reinforce_pp": Advantage(needs_prox=False),
+    # With algo.kl_in_reward it needs prox.
+    "gae": Advantage(needs_critic=True, needs_prox=False, reads="rows"),
+    "grpo": Advantage(needs_group=True, needs_prox=False, reads="outcomes"),
+    "dr_grpo": Advantage(needs_group=True, needs_prox=False, reads="outcomes"),
+    "rloo": Advantage(needs_group=True, needs_prox=False, reads="outcomes"),
+    "reinforce_pp": Advantage(needs_prox=False, reads="outcomes"),
 }
 
 _DIVERGENCES = ("k1", "k2", "k3")

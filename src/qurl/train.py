@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from qurl.advantages import Estimator, compare
+from qurl.advantages import Estimator
 from qurl.config import Config
-from qurl.correction import correct
 from qurl.errors import QurlError
 from qurl.losses import Surrogate
 from qurl.ops.device import peak_memory
@@ -37,11 +36,11 @@ from qurl.run.monitor import FALLEN_BACK, Monitor
 from qurl.run.report import write_report
 from qurl.run.trackers import Tracker
 from qurl.sampling import Sampled, Selector, narrow
-from qurl.sampling.age import Rescored, age_metrics, rescore
+from qurl.sampling.age import NUM_ROWS, Rescored, age_metrics, rescore
 from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
 from qurl.seeds import derive_seed
 from qurl.tasks import Draw, Task
-from qurl.trainer.batches import pad, sample_records
+from qurl.trainer.batches import sample_records, spread
 from qurl.types import Batch
 
 
@@ -111,27 +110,30 @@ def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, flo
     metrics |= sampled.metrics
     seed = derive_seed(config.seed, "replay", step)
     graded = hooks.replay.merge(sampled.graded, config.batch.problems, seed)
-    whole = pad(graded).to(learner.policy.device)
     seed = derive_seed(config.seed, "subselect", step)
-    batch, rows, advantage = narrow(whole, hooks.subselect, parts.advantage, seed)
+    rows, bundle, advantage = narrow(graded, hooks.subselect, parts.advantage, seed)
+    batch = learner.deal(graded, rows, bundle, step)
     rescored, begun = begin_next(config, parts, run, step, batch)
     with timer("prox"):
         scored = learner.recompute(batch, step)
-    corrected = correct(scored, cap=learner.cap, **vars(config.correction))
-    trainable = compare(corrected, advantage, is_whitened=config.algo.whiten)
+    corrected = learner.correct(scored)
+    trainable = learner.compare(corrected, advantage)
     with timer("update"):
         trained, update_metrics = learner.update(trainable, step)
-    metrics |= update_metrics | learner.describe(trained, batch.mask)
+    metrics |= update_metrics | learner.describe(trained, batch)
     num_tokens = trained.num_tokens * config.batch.epochs
     metrics["perf/train_tokens_per_s"] = num_tokens / timer.seconds("update")
     if config.rollout.ahead:
-        metrics |= age_metrics(sampled.graded, step, rescored, trained)
+        again = learner.fetch(trained, spread(NUM_ROWS, len(batch)))
+        metrics |= age_metrics(sampled.graded, step, rescored, again)
     parts.pending = finish_next(begun, run)
     hooks.observe(step, sampled.everything, metrics)
-    records = (graded, trained, config.track.samples, learner.policy.tokenizer, rows)
+    shown = spread(config.track.samples, len(batch))
+    records = (graded, rows[shown], learner.fetch(trained, shown), learner.policy.tokenizer)
     for record in sample_records(*records):
         run.sample(step, record)
-    return metrics | hooks.metrics(trained)
+    metrics |= hooks.metrics(lambda: learner.whole(trained))
+    return metrics | parts.driver_bytes()
 
 
 def take_rollouts(config: Config, parts: Parts, run: Run, step: int) -> Sampled:
@@ -155,7 +157,8 @@ def begin_next(
     if not config.rollout.ahead:
         return None, None
     with run.timer("track"):
-        rescored = rescore(parts.actor, batch, config.model.logits_chunk)
+        few = parts.learner.fetch(batch, spread(NUM_ROWS, len(batch)))
+        rescored = rescore(parts.actor, few, config.model.logits_chunk)
     if step + 1 == config.steps:
         return rescored, None
     with run.timer("rollout"):

@@ -24,6 +24,9 @@ TokenIds = Sequence[int] | Tensor
 COLDEST = 1e-6
 """The lowest temperature that is not greedy: FP32 takes far smaller ones for 0."""
 
+SHORTEST = 2
+"""Tokens of the shortest sequence: one of a prompt, and one of a response."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -218,7 +221,7 @@ class Batch:
 
     def select(self, rows: Tensor) -> Self:
         """The given sequences, trimmed to the longest of them."""
-        longest = int(self.lengths[rows].max())
+        longest = int(self.lengths[rows].max()) if len(rows) else SHORTEST
         picked = self.map(lambda x: x[rows, :longest] if x.dim() == 2 else x[rows])
         return picked.replace(problem_ids=[self.problem_ids[row] for row in rows.tolist()])
 

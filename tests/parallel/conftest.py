@@ -1,4 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # test_parallel, also for the ranks
+for folder in ("learn", "unit"):  # test_learning; test_parallel, also for the ranks
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

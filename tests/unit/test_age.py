@@ -8,7 +8,7 @@ import torch
 
 from qurl.sampling import Sampled
 from qurl.sampling.age import NUM_ROWS, age_metrics, rescore
-from qurl.trainer.batches import pad
+from qurl.trainer.batches import pad, spread
 from qurl.types import Completion, Graded, Problem, Rollout, Trained
 
 
@@ -69,13 +69,12 @@ def test_the_mismatch_is_the_sum_of_age_and_quantization():
 def test_few_rows_are_scored_and_only_their_beginning():
     """Rows of 4 and 3 tokens, of which the first 3 are scored: one trained token in each."""
     batch = pad(sampled(NUM_ROWS))
-    engine = Shifted(batch, 0.3)
-    rescored = rescore(engine, batch, longest=3)
+    engine, rows = Shifted(batch, 0.3), spread(NUM_ROWS, len(batch))
+    assert (rows[0], rows[-1]) == (0, len(batch) - 1)
+    rescored = rescore(engine, batch.select(rows), longest=3)
     assert rescored is not None
     assert len(engine.asked) == NUM_ROWS < len(batch)
     assert {len(ids) for ids in engine.asked} == {3}
-    assert rescored.rows[0] == 0
-    assert rescored.rows[-1] == len(batch) - 1
     assert rescored.mask.sum(-1).tolist() == [1.0] * NUM_ROWS
 
 

@@ -11,6 +11,7 @@ from qurl.trainer.batches import (
     pad,
     padded_microbatches,
     sample_records,
+    spread,
     token_texts,
 )
 from qurl.types import Trained
@@ -126,11 +127,16 @@ def train_on(batch, *, logp_shift=0.0, shrink=1.0, advantage=0.0):
     return batch.into(Trained, **added, advantages=advantages, logp=logp)
 
 
+def records(graded, batch, count):
+    shown = spread(count, len(batch))
+    return list(sample_records(graded, shown, batch.select(shown)))
+
+
 def test_sample_records_read_the_right_rows(graded):
     batch = pad(graded)
     batch = score(batch, logp_prox=batch.logp_behav - 0.25 * batch.mask)
     batch = train_on(batch, logp_shift=0.5, shrink=0.75, advantage=-1.0)
-    first, last = sample_records(graded, batch, 2)
+    first, last = records(graded, batch, 2)
     assert first == {
         "problem": "a",
         "prompt": "6*7=",
@@ -156,8 +162,8 @@ def test_sample_records_read_the_right_rows(graded):
 @pytest.mark.parametrize(("count", "written"), [(0, 0), (1, 1), (3, 3), (50, 3)])
 def test_sample_records_writes_no_row_twice(graded, count, written):
     batch = train_on(score(pad(graded)))
-    records = [tuple(r["token_ids"]) for r in sample_records(graded, batch, count)]
-    assert len(records) == len(set(records)) == written
+    found = [tuple(r["token_ids"]) for r in records(graded, batch, count)]
+    assert len(found) == len(set(found)) == written
 
 
 def test_texts_of_tokens_make_up_the_completion():

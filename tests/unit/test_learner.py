@@ -160,7 +160,7 @@ def test_recompute_scores_with_policy_reference_and_critic():
     torch.nn.init.ones_(learner.critic.head.weight)
     batch = random_batch(learner.policy)
     found = recompute(learner, batch)
-    metrics = learner.describe(found, batch.mask)
+    metrics = learner.describe(found, batch)
     policy_scores, ref_scores = learner.policy.score(batch), reference.score(batch)
     torch.testing.assert_close(found.logp_prox, policy_scores.logp, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.logp_ref, ref_scores.logp, atol=1e-5, rtol=0)
@@ -185,7 +185,7 @@ def test_bypass_takes_the_sampler_for_the_proximal_policy(monkeypatch):
     before = weights(learner.policy.model)
     trained, _ = learner.update(found, step=0)
     assert torch.equal(trained.logp_prox, batch.logp_behav)
-    described = learner.describe(trained, batch.mask)
+    described = learner.describe(trained, batch)
     assert described.keys() == {"critic/advantages/max", "critic/advantages/min"}
     assert largest_change(learner.policy.model, before) > 1e-4
 
@@ -364,7 +364,7 @@ def test_padded_forwards_make_the_same_update(aggregation):
         learner = build_learner(config, policy)
         batch = recompute(learner, random_batch(learner.policy))
         trained, metrics = learner.update(batch.replace(returns=batch.mask.clone()), step=0)
-        metrics |= learner.describe(trained, batch.mask)
+        metrics |= learner.describe(trained, batch)
         results.append((learner, metrics))
     (packed, expected), (padded, found) = results
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-5)

@@ -12,6 +12,7 @@ import torch
 from models import tiny_policy
 
 import qurl.train
+import qurl.trainer.learner
 from qurl.cli import main
 from qurl.config import build_config, load_config
 from qurl.config.rules import find_mistakes, find_warnings
@@ -406,15 +407,15 @@ def early_ends(patch):
 
 def wrong_log_probs(patch):
     """Once broken, the engine overstates the log-probs of four tokens in five."""
-    real = qurl.train.pad
+    real = qurl.trainer.learner.pad_rows
 
-    def pad(graded):
-        batch = real(graded)
+    def pad_rows(rows):
+        batch = real(rows)
         draws = torch.rand(batch.logp_behav.shape, generator=torch.Generator().manual_seed(0))
         wrong = 6.0 * (draws < 0.8) * Path("broken").exists()
         return dataclasses.replace(batch, logp_behav=batch.logp_behav + wrong)
 
-    patch.setattr(qurl.train, "pad", pad)
+    patch.setattr(qurl.trainer.learner, "pad_rows", pad_rows)
 
 
 def test_a_policy_and_a_sampler_that_break_in_mid_run(folder, monkeypatch):

@@ -7,6 +7,7 @@ longer: whole runs, kills, torchrun, and three ranks.
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
+from qurl.advantages import ESTIMATORS, critic_advantages
 from qurl.config import build_config
 from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from qurl.objectives import ADVANTAGES, with_facts
+from qurl.ops.shelf import shelve
 from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.quant.tracking import UpdateTracker
@@ -24,13 +28,14 @@ from qurl.run import rank_checks
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.batches import Share, deal
 from qurl.trainer.coded import CodedWeight
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
 from qurl.trainer.policy import Policy
-from qurl.trainer.ranks import ALONE, Ranks
+from qurl.trainer.ranks import ALONE
 from qurl.trainer.unified import UnifiedLinear
-from qurl.types import Problem, SamplingParams
+from qurl.types import Completion, Graded, Problem, Rollout, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one other process for all tests
 # A large epsilon keeps AdamW's first step, g / (|g| + eps), from magnifying rounding.
@@ -94,9 +99,39 @@ def batches():
     return [whole, single, rejected.replace(mask=mask)]
 
 
+def graded_of(batch):
+    """Rollouts of one completion that pad to the batch; all but the first token is the response."""
+    groups = []
+    for row, length in enumerate(batch.lengths.tolist()):
+        first, *token_ids = batch.token_ids[row, :length].tolist()
+        completion = Completion(
+            token_ids=token_ids,
+            logprobs=batch.logp_behav[row, 1:length].tolist(),
+            text=f"text {row}",
+            finish="stop",
+            trained=batch.mask[row, 1:length].bool().tolist(),
+        )
+        problem = Problem(batch.problem_ids[row], [first])
+        rollout = Rollout(problem, [completion], 0, batch.temperature)
+        details = [{"accuracy": float(batch.accuracies[row])}]
+        groups.append(Graded(rollout, [float(batch.rewards[row])], details))
+    return groups
+
+
+def dealt(learner, batch, number):
+    return learner.deal(graded_of(batch), torch.arange(len(batch)), batch.bundle, number)
+
+
 def step(learner, batch, number):
-    batch = recompute(learner, batch, number)
-    return learner.update(batch.replace(returns=batch.mask * (number + 1)), number)
+    """The batch as dealt and as trained, with its advantages and other returns; and metrics."""
+    sampled = dealt(learner, batch, number)
+    scored = learner.recompute(sampled, number)
+
+    def known(corrected):
+        return batch.advantages * corrected.mask, corrected.mask * (number + 1)
+
+    updated = learner.update(learner.compare(learner.correct(scored), known), number)
+    return sampled, *updated
 
 
 def train(learner):
@@ -105,8 +140,8 @@ def train(learner):
     assert tracker.measure(learner.whole_model()) == {}
     rows = []
     for number, batch in enumerate(batches()):
-        trained, metrics = step(learner, batch, number)
-        metrics |= learner.describe(trained, batch.mask)
+        sampled, trained, metrics = step(learner, batch, number)
+        metrics |= learner.describe(trained, sampled)
         rows.append(metrics | tracker.measure(learner.whole_model()))
     return rows, trained, weights(learner)
 
@@ -131,7 +166,8 @@ def workers():
 def test_two_ranks_are_one(workers, case):
     expected_rows, expected_batch, expected = train(make(case))
     group = LearnerGroup(workers, functools.partial(make, case))
-    rows, batch, found = train(group)
+    rows, trained, found = train(group)
+    batch = group.whole(trained)
     for row, expected_row in zip(rows, expected_rows, strict=True):
         assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
     assert rows[2]["actor/skipped_updates"] == 1
@@ -147,10 +183,10 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
     """Trained on with two ranks, with one, and with two again, against one all the way."""
     case, parts = "ppo, critic, two epochs", batches()
     alone = make(case)
-    expected = [step(alone, batch, number)[1] for number, batch in enumerate(parts)]
+    expected = [step(alone, batch, number)[2] for number, batch in enumerate(parts)]
 
     learner = LearnerGroup(workers, functools.partial(make, case))
-    found = [step(learner, parts[0], 0)[1]]
+    found = [step(learner, parts[0], 0)[2]]
     saved = {}
     for number in (1, 2):
         saved[number] = save_checkpoint(tmp_path, number, learner, {"at": number}, keep=9)
@@ -159,7 +195,7 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
         else:
             learner = LearnerGroup(workers, functools.partial(make, case, saved[number]))
         assert load_checkpoint(saved[number], learner)["at"] == number
-        found.append(step(learner, parts[number], number)[1])
+        found.append(step(learner, parts[number], number)[2])
     for row, expected_row in zip(found, expected, strict=True):
         assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
     assert_close(weights(learner), weights(alone))
@@ -193,21 +229,20 @@ def test_an_update_tracker_is_saved_whole(workers):
     assert two.measure(group.whole_model()) == pytest.approx(expected, rel=CLOSE)
 
 
-@pytest.mark.parametrize("field", ["advantages", "logp_prox"])
+@pytest.mark.parametrize("field", ["advantages", "logp_behav"])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(workers, field):
     case = "dapo, checkpointed"
-    group = LearnerGroup(workers, functools.partial(make, case))
-    batch = recompute(group, batches()[0])
+    group, batch = LearnerGroup(workers, functools.partial(make, case)), batches()[0]
     before = weights(group)
     first = torch.randperm(6, generator=generator(0, "shuffle", 0, 0))[:3]
-    ours = Ranks(1, 2).deal(batch.lengths[first].tolist())
-    row = int(first[ours[0]])
+    row = deal(batch.lengths.tolist(), [first], 2)[1][0]
     values = getattr(batch, field).clone()
     values[row, batch.lengths[row] - 1] = math.nan
-    broken = batch.replace(**{field: values}, has_prox=torch.ones(6, dtype=torch.bool))
     with pytest.raises(TrainingError, match="trainer rank 1: the loss of step 0 is nan") as error:
-        group.update(broken, 0)
-    assert error.value.batch is not None
+        step(group, batch.replace(**{field: values}), 0)
+    kept = error.value.batch
+    assert kept.token_ids.tolist() == batch.token_ids.tolist()
+    assert getattr(kept, field)[row].isnan().any()
     assert group.version is None
     assert_close(weights(group), before, 0.0)  # both ranks still answer
 
@@ -260,7 +295,7 @@ def test_unified_weights_are_gathered_as_codes(workers, format):
             name: quantize(layer.weight.detach(), format)
             for name, layer in projections(group.whole_model())
         }
-        recompute(group, batch, number)
+        group.recompute(dealt(group, batch, number), number)
         of_ranks = workers.run(tell)
         for name, coded in expected.items():
             for seen in of_ranks:
@@ -287,15 +322,101 @@ def test_unified_weights_that_cannot_be_shared_evenly_are_refused(workers):
 
 def test_rows_are_dealt_by_length():
     """10 goes first, then 7, then 5 to the rank with fewer tokens, and so on."""
-    lengths = [5, 10, 3, 7, 1]
-    assert [Ranks(rank, 2).deal(lengths) for rank in range(2)] == [[1, 2], [3, 0, 4]]
-    assert sorted(ALONE.deal(lengths)) == [0, 1, 2, 3, 4]
-    assert [Ranks(rank, 3).deal([4]) for rank in range(3)] == [[0], [], []]
+    lengths, everything = [5, 10, 3, 7, 1], torch.arange(5)
+    assert deal(lengths, [everything], 2) == [[1, 2], [0, 3, 4]]
+    assert deal(lengths, [everything], 1) == [[0, 1, 2, 3, 4]]
+    assert deal([4], [torch.arange(1)], 3) == [[0], [], []]
+    parts = [torch.tensor([1, 0]), torch.tensor([4, 2, 3])]
+    assert deal(lengths, parts, 2) == [[1, 3], [0, 2, 4]], "mini-batch by mini-batch"
+
+
+def test_a_share_knows_its_places():
+    share = Share(torch.tensor([1, 4, 5]), 6)
+    assert share.of(torch.tensor([5, 0, 1])).tolist() == [2, 0]
+    assert share.of(torch.tensor([0, 2])).tolist() == []
+
+
+def shelve_here(post, rollouts):
+    """Each rank puts every other rollout on its own shelf, as if it had sampled it."""
+    own = rollouts[post.ranks.rank :: post.ranks.size]
+    shelved = [shelve(rollout, [post.held["shelf"].address]) for rollout in own]
+    return [rollout for share in post.gather(shelved) for rollout in share]
+
+
+def count_shelved(post):
+    return post.ranks.total(len(post.held["shelf"]))
+
+
+def test_tokens_go_to_their_rank_and_not_through_the_driver(workers):
+    """The driver deals rows by number; ranks hold the batch of one device, and then drop it."""
+    case = "dapo, checkpointed"
+    group, alone = LearnerGroup(workers, functools.partial(make, case)), make(case)
+    batch = random_batch(tiny_policy(), rows=8, longest=60)
+    graded, rows = graded_of(batch), torch.tensor([4, 2, 2, 7, 0, 1])
+    rollouts = workers.run(shelve_here, [g.rollout for g in graded])
+    by_id = {r.completions[0].text: group.shelves.adopt(r) for r in rollouts}
+    away = [replace(g, rollout=by_id[g.rollout.completions[0].text]) for g in graded]
+    assert workers.run(count_shelved) == 8
+    group.traffic.take()
+    found, expected = (x.deal(g, rows, 2, 0) for x, g in ((group, away), (alone, graded)))
+    num_tokens = sum(len(g.rollout.completions[0].token_ids) for g in graded)
+    assert group.traffic.take() < 600 * len(rows), "no token is in it"
+    whole = group.whole(found)
+    for name in ("token_ids", "mask", "logp_behav", "rewards", "group", "lengths"):
+        assert torch.equal(getattr(whole, name), getattr(expected, name)), name
+    assert (whole.bundle, whole.problem_ids) == (2, expected.problem_ids)
+    assert group.traffic.take() > 16 * num_tokens / 2, "now they came here, from the other rank"
+    assert torch.equal(group.fetch(found, torch.tensor([5, 1])).lengths, expected.lengths[[5, 1]])
+    del rollouts, by_id, away
+    group.deal(graded, rows, 2, 1)
+    assert workers.run(count_shelved) == 0
+
+
+def pairs_of(batch):
+    """Groups of two rows, which may go to different ranks."""
+    groups, graded = [], graded_of(batch)
+    for first, last in zip(graded[::2], graded[1::2], strict=True):
+        completions = [*first.rollout.completions, *last.rollout.completions]
+        rollout = replace(first.rollout, completions=completions)
+        rewards, details = [*first.rewards, *last.rewards], [*first.details, *last.details]
+        groups.append(Graded(rollout, rewards, details))
+    return groups
+
+
+def odd_advantage(batch):
+    """Reads the whole batch: more for tokens of longer sequences than the mean."""
+    return (batch.lengths - batch.lengths.float().mean())[:, None] * batch.mask
+
+
+@pytest.mark.parametrize("is_whitened", [False, True])
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        ESTIMATORS["grpo"],
+        with_facts(ADVANTAGES["gae"])(functools.partial(critic_advantages, lam=0.9)),
+        odd_advantage,
+    ],
+    ids=["outcomes", "rows", "batch"],
+)
+def test_advantages_on_ranks_are_those_of_one(workers, estimate, is_whitened):
+    make_one = functools.partial(make_whitened, is_whitened)
+    batch, found = random_batch(tiny_policy(), rows=8), []
+    for learner in (make_one(), LearnerGroup(workers, make_one)):
+        sampled = learner.deal(pairs_of(batch), torch.arange(8), 1, 0)
+        scored = learner.recompute(sampled, 0)
+        trainable = learner.whole(learner.compare(learner.correct(scored), estimate))
+        found.append((trainable.advantages, trainable.returns))
+    assert found[0][0].std() > 0.1
+    torch.testing.assert_close(found[0], found[1], atol=CLOSE, rtol=0)
+
+
+def make_whitened(is_whitened):
+    critic = {"name": "ppo", "advantage": "gae", "whiten": is_whitened}
+    config = build_config({"algo": critic, "batch": {"problems": 4, "minibatches": 2}})
+    return build_learner(config, tiny_policy())
 
 
 def test_a_group_of_one_exchanges_nothing():
-    values = torch.ones(2)
-    assert ALONE.add_up(values) is values
     assert (ALONE.most(3), ALONE.total(3), ALONE.pool("x")) == (3, 3, ["x"])
     with pytest.raises(ModelError, match="as it was raised"), ALONE.agreeing(ModelError):
         raise ModelError("as it was raised")
@@ -376,8 +497,9 @@ def make_bfloat16(is_checkpointed):
     return build_learner(config, tiny_policy(model=tiny_llama(intermediate_size=80), **model))
 
 
-def count_saved(post, batch):
+def count_saved(post, batch, shares):
     """How many tensors of each dtype and shape autograd keeps for the backward pass."""
+    share = Share(torch.tensor(shares[post.ranks.rank]), len(batch))
     found = {}
 
     def keep(tensor):
@@ -386,7 +508,7 @@ def count_saved(post, batch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        post.held["learner"].update(batch, 0)
+        post.held["learner"].update(batch.select(share.rows), 0, share)
     return Counter((dtype, tuple(shape)) for dtype, shape in found.values())
 
 
@@ -397,11 +519,12 @@ def test_what_autograd_keeps_on_a_shard(workers):
     (attention aside), and 4 H in FP32; two more of the last norm.
     """
     batch = recompute(make_bfloat16(False), random_batch(tiny_policy(), rows=6))
-    tokens = sum(batch.lengths[Ranks(0, 2).deal(batch.lengths.tolist())].tolist())
+    shares = deal(batch.lengths.tolist(), [torch.arange(6)], 2)
+    tokens = sum(batch.lengths[shares[0]].tolist())
     saved = {}
     for is_checkpointed in (False, True):
         LearnerGroup(workers, functools.partial(make_bfloat16, is_checkpointed))
-        saved[is_checkpointed] = workers.run(count_saved, batch)
+        saved[is_checkpointed] = workers.run(count_saved, batch, shares)
     narrow, wide = torch.bfloat16, torch.float32
     kept = saved[False]
     copies = {shape: kept[narrow, shape] for shape in ((32, 32), (32, 16), (32, 80), (80, 32))}

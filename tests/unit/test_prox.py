@@ -60,11 +60,10 @@ class Run:
         self.learner = build_learner(config, policy, reference, needs_prox=needs_prox)
         self.sampled = batch = sample() if batch is None else batch
         self.scored = self.learner.recompute(batch, step)
-        corrected = correct(self.scored, cap=self.learner.cap, **vars(config.correction))
-        estimate = ESTIMATORS[config.algo.advantage]
-        trainable = compare(corrected, estimate, is_whitened=config.algo.whiten)
+        corrected = self.learner.correct(self.scored)
+        trainable = self.learner.compare(corrected, ESTIMATORS[config.algo.advantage])
         self.trained, self.metrics = self.learner.update(trainable, step)
-        self.metrics |= self.learner.describe(self.trained, batch.mask)
+        self.metrics |= self.learner.describe(self.trained, batch)
 
     def parameters(self):
         models = [self.learner.policy.model, self.learner.critic]
@@ -216,7 +215,7 @@ def test_metrics_of_a_skipped_prox_are_those_of_the_first_mini_batch():
     alone = build_learner(config, tiny_policy(), tiny_policy(seed=1).freeze_(), needs_prox=True)
     scored = alone.recompute(batch.select(rows), STEP)
     trainable = compare(correct(scored, cap=2.0), ESTIMATORS["grpo"])
-    described = alone.describe(trainable, scored.mask).items()
+    described = alone.describe(trainable, scored).items()
     expected = {name: value for name, value in described if "/advantages/" not in name}
     assert len(expected) > 20
     found = {name: run.metrics[name] for name in expected}

@@ -160,18 +160,20 @@ def test_pods_balances_binary_rewards():
     assert rewards[most_varied(rewards, 6)].sum() == 4
 
 
-def batch_of(*rewards):
-    return pad([group([5], [[7]] * len(r), list(r), id=str(i)) for i, r in enumerate(rewards)])
+def groups_of(*rewards):
+    return [group([5], [[7]] * len(r), list(r), id=str(i)) for i, r in enumerate(rewards)]
 
 
 @pytest.mark.parametrize("statistics", ["kept", "group"])
 def test_pods_trains_on_few_with_either_statistics(statistics):
-    batch = batch_of([1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0])
+    graded = groups_of([1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0])
+    batch = pad(graded)
     pods = Pods(setup(pods={"keep": 2, "statistics": statistics}))
-    narrowed = narrow(batch, pods, ESTIMATORS["grpo"], seed=0)
-    assert narrowed.batch.rewards.tolist() in ([1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0])
+    narrowed = narrow(graded, pods, ESTIMATORS["grpo"], seed=0)
+    kept = batch.select(narrowed.rows)
+    assert kept.rewards.tolist() in ([1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0])
     scored = ESTIMATORS["grpo"](as_corrected(batch))
-    found = narrowed.advantage(as_corrected(narrowed.batch))
+    found = narrowed.advantage(as_corrected(kept))
     if statistics == "group":
         assert torch.equal(found, scored[narrowed.rows][:, : found.shape[1]])
     else:
@@ -220,19 +222,21 @@ def test_shuffle_r1_draws_by_weight_and_keeps_the_size():
 
 
 def test_shuffle_r1_keeps_pairs_together_and_whole_group_advantages():
-    batch = batch_of([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1])
+    graded = groups_of([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1])
+    batch = pad(graded)
     whole = ESTIMATORS["grpo"](as_corrected(batch))[:, 1]
     part = ShuffleR1(setup(shuffle_r1={"keep": 1.0, "rounds": 2}))
-    narrowed = narrow(batch, part, ESTIMATORS["grpo"], seed=3)
-    assert (len(narrowed.batch), narrowed.batch.bundle) == (12, 2)
-    found = narrowed.advantage(as_corrected(narrowed.batch))[:, 1]
+    narrowed = narrow(graded, part, ESTIMATORS["grpo"], seed=3)
+    kept = batch.select(narrowed.rows)
+    assert (len(kept), narrowed.bundle) == (12, 2)
+    found = narrowed.advantage(as_corrected(kept))[:, 1]
     assert torch.equal(found, whole[narrowed.rows])
     order = torch.Generator().manual_seed(0)
-    for rows in minibatches(12, 4, order, narrowed.batch.bundle):
+    for rows in minibatches(12, 4, order, narrowed.bundle):
         pairs = rows.reshape(-1, 2)
         assert (pairs[:, 0] + 1 == pairs[:, 1]).all()
         assert (pairs[:, 0] % 2 == 0).all()
-        assert torch.equal(narrowed.batch.group[pairs[:, 0]], narrowed.batch.group[pairs[:, 1]])
+        assert torch.equal(kept.group[pairs[:, 0]], kept.group[pairs[:, 1]])
 
 
 def test_shuffle_r1_refuses_odd_groups():
@@ -243,7 +247,7 @@ def test_shuffle_r1_refuses_odd_groups():
 @pytest.mark.parametrize("rows", [torch.tensor([0, 9]), torch.zeros(0).long(), torch.zeros(2)])
 def test_a_sub_selection_that_returns_nonsense_is_an_error(rows):
     with pytest.raises(ConfigError, match=r"batch.subselect returned .* from 0 to 3"):
-        narrow(batch_of([1, 0, 0, 1]), lambda *_: rows, ESTIMATORS["grpo"], seed=0)
+        narrow(groups_of([1, 0, 0, 1]), lambda *_: rows, ESTIMATORS["grpo"], seed=0)
 
 
 # DOTS

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from qurl.ops.shelf import TOKEN_BYTES
 from qurl.quant.formats import get_format
 from qurl.quant.shipment import CHUNK_BYTES
 from qurl.run.cards import Card
@@ -28,8 +29,13 @@ GATHERS_PER_LAYER = 16
 """Of a sync: codes and scales of seven projections, and two norms."""
 CONTROL_RATE = 1.25e9
 VERIFY_SECONDS = 0.12
-BATCH_BYTES, TRAINABLE_BYTES = 16, 48
-RECORD_BYTES, RECORD_SECONDS = 20, 0.2e-6
+OUTLINE_BYTES, OUTLINE_SECONDS, ROW_BYTES = 170, 20e-6, 200
+"""Of a completion without its tokens, to the driver and back to a trainer."""
+SHELF_PUT, SHELF_GET = 115e6, 180e6
+"""Bytes per second of one trainer's shelf."""
+TEXT_BYTES, PROMPT_BYTES = 4, 4
+RECORD_BYTES, RECORD_SECONDS = 16, 0.1e-6
+"""Of a token that passes through the driver."""
 MTBF_HOURS = 16_384 * 54 * 24 / 419
 RESTART_SECONDS = 600.0
 
@@ -50,18 +56,17 @@ ASSUMPTIONS = (
     Assumption("measured", f"verifying a copy takes {VERIFY_SECONDS} s (7B on an H200)"),
     Assumption(
         "measured",
-        f"a step sends {BATCH_BYTES + TRAINABLE_BYTES} bytes per padded token to every trainer, "
-        f"and {RECORD_BYTES} bytes per sampled token to the driver, which takes "
-        f"{RECORD_SECONDS * 1e6:.1f} us for each (benchmarks/results/wire.json, a CPU)",
+        f"the driver gets {OUTLINE_BYTES} bytes of each completion, in {OUTLINE_SECONDS * 1e6:.0f} "
+        f"us, and sends {ROW_BYTES} to a trainer, whose shelf takes {SHELF_PUT / 1e6:.0f} MB/s of "
+        f"tokens and gives {SHELF_GET / 1e6:.0f} MB/s (benchmarks/results/wire.json, a CPU)",
     ),
     Assumption("vendor", "links and networks are those of data sheets (qurl.run.cards)"),
     Assumption("public", f"one failure in {MTBF_HOURS:,.0f} GPU hours (Llama 3, 16,384 H100s)"),
     Assumption("assumed", f"exchanges reach {LINK_SHARE:.0%} of links and networks"),
     Assumption("assumed", f"nodes of {NODE} GPUs; {HOP_SECONDS * 1e6:.0f} us per hop of a ring"),
     Assumption("assumed", "exchanges of FSDP2 hide behind products, or products behind them"),
-    Assumption(
-        "assumed", f"the driver sends {CONTROL_RATE / 1e9} GB/s, in a tree, to all trainers"
-    ),
+    Assumption("assumed", f"the driver receives and sends {CONTROL_RATE / 1e9} GB/s"),
+    Assumption("assumed", f"texts have {TEXT_BYTES} bytes a token"),
     Assumption("assumed", f"a restart takes {RESTART_SECONDS:.0f} s"),
 )
 
@@ -98,11 +103,6 @@ def broadcast_seconds(num_bytes: float, receivers: int, rate: float) -> float:
     """NCCL's ring, in buckets that flow through it: t = B / rate + (B / bucket) receivers hop."""
     num_buckets = math.ceil(num_bytes / BUCKET_BYTES)
     return num_bytes / rate + num_buckets * receivers * HOP_SECONDS
-
-
-def tree_seconds(num_bytes: float, receivers: int, rate: float) -> float:
-    """Gloo's binomial tree, without buckets: t = ceil(log2(receivers + 1)) B / rate."""
-    return math.ceil(math.log2(receivers + 1)) * num_bytes / rate
 
 
 def shipment_bytes(size: ModelSize, format: str) -> float:
@@ -182,16 +182,25 @@ def sync_seconds(
 
 
 def driver_seconds(
-    num_tokens: float, num_padded: float, trainers: int
+    sequences: float, prompt_tokens: float, new_tokens: float, trainers: int, *, is_shelved: bool
 ) -> tuple[float, float, float]:
-    """(seconds, bytes in, bytes out) of the one process that sees every token.
+    """(seconds, bytes in, bytes out) of handing a step's completions to those that train on them.
 
-    in   20 bytes per sampled token: ids, log-probs and texts of the engines' rollouts
-    out  64 bytes per padded token, to every trainer, in a tree
+    in       outlines and texts; without shelves all tokens
+    out      rows with their prompts; without shelves all tokens, if there are other trainers
+    shelves  13 bytes a token, on and off, of each trainer's share
     """
-    received, sent = RECORD_BYTES * num_tokens, (BATCH_BYTES + TRAINABLE_BYTES) * num_padded
-    tree = tree_seconds(sent, trainers - 1, CONTROL_RATE) if trainers > 1 else 0.0
-    return RECORD_SECONDS * num_tokens + tree, received, sent
+    num_tokens, text = sequences * new_tokens, TEXT_BYTES * sequences * new_tokens
+    received = OUTLINE_BYTES * sequences + text
+    sent = (ROW_BYTES + PROMPT_BYTES * prompt_tokens) * sequences * (trainers > 1)
+    seconds = OUTLINE_SECONDS * sequences
+    if is_shelved:
+        seconds += TOKEN_BYTES * num_tokens / trainers * (1 / SHELF_PUT + 1 / SHELF_GET)
+    else:
+        received += RECORD_BYTES * num_tokens
+        sent += RECORD_BYTES * num_tokens * (trainers > 1)
+        seconds += RECORD_SECONDS * num_tokens
+    return seconds + (received + sent) / CONTROL_RATE, received, sent
 
 
 def lost_share(gpus: int, seconds_between_saves: float) -> float:

@@ -169,8 +169,11 @@ class Planner:
         shipped = (collected_bytes if placement.is_colocated else shipment_bytes)(*weights)
         groups = (placement.trainers, placement.engines)
         tokens = self._sequences * work.new_tokens
-        padded = self._sequences * (work.prompt_tokens + work.longest)
-        driver, received, sent = driver_seconds(tokens, padded, placement.trainers)
+        lengths = (work.prompt_tokens, work.new_tokens)
+        is_shelved = placement.trainers > 1 and not placement.is_driver_alone
+        driver, received, sent = driver_seconds(
+            self._sequences, *lengths, placement.trainers, is_shelved=is_shelved
+        )
         return Prediction(
             arm=arm.name,
             placement=placement,

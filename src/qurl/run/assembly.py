@@ -18,7 +18,7 @@ from qurl.config import AlgoConfig, Config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError
 from qurl.losses import Surrogate
-from qurl.objectives import Advantage
+from qurl.objectives import ADVANTAGES, Advantage, with_facts
 from qurl.ops.device import default_dtype, pick_device
 from qurl.plugins import is_users_own, naming_failures
 from qurl.quant import rescale_, unscale_
@@ -100,6 +100,14 @@ class Parts:
     def sampler(self, config: Config, step: int) -> Sampler:
         """Samples the rollouts of a step with the actor's present weights."""
         return Sampler(config, self.stream, self.actor, self.pool, step, self.hooks)
+
+    def driver_bytes(self) -> dict[str, float]:
+        """What passed through this process since the last time, if there are others."""
+        places = [getattr(x, "traffic", None) for x in (self.learner, self.engine)]
+        if self.full_engine is not self.engine:
+            places.append(getattr(self.full_engine, "traffic", None))
+        counts = [traffic.take() for traffic in places if traffic is not None]
+        return {"parallel/driver_bytes": float(sum(counts))} if counts else {}
 
     def add_noise(self, config: Config, step: int) -> dict[str, float]:
         """Disturb what samples the rollouts of a step, if the recipe asks for it (AQN)."""
@@ -183,7 +191,9 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         with grading as pool, ExitStack() as stack:
             if first_step == 0 and choices.reward is None:
                 _try_grader(config, task, pool, run)
-            place = stack.enter_context(open_place(config, learner, run))
+            has_episode = bool(choices.episode or config.rollout.episode)
+            opened = open_place(config, learner, run, has_episode=has_episode)
+            place = stack.enter_context(opened)
             build = functools.partial(
                 build_actor, config, policy, config.quant.format, choices, place, scales
             )
@@ -325,7 +335,8 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
         return advantage
     kl_coef = algo.kl_coef if algo.kl_in_reward else 0.0
     lambdas = {"lam": algo.lam, "critic_lam": algo.critic_lam, "lam_alpha": algo.lam_alpha}
-    return functools.partial(critic_advantages, gamma=algo.gamma, kl_coef=kl_coef, **lambdas)
+    configured = functools.partial(critic_advantages, gamma=algo.gamma, kl_coef=kl_coef, **lambdas)
+    return with_facts(ADVANTAGES["gae"])(configured)
 
 
 def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:

@@ -1,7 +1,8 @@
 """An engine with each trainer rank: while rollouts are sampled, no GPU is idle.
 
     sync      each rank codes its rows, all gather the codes, and each writes them into its engine
-    generate  the problems are dealt by expected length; rank 0 gets the rollouts of all
+    generate  the problems are dealt by expected length; rank 0 gets the rollouts of all, and their
+              tokens stay on the shelves of the ranks (`qurl.ops.shelf`)
 
 All ranks build, sync and sample at the same time (`qurl.trainer.parallel`).
 """
@@ -11,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from qurl.errors import QurlError
+from qurl.ops.shelf import Shelves, shelve
 from qurl.quant.shipment import Packing
 from qurl.rollout import build_engine
 from qurl.rollout.engine import Asked, QueueStream, Stream, check_prompts, generate
@@ -32,8 +33,15 @@ Portion = list[tuple[Problem, int]]
 class ColocatedEngines:
     """See `qurl.rollout.engine.Engine`; led from rank 0."""
 
-    def __init__(self, workers: Workers, quant: str, options: Mapping[str, Any]) -> None:
-        self._workers, self._key = workers, f"engine {quant}"
+    def __init__(
+        self,
+        workers: Workers,
+        quant: str,
+        options: Mapping[str, Any],
+        shelves: Shelves | None = None,
+    ) -> None:
+        """Without shelves, rank 0 gets the tokens too."""
+        self._workers, self._key, self._shelves = workers, f"engine {quant}", shelves
         self._lengths = LengthHistory()
         workers.run(_build, self._key, quant, dict(options))
 
@@ -62,13 +70,13 @@ class ColocatedEngines:
     def stream(self, params: SamplingParams) -> Stream:
         def play(waiting: Asked) -> Iterator[Rollout]:
             while waiting:
-                portions = self._deal(list(waiting))
+                self._workers.post.held["portions"] = self._deal(list(waiting))
                 waiting.clear()
-                for rollouts in self._workers.run(_generate, self._key, params, portions):
-                    for rollout in rollouts:
-                        longest = max(len(c.token_ids) for c in rollout.completions)
-                        self._lengths.record(rollout.problem, longest)
-                        yield rollout
+                is_shelved = self._shelves is not None
+                for rollout in self._workers.run(_generate, self._key, params, is_shelved):
+                    longest = max(len(c.token_ids) for c in rollout.completions)
+                    self._lengths.record(rollout.problem, longest)
+                    yield self._shelves.adopt(rollout) if self._shelves else rollout
 
         model = self._workers.post.held["learner"].policy.model
         return QueueStream(params, play, lambda problems: check_prompts(problems, params, model))
@@ -100,18 +108,15 @@ def _sync(post: Post, key: str, version: int) -> SyncReport:
     return report
 
 
-def _generate(
-    post: Post, key: str, params: SamplingParams, portions: list[Portion]
-) -> list[list[Rollout]]:
+def _generate(post: Post, key: str, params: SamplingParams, is_shelved: bool) -> list[Rollout]:
     """The rollouts of all ranks, on rank 0."""
-    engine, portion = post.held[key], portions[post.ranks.rank]
-    with post.ranks.agreeing(QurlError), engine.stream(params) as stream:
+    portion: Portion = post.scatter("portions")
+    with post.ranks.agreeing(QurlError), post.held[key].stream(params) as stream:
         stream.submit([problem for problem, _ in portion], [size for _, size in portion])
         rollouts = list(stream)
-    is_first = post.ranks.rank == 0
-    gathered: list[Any] = [None] * post.ranks.size
-    dist.gather_object(rollouts, gathered if is_first else None, group=post.ranks.control)
-    return gathered
+        if is_shelved:
+            rollouts = [shelve(rollout, [post.held["shelf"].address]) for rollout in rollouts]
+    return [rollout for share in post.gather(rollouts) for rollout in share]
 
 
 def _forget(post: Post, key: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qurl.config import Config
 from qurl.ops.device import pick_device
+from qurl.ops.shelf import Shelves
 from qurl.plugins import is_users_own, load_plugin
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.episode import EpisodeEngine
@@ -33,17 +34,23 @@ LOGS = "workers"
 
 
 @contextmanager
-def open_place(config: Config, learner: Learner | LearnerGroup, run: Run) -> Iterator[Place]:
+def open_place(
+    config: Config, learner: Learner | LearnerGroup, run: Run, *, has_episode: bool = False
+) -> Iterator[Place]:
     """Where the recipe wants its engines; processes that this starts end with it."""
     parallel, kind = config.parallel, config.rollout.engine
+    # Turns of an episode are joined in this process.
+    shelves = None if has_episode or isinstance(learner, Learner) else learner.shelves
     if parallel.engines:
         fleet = _open_fleet(config, run)
         try:
-            yield functools.partial(_in_fleet, config, fleet)
+            yield functools.partial(_in_fleet, config, fleet, shelves)
         finally:
             fleet.close()
     elif isinstance(learner, LearnerGroup) and parallel.colocate and kind == "local":
-        yield lambda policy, quant, options: ColocatedEngines(learner.workers, quant, options)
+        yield lambda policy, quant, options: ColocatedEngines(
+            learner.workers, quant, options, shelves
+        )
     elif isinstance(learner, LearnerGroup) and kind in ("local", "vllm"):
         # The policy at hand is a copy in main memory, and weights come from the ranks.
         yield functools.partial(_here, kind, device=learner.device, is_empty=True)
@@ -82,7 +89,12 @@ def _engine_gpus(config: Config) -> list[int]:
 
 
 def _in_fleet(
-    config: Config, fleet: Fleet, policy: Policy, quant: str, options: Mapping[str, Any]
+    config: Config,
+    fleet: Fleet,
+    shelves: Shelves | None,
+    policy: Policy,
+    quant: str,
+    options: Mapping[str, Any],
 ) -> Engine:
     model: Any = policy.model
     spec = EngineSpec(
@@ -96,7 +108,8 @@ def _in_fleet(
     )
     name = "actor" if quant == config.quant.format else "full"
     # One step ahead, the trainer's weights have moved on when rollouts are still sampled.
-    return EngineGroup(fleet, spec, name=name, can_resync=not config.rollout.ahead)
+    can_resync = not config.rollout.ahead
+    return EngineGroup(fleet, spec, name=name, can_resync=can_resync, shelves=shelves)
 
 
 def build_actor(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl.advantages import ESTIMATORS
 from qurl.config import build_config
 from qurl.errors import QurlError, TrainingError
 from qurl.losses import SURROGATES
@@ -33,7 +34,7 @@ from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import Post, Workers, lead
 from qurl.trainer.policy import Policy
 from qurl.trainer.scratch import build_tiny_llama
-from qurl.types import Batch, Trainable
+from qurl.types import Completion, Graded, Problem, Rollout
 
 RECIPE: Mapping[str, Any] = {
     "steps": 2,
@@ -166,40 +167,25 @@ def make_learner(device: str, saved: Path | None = None) -> Learner:
     return Learner(policy, config, **parts)
 
 
-def make_batch(seed: int) -> Batch:
-    """Rows of several lengths, so that ranks have different work."""
-    draw, rows = torch.Generator().manual_seed(seed), len(LENGTHS)
-    lengths, positions = torch.tensor(LENGTHS), torch.arange(max(LENGTHS))
-    is_token = positions < lengths[:, None]
-    mask = ((positions >= PROMPT) & is_token).float()
-    return Batch(
-        token_ids=torch.randint(4, 99, mask.shape, generator=draw) * is_token,
-        lengths=lengths,
-        mask=mask,
-        logp_behav=torch.zeros_like(mask),
-        rewards=torch.zeros(rows),
-        accuracies=torch.zeros(rows),
-        group=torch.arange(rows) // 2,
-        problem_ids=[f"problem-{row // 2}" for row in range(rows)],
-        temperature=1.0,
-    )
+def make_groups(seed: int) -> list[Graded]:
+    """Completions of several lengths, so that ranks have different work; one of two is right."""
+    draw, groups = torch.Generator().manual_seed(seed), []
+    for number in range(0, len(LENGTHS), 2):
+        prompt, *answers = (
+            torch.randint(4, 99, (size,), generator=draw).tolist()
+            for size in (PROMPT, *(n - PROMPT for n in LENGTHS[number : number + 2]))
+        )
+        completions = [Completion(ids, [0.0] * len(ids), "", "stop") for ids in answers]
+        rollout = Rollout(Problem(f"problem-{number}", prompt), completions, seed, 1.0)
+        groups.append(Graded(rollout, [1.0, 0.0], [{"accuracy": 1.0}, {"accuracy": 0.0}]))
+    return groups
 
 
 def take_step(learner: Learner | LearnerGroup, step: int) -> None:
-    """Both forwards and an update of two mini-batches, with made-up advantages."""
-    scored = learner.recompute(make_batch(step).to(learner.policy.device), step)
-    draw = torch.Generator().manual_seed(step)
-    advantages = torch.randn(scored.mask.shape, generator=draw).to(scored.mask.device)
-    learner.update(
-        scored.into(
-            Trainable,
-            weight=scored.mask,
-            shrink=scored.mask,
-            advantages=advantages * scored.mask,
-            returns=torch.zeros_like(scored.mask),
-        ),
-        step,
-    )
+    """Both forwards and an update of two mini-batches."""
+    batch = learner.deal(make_groups(step), torch.arange(len(LENGTHS)), 1, step)
+    corrected = learner.correct(learner.recompute(batch, step))
+    learner.update(learner.compare(corrected, ESTIMATORS["grpo"]), step)
 
 
 def copy_weights(model: Any) -> dict[str, Tensor]:

@@ -29,42 +29,40 @@ NUM_ROWS = 8
 class Rescored(NamedTuple):
     """Some rows of a batch under the engine's newest weights."""
 
-    rows: Tensor  # [n]
     logp_actor: Tensor  # [n, T]
     mask: Tensor  # [n, T], trained tokens that were scored
 
 
 def rescore(engine: Engine, batch: Batch, longest: int) -> Rescored | None:
-    """The first `longest` tokens of a few rows; None at temperatures other than 1.
+    """The first `longest` tokens of these rows; None at temperatures other than 1.
 
     Engines score at temperature 1, and hold the logits of all tokens of a row at once.
     """
     if batch.temperature != 1:
         return None
-    count = min(NUM_ROWS, len(batch))
-    rows = torch.linspace(0, len(batch) - 1, count).long().to(batch.mask.device)
-    logp, mask = torch.zeros_like(batch.mask[rows]), batch.mask[rows]
+    logp, mask = torch.zeros_like(batch.mask), batch.mask.clone()
     mask[:, longest:] = 0
-    for place, row in enumerate(rows.tolist()):
-        token_ids = batch.token_ids[row, : min(int(batch.lengths[row]), longest)].tolist()
-        logp[place, 1 : len(token_ids)] = engine.score(token_ids).to(logp)
-    return Rescored(rows, logp, mask)
+    for row, length in enumerate(batch.lengths.tolist()):
+        token_ids = batch.token_ids[row, : min(length, longest)].tolist()
+        logp[row, 1 : len(token_ids)] = engine.score(token_ids).to(logp)
+    return Rescored(logp, mask)
 
 
 def age_metrics(
     graded: Sequence[Graded], step: int, rescored: Rescored | None, trained: Trained
 ) -> dict[str, float]:
-    """Age in versions of the weights, and the two parts of the mismatch on rows with a prox."""
+    """Age in versions of the weights, and the two parts of the mismatch on rows with a prox.
+
+    `trained` has the rows that were scored again.
+    """
     metrics = {"rollout_corr/age": fmean(step - group.rollout.version for group in graded)}
     if rescored is None:
         return metrics
-    rows, actor, mask = rescored
-    known = (mask * trained.has_prox[rows, None]).bool()
+    actor, mask = rescored
+    known = (mask * trained.has_prox[:, None]).bool()
     if not known.any():
         return metrics
-    behav, actor, prox = (
-        x[known].double() for x in (trained.logp_behav[rows], actor, trained.logp_prox[rows])
-    )
+    behav, actor, prox = (x[known].double() for x in (trained.logp_behav, actor, trained.logp_prox))
     return metrics | {
         "rollout_corr/kl_age": float((behav - actor).mean()),
         "rollout_corr/kl_quant": float((actor - prox).mean()),

@@ -33,6 +33,8 @@ def selection_logits(predicted: Tensor, target: float, sharpness: float) -> Tens
 class Dots:
     """A selector. Its state: the order that the last prediction gave, and how far it is in it."""
 
+    reads_batch = False
+
     def __init__(self, setup: Setup) -> None:
         self.config, self.task = setup.config.systems.dots, setup.task
         self._steps_per_epoch = len(setup.task) / setup.config.batch.problems

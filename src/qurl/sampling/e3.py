@@ -43,6 +43,8 @@ def divide_budget(
 class E3Budget:
     """A budget by difficulty. Ranks are taken at the end of each epoch; before, all are equal."""
 
+    reads_batch = False
+
     def __init__(self, setup: Setup) -> None:
         self.config = setup.config.systems.e3
         self.epoch = 0
@@ -119,6 +121,8 @@ def anneal_factor(step: int, total: int, share: float, end: float) -> float:
 
 class E3Thermostat:
     """Keeps the entropy near that of the first steps, by the temperature of the next ones."""
+
+    reads_batch = False
 
     def __init__(self, setup: Setup) -> None:
         self.config, self.num_steps = setup.config.systems.e3, setup.config.steps

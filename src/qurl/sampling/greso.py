@@ -37,6 +37,8 @@ LARGEST_RATE = 0.9
 class Greso:
     """A selector. Its state: how far it is in the random order, and p."""
 
+    reads_batch = False
+
     def __init__(self, setup: Setup) -> None:
         self.config: GresoConfig = setup.config.systems.greso
         self.cursor = 0

@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qurl.advantages import Estimator
+from qurl.advantages import Estimator, known_advantages, sequence_advantages
 from qurl.errors import ConfigError
 from qurl.plugins import naming_failures
 from qurl.sampling.parts import SubSelect
-from qurl.types import Batch, Corrected
+from qurl.trainer.batches import pad
+from qurl.types import Graded
 
 
 class Narrowed(NamedTuple):
-    """What is left of a batch."""
+    """What is left of a step's completions."""
 
-    batch: Batch
-    rows: Tensor  # [b] of the whole batch; they may repeat
+    rows: Tensor  # [b] of all completions; they may repeat
+    bundle: int
+    """So many rows that follow each other stay in one mini-batch."""
     advantage: Estimator
-    """For the batch that is left."""
+    """For the rows that are left."""
 
 
-def narrow(batch: Batch, subselect: SubSelect | None, advantage: Estimator, seed: int) -> Narrowed:
+def narrow(
+    graded: Sequence[Graded], subselect: SubSelect | None, advantage: Estimator, seed: int
+) -> Narrowed:
     """The rows that `subselect` keeps, before any forward of the trainer is made for the others.
 
     Advantages within the whole groups need rewards only, so they are known here.
     """
     if subselect is None:
-        return Narrowed(batch, torch.arange(len(batch), device=batch.mask.device), advantage)
-    whole = _sequence_advantages(batch, advantage)
+        num_rows = sum(len(group.rewards) for group in graded)
+        return Narrowed(torch.arange(num_rows), 1, advantage)
+    batch = pad(graded)
+    whole = sequence_advantages(batch, advantage)
     with naming_failures("batch.subselect"):
         found = subselect(batch, whole, seed)
     rows, kept = found if isinstance(found, tuple) else (found, None)
     _check(rows, len(batch))
-    rows, bundle = rows.to(batch.mask.device), rows.shape[1] if rows.dim() == 2 else 1
+    bundle = rows.shape[1] if rows.dim() == 2 else 1
     if kept is not None:
-        kept = kept.flatten().to(batch.mask.device)
-        advantage = _given(kept)
-    rows = rows.flatten()
-    return Narrowed(batch.select(rows).replace(bundle=bundle), rows, advantage)
-
-
-def _sequence_advantages(batch: Batch, advantage: Estimator) -> Tensor:
-    """[B]: an advantage that reads no forward, as a mean over the trained tokens of each row."""
-    zeros, ones = torch.zeros_like(batch.mask), torch.ones_like(batch.mask)
-    prox = {"logp_prox": batch.logp_behav, "logp_ref": batch.logp_behav}
-    none = {"values": zeros, "entropy": zeros, "has_prox": torch.zeros_like(batch.lengths).bool()}
-    found = advantage(batch.into(Corrected, **prox, **none, weight=ones, shrink=ones))
-    per_token = found[0] if isinstance(found, tuple) else found
-    return (per_token * batch.mask).sum(-1) / batch.mask.sum(-1).clamp(min=1)
-
-
-def _given(advantages: Tensor) -> Estimator:
-    def estimate(batch: Corrected) -> Tensor:
-        return advantages[:, None] * batch.mask
-
-    return estimate
+        advantage = known_advantages(kept.flatten().cpu())
+    return Narrowed(rows.flatten().cpu(), bundle, advantage)
 
 
 def _check(rows: Tensor, num_rows: int) -> None:

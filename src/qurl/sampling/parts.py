@@ -10,7 +10,8 @@ A part is a function, or a class that is built with a `Setup` and then called li
 object of such a class can also have
 
     observe(step, graded, metrics)    is told, after its update, what a step sampled and measured
-    metrics(trained)                  its own numbers for the step's row, of the batch as trained
+    metrics(trained)                  its own numbers for the step's row, of the batch as trained;
+                                      None if all such parts have `reads_batch = False`
     state_dict(), load_state_dict()   what a resumed run needs, in plain containers and tensors
 """
 
@@ -104,9 +105,13 @@ class Hooks:
         for part in self._with("observe").values():
             part.observe(step, graded, metrics)
 
-    def metrics(self, trained: Trained) -> dict[str, float]:
+    def metrics(self, get_trained: Callable[[], Trained]) -> dict[str, float]:
+        """The numbers of the parts. A batch on several ranks is gathered for those that read it."""
+        parts = self._with("metrics").values()
+        readers = [part for part in parts if getattr(part, "reads_batch", True)]
+        trained: Any = get_trained() if readers else None
         found: dict[str, float] = {}
-        for part in self._with("metrics").values():
+        for part in parts:
             found |= part.metrics(trained)
         return found
 

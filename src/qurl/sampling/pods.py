@@ -29,6 +29,8 @@ def most_varied(rewards: Tensor, keep: int) -> Tensor:
 class Pods:
     """A sub-selection of `systems.pods.keep` completions per group."""
 
+    reads_batch = False
+
     def __init__(self, setup: Setup) -> None:
         self.config = setup.config.systems.pods
         self._deviation = 0.0

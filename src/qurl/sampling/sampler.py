@@ -157,8 +157,6 @@ class Sampler:
         }
         if (saturated := getattr(self.engine, "kv_saturated_frac", None)) is not None:
             metrics["rollout/kv_saturated_frac"] = saturated
-        if (traffic := getattr(self.engine, "traffic", None)) is not None:
-            metrics["parallel/driver_bytes"] = float(traffic.take())
         if self._draft_counts is not None:
             counts = self.engine.draft_counts  # type: ignore[attr-defined]
             metrics |= counts.since(self._draft_counts).metrics()

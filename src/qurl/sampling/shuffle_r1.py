@@ -43,6 +43,8 @@ def draw_rounds(weights: Tensor, rounds: int, seed: int) -> Tensor:
 class ShuffleR1:
     """A sub-selection of pairs. Advantages stay those within the whole groups."""
 
+    reads_batch = False
+
     def __init__(self, setup: Setup) -> None:
         self.config = setup.config.systems.shuffle_r1
         self._metrics: dict[str, float] = {}

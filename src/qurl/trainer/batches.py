@@ -4,49 +4,116 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qurl.types import Batch, Graded, Trained
+from qurl.types import SHORTEST, Batch, Completion, Graded, Trained
+
+
+class Row(NamedTuple):
+    """One completion as a batch has it; its tokens may be on a shelf."""
+
+    problem_id: str
+    prompt_ids: Sequence[int]
+    completion: Completion
+    reward: float
+    accuracy: float
+    group: int
+    temperature: float
+    """That of the whole batch."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+
+class Share(NamedTuple):
+    """The rows of a step's batch that one rank has."""
+
+    rows: Tensor  # [b], in ascending order
+    num_rows: int
+    """On all ranks."""
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Places on this rank of those of the given rows that it has, in their order."""
+        places = torch.full((self.num_rows,), -1)
+        places[self.rows] = torch.arange(len(self.rows))
+        found = places[rows]
+        return found[found >= 0]
+
+
+def rows_of(graded: Sequence[Graded]) -> list[Row]:
+    """One row per completion.
+
+    The trained policy is that of the newest rollout's temperature; replayed ones may have had
+    another, which their log-probs hold.
+    """
+    newest = max((group.rollout for group in graded), key=lambda rollout: rollout.version)
+    return [
+        Row(
+            group.rollout.problem.id,
+            group.rollout.problem.prompt_ids,
+            completion,
+            float(reward),
+            float(accuracy),
+            index,
+            newest.temperature,
+        )
+        for index, group in enumerate(graded)
+        for completion, reward, accuracy in zip(
+            group.rollout.completions, group.rewards, group.accuracies, strict=True
+        )
+    ]
 
 
 def pad(graded: Sequence[Graded]) -> Batch:
-    """One row per completion: prompt and response, right-padded to the longest.
+    """One row per completion: prompt and response, right-padded to the longest."""
+    return pad_rows(rows_of(graded))
 
-    Causal attention never looks to the right, so padding needs no attention mask. The trained
-    policy is that of the newest rollout's temperature; replayed ones may have had another, which
-    their log-probs hold.
-    """
-    newest = max((group.rollout for group in graded), key=lambda rollout: rollout.version)
-    rows = [
-        (index, group.rollout.problem, completion, reward)
-        for index, group in enumerate(graded)
-        for completion, reward in zip(group.rollout.completions, group.rewards, strict=True)
-    ]
-    accuracies = [float(accuracy) for group in graded for accuracy in group.accuracies]
-    lengths = [len(problem.prompt_ids) + len(c.token_ids) for _, problem, c, _ in rows]
-    shape = (len(rows), max(lengths))
+
+def pad_rows(rows: Sequence[Row]) -> Batch:
+    """Causal attention never looks to the right, so padding needs no attention mask."""
+    shape = (len(rows), max((row.length for row in rows), default=SHORTEST))
     token_ids = torch.zeros(shape, dtype=torch.int64)
     mask, logp_behav = torch.zeros(shape), torch.zeros(shape)
-    for b, (_, problem, completion, _) in enumerate(rows):
-        response = slice(len(problem.prompt_ids), lengths[b])
-        token_ids[b, : lengths[b]] = torch.tensor([*problem.prompt_ids, *completion.token_ids])
-        trained = torch.tensor(completion.trained, dtype=torch.float32)
+    for b, row in enumerate(rows):
+        completion, response = row.completion, slice(len(row.prompt_ids), row.length)
+        token_ids[b, : row.length] = torch.tensor([*row.prompt_ids, *completion.token_ids])
+        trained = torch.tensor([*completion.trained], dtype=torch.float32)
         mask[b, response] = trained
-        logp_behav[b, response] = trained * torch.tensor(completion.logprobs, dtype=torch.float32)
+        logprobs = torch.tensor([*completion.logprobs], dtype=torch.float32)
+        logp_behav[b, response] = trained * logprobs
+    return _outcomes(rows, token_ids=token_ids, mask=mask, logp_behav=logp_behav)
+
+
+def outline(rows: Sequence[Row]) -> Batch:
+    """All that is known of rows without their tokens: each has one position, which is trained."""
+    ones = torch.ones(len(rows), 1)
+    return _outcomes(rows, token_ids=ones.long(), mask=ones, logp_behav=torch.zeros_like(ones))
+
+
+def _outcomes(rows: Sequence[Row], **per_token: Any) -> Batch:
     return Batch(
-        token_ids=token_ids,
-        lengths=torch.tensor(lengths),
-        mask=mask,
-        logp_behav=logp_behav,
-        rewards=torch.tensor([float(reward) for *_, reward in rows]),
-        accuracies=torch.tensor(accuracies),
-        group=torch.tensor([index for index, *_ in rows]),
-        temperature=newest.temperature,
-        problem_ids=[problem.id for _, problem, *_ in rows],
+        lengths=torch.tensor([row.length for row in rows], dtype=torch.int64),
+        rewards=torch.tensor([row.reward for row in rows]),
+        accuracies=torch.tensor([row.accuracy for row in rows]),
+        group=torch.tensor([row.group for row in rows], dtype=torch.int64),
+        temperature=rows[0].temperature if rows else 1.0,
+        problem_ids=[row.problem_id for row in rows],
+        **per_token,
     )
+
+
+def deal(lengths: Sequence[int], parts: Sequence[Tensor], count: int) -> list[list[int]]:
+    """The rows of each of `count` ranks, which has about as many tokens of every mini-batch."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for part in parts:
+        rows = part.tolist()
+        for share, places in zip(shares, level([lengths[r] for r in rows], count), strict=True):
+            share += [rows[place] for place in places]
+    return [sorted(share) for share in shares]
 
 
 def minibatches(
@@ -101,27 +168,25 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
-def sample_records(
-    graded: Sequence[Graded],
-    batch: Trained,
-    count: int,
-    tokenizer: Any = None,
-    rows: Tensor | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Readable records of `count` completions, evenly spread over the batch.
+def spread(count: int, num_rows: int) -> Tensor:
+    """The numbers of at most `count` rows, evenly spread over a batch."""
+    return torch.linspace(0, num_rows - 1, min(count, num_rows)).long()
 
-    `rows` says which completion of the step each row is, where some were left out.
-    """
+
+def sample_records(
+    graded: Sequence[Graded], places: Tensor, batch: Trained, tokenizer: Any = None
+) -> Iterator[dict[str, Any]]:
+    """Readable records of the rows of `batch`, which are the completions at these places."""
     completions = [
         (group, index) for group in graded for index in range(len(group.rollout.completions))
     ]
-    kept = range(len(completions)) if rows is None else rows.tolist()
-    for row in torch.linspace(0, len(kept) - 1, min(count, len(kept))).long():
-        group, index = completions[kept[row]]
+    for row, place in enumerate(places.tolist()):
+        group, index = completions[place]
         rollout, completion = group.rollout, group.rollout.completions[index]
         start = len(rollout.problem.prompt_ids)
         response = slice(start, start + len(completion.token_ids))
         per_token = ("logp_behav", "logp_prox", "logp", "advantages", "shrink", "mask")
+        token_ids = batch.token_ids[row, response].tolist()
         yield {
             "problem": rollout.problem.id,
             "prompt": rollout.problem.extra.get("prompt", ""),
@@ -131,8 +196,8 @@ def sample_records(
             "details": dict(group.details[index]),
             "finish": completion.finish,
             "has_prox": bool(batch.has_prox[row]),
-            "token_ids": list(completion.token_ids),
-            "tokens": token_texts(tokenizer, completion.token_ids),
+            "token_ids": token_ids,
+            "tokens": token_texts(tokenizer, token_ids),
         } | {
             name: [round(x, 6) for x in getattr(batch, name)[row, response].tolist()]
             for name in per_token

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qurl.advantages import Estimator, compare
 from qurl.config import Config
 from qurl.config.rules import prox_readers
-from qurl.correction import LARGEST_TAIL, correction_metrics, gap_tail, weigh
+from qurl.correction import LARGEST_TAIL, correct, correction_metrics, gap_tail, weigh
 from qurl.errors import ConfigError, TrainingError
 from qurl.losses import (
     Stats,
@@ -35,11 +36,19 @@ from qurl.losses import (
     value_loss,
 )
 from qurl.objectives import Advantage
+from qurl.ops.pooling import summarize
 from qurl.quant.kv import set_kv_scales_
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
 from qurl.quant.tracking import UpdateTracker
 from qurl.seeds import generator
-from qurl.trainer.batches import microbatches, minibatches, padded_microbatches
+from qurl.trainer.batches import (
+    Share,
+    microbatches,
+    minibatches,
+    pad_rows,
+    padded_microbatches,
+    rows_of,
+)
 from qurl.trainer.critic import Critic
 from qurl.trainer.masters import narrow_masters_
 from qurl.trainer.meter import Meter
@@ -53,7 +62,17 @@ from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.trainer.ranks import ALONE
 from qurl.trainer.saving import Optimizers, load_optimizers, save_optimizers, share_of
-from qurl.types import Batch, KVScales, Scored, Stage, Trainable, Trained
+from qurl.types import (
+    SHORTEST,
+    Batch,
+    Corrected,
+    Graded,
+    KVScales,
+    Scored,
+    Stage,
+    Trainable,
+    Trained,
+)
 
 ScoredStage = TypeVar("ScoredStage", bound=Scored)
 CRITIC = "critic.pt"
@@ -70,7 +89,7 @@ class Piece(NamedTuple, Generic[Stage]):
 
 
 class Found(NamedTuple):
-    """What forwards found of some rows of a batch, on all ranks; 0 in the other rows."""
+    """What forwards found of some rows of a batch; 0 in the other rows."""
 
     is_scored: Tensor  # [B] bool
     scores: TokenScores
@@ -81,6 +100,9 @@ class Learner:
 
     A GPU runs behind the host, which waits for it only between mini-batches: to cut the next one
     into pieces, and to see that losses and gradients are finite before they touch the weights.
+
+    One of several ranks has a batch of its own rows, and a `Share` says which rows of the step they
+    are. What counts all rows is summed over the ranks.
     """
 
     def __init__(
@@ -170,12 +192,26 @@ class Learner:
             if isinstance(policy, Policy):  # an `Untrained` one is the policy itself
                 set_kv_scales_(policy.model, scales)
 
+    def deal(self, graded: Sequence[Graded], rows: Tensor, bundle: int, step: int) -> Batch:
+        """The given completions of a step; so many that follow each other stay together."""
+        sampled = rows_of(graded)
+        batch = pad_rows([sampled[row] for row in rows.tolist()])
+        return batch.replace(bundle=bundle).to(self.policy.device)
+
+    def fetch(self, batch: Stage, rows: Tensor) -> Stage:
+        """Some rows of a batch, in the driver's process."""
+        return batch.select(rows.to(batch.mask.device))
+
+    def whole(self, batch: Stage) -> Stage:
+        """All rows of a batch, in the driver's process."""
+        return batch
+
     @torch.no_grad()
-    def recompute(self, batch: Batch, step: int) -> Scored:
+    def recompute(self, batch: Batch, step: int, share: Share | None = None) -> Scored:
         """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
         ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            found = self._score(batch, self._rows_to_score(batch, step))
+            found = self._score(batch, self._rows_to_score(batch, step, share))
             has_others = self.reference is not None or self.critic is not None
             for rows, part, layout in self._pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
@@ -184,12 +220,19 @@ class Learner:
                     ref[at] = self.reference.score(part, layout if is_alike else None).logp
                 if self.critic is not None:
                     values[at] = self.critic(part, layout)
-            ref, values = (self.ranks.add_up(x) for x in (ref, values))
         prox, has_prox = batch.logp_behav, torch.zeros_like(batch.lengths, dtype=torch.bool)
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
         return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
 
-    def _rows_to_score(self, batch: Batch, step: int) -> Tensor:
+    def correct(self, scored: Scored) -> Corrected:
+        options = vars(self.config.correction)
+        return correct(scored, cap=self.cap, pool=self.ranks.pool, **options)
+
+    def compare(self, corrected: Corrected, advantage: Estimator) -> Trainable:
+        is_whitened = self.config.algo.whiten
+        return compare(corrected, advantage, is_whitened=is_whitened, pool=self.ranks.pool)
+
+    def _rows_to_score(self, batch: Batch, step: int, share: Share | None) -> Tensor:
         """The rows whose prox is computed before the update.
 
         decoupled   all but those of the first mini-batch
@@ -200,7 +243,7 @@ class Learner:
         steps that train the critic only.
         """
         mode = self.config.correction.mode
-        first, *others = self._minibatches(batch, step, epoch=0)
+        first, *others = self._minibatches(batch, step, 0, share)
         is_read = self._is_pretraining(step) or prox_readers(self.config, self.advantage)
         if mode != "bypass" and is_read:
             return torch.arange(len(batch), device=first.device)
@@ -211,28 +254,32 @@ class Learner:
     def _is_pretraining(self, step: int) -> bool:
         return self.critic is not None and step < self.config.critic.pretrain_steps
 
-    def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
-        order = generator(self.config.seed, "shuffle", step, epoch)
-        rows = minibatches(len(batch), self.config.batch.minibatches, order, batch.bundle)
-        return [part.to(self.policy.device) for part in rows]
+    def _minibatches(
+        self, batch: Batch, step: int, epoch: int, share: Share | None
+    ) -> list[Tensor]:
+        """The rows of each mini-batch that this rank has."""
+        num_rows = len(batch) if share is None else share.num_rows
+        parts = step_minibatches(self.config, num_rows, batch.bundle, step, epoch)
+        own = parts if share is None else [share.of(part) for part in parts]
+        return [part.to(self.policy.device) for part in own]
 
     @torch.no_grad()
     def _score(self, batch: Batch, rows: Tensor) -> Found:
         """The policy's scores of these rows, computed piece by piece."""
-        pieces = self._pieces(batch.select(rows)) if len(rows) else []
+        is_any = self.ranks.most(len(rows))
+        pieces = self._pieces(batch.select(rows)) if is_any else []
         return self._collect(
             batch, [(rows[p.rows], self.policy.score(p.batch, p.layout)) for p in pieces]
         )
 
     def _collect(self, batch: Batch, scores: Sequence[tuple[Tensor, TokenScores]]) -> Found:
-        """Scores of pieces at their places in the batch, with those of the other ranks."""
+        """Scores of pieces at their places in the batch."""
         is_scored = torch.zeros_like(batch.lengths)
         logp, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
         for rows, found in scores:
             at = (rows, slice(found.logp.shape[1]))
             logp[at], entropy[at] = found
             is_scored[rows] = 1
-        is_scored, logp, entropy = (self.ranks.add_up(x) for x in (is_scored, logp, entropy))
         return Found(is_scored.bool(), TokenScores(logp, entropy))
 
     def _with_prox(self, batch: ScoredStage, found: Found) -> ScoredStage:
@@ -244,33 +291,34 @@ class Learner:
         ref = prox if self.reference is None else batch.logp_ref
         return batch.replace(logp_prox=prox, entropy=entropy, has_prox=has_prox, logp_ref=ref)
 
-    def describe(self, trained: Trainable, sampled: Tensor) -> dict[str, float]:
+    def describe(self, trained: Trainable, batch: Batch) -> dict[str, float]:
         """Advantages; entropy, KL to the reference and mismatch of the rows with a prox.
 
-        `sampled` is the mask before rejection.
+        `batch` is the one that was sampled, before tokens were rejected.
         """
-        advantages = trained.advantages[sampled.bool()]
-        metrics: dict[str, float] = {}
-        if len(advantages):
-            low, high = advantages.aminmax()
-            metrics = {"critic/advantages/max": float(high), "critic/advantages/min": float(low)}
-        known = sampled * trained.has_prox[:, None]
-        if not known.any():
-            return metrics
-        metrics["actor/entropy"] = float(aggregate(trained.entropy, known))
+        pool, sampled = self.ranks.pool, batch.mask.bool()
+        known = sampled & trained.has_prox[:, None]
+        columns = {
+            "critic/advantages/max": trained.advantages[sampled],
+            "critic/advantages/min": trained.advantages[sampled],
+            "actor/entropy": trained.entropy[known],
+        }
         if self.reference is not None:
             kl = kl_penalty(trained.logp_prox, trained.logp_ref, "k3")
-            metrics["actor/ref_kl"] = float(aggregate(kl, known))
+            columns["actor/ref_kl"] = kl[known]
         correction = self.config.correction
-        return metrics | correction_metrics(
+        return summarize(columns, pool) | correction_metrics(
             trained,
-            sampled,
+            batch.mask,
             cap=self.cap,
             batch_normalize=correction.batch_normalize,
+            pool=pool,
             **correction.weighting,
         )
 
-    def update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
+    def update(
+        self, batch: Trainable, step: int, share: Share | None = None
+    ) -> tuple[Trained, dict[str, float]]:
         """All optimizer updates of a step: epochs over mini-batches of micro-batches.
 
         Returns the batch as it was trained on, with the prox that the first update added.
@@ -278,7 +326,7 @@ class Learner:
         self.version = None
         try:
             with deterministic_sums(self.config.model.deterministic), _within_memory(self.config):
-                updated = self._update(batch, step)
+                updated = self._update(batch, step, share)
             self.version = step + 1
             return updated
         except TrainingError as error:
@@ -287,22 +335,21 @@ class Learner:
         finally:
             self.policy.free_copies_()  # the engine may need the memory
 
-    def _update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
+    def _update(
+        self, batch: Trainable, step: int, share: Share | None
+    ) -> tuple[Trained, dict[str, float]]:
         config, meter, num_skipped = self.config, Meter(self.ranks), 0
-        algo, logp = config.algo, batch.logp_prox
-        lacks_prox = config.correction.mode != "bypass" and not bool(batch.has_prox.all())
+        logp, lacks_prox = batch.logp_prox, bool(self.ranks.most(int(not batch.has_prox.all())))
+        lacks_prox = lacks_prox and config.correction.mode != "bypass"
         for epoch in range(config.batch.epochs):
-            for rows in self._minibatches(batch, step, epoch):
+            for rows in self._minibatches(batch, step, epoch, share):
                 minibatch = batch.select(rows)
                 pieces = self._pieces(minibatch, is_scored=True)
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
                 if not self._is_pretraining(step):
-                    denominator = count(minibatch.mask, algo.aggregation)
-                    num_right = float(right_tokens(minibatch).sum()) if algo.positive_coef else 0
-                    options = {"denominator": denominator, "num_right": num_right}
-                    options["is_prox"] = lacks_prox
+                    options = self._denominators(minibatch) | {"is_prox": lacks_prox}
                     scores: list[tuple[Tensor, TokenScores]] = []
                     terms = partial(self._policy_terms, scores=scores, **options)
                     self._accumulate(pieces, terms, step, meter)
@@ -318,9 +365,16 @@ class Learner:
                     self._apply("critic", self.critic_optimizer, step, meter)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if self.critic is not None:
-            variance = explained_variance(batch.values, batch.returns, batch.mask)
-            metrics["critic/vf_explained_var"] = variance
+            known = (batch.values, batch.returns, batch.mask)
+            metrics["critic/vf_explained_var"] = explained_variance(*known, self.ranks.pool)
         return batch.into(Trained, logp=logp), metrics
+
+    def _denominators(self, minibatch: Trainable) -> dict[str, float]:
+        """What the losses of a mini-batch are divided by, on all ranks."""
+        algo, total = self.config.algo, self.ranks.total
+        num_right = int(right_tokens(minibatch).sum()) if algo.positive_coef else 0
+        denominator = total(int(count(minibatch.mask, algo.aggregation)))
+        return {"denominator": float(denominator), "num_right": float(total(num_right))}
 
     def _complete(self, batch: Trainable, rows: Tensor, found: Found, meter: Meter) -> Trainable:
         """The batch with the prox and the weights of `rows`, the first mini-batch.
@@ -331,7 +385,7 @@ class Learner:
         batch = self._with_prox(batch, found)
         if self.config.correction.mode == "auto":
             limit = math.log1p(self.config.algo.clip_high)
-            tail = gap_tail(batch.select(rows), limit)
+            tail = gap_tail(batch.select(rows), limit, self.ranks.pool)
             is_skipped = tail <= LARGEST_TAIL
             meter.add({"correction/gap_tail": tail, "correction/prox_skipped": float(is_skipped)})
             if not is_skipped:
@@ -345,16 +399,14 @@ class Learner:
         return batch.replace(weight=weight, shrink=shrink)
 
     def _pieces(self, batch: Stage, *, is_scored: bool = False) -> list[Piece[Stage]]:
-        """This rank's micro-batches, cut before the first forward; every rank has as many.
+        """Micro-batches, cut before the first forward; every rank has as many.
 
         With `is_scored`, those without a token to score are left out.
         """
         cut = microbatches if self.policy.is_packed else padded_microbatches
-        lengths = batch.lengths.tolist()
-        own = self.ranks.deal(lengths)
         pieces = []
-        for part in cut([lengths[row] for row in own], self.config.batch.microbatch_tokens):
-            rows = torch.tensor([own[i] for i in part], device=batch.mask.device)
+        for part in cut(batch.lengths.tolist(), self.config.batch.microbatch_tokens):
+            rows = torch.tensor(part, device=batch.mask.device)
             pieces.append(self._piece(batch.select(rows), rows))
         pieces = [p for p in pieces if len(p.layout.scored) or not is_scored]
         num_missing = self.ranks.most(len(pieces)) - len(pieces)
@@ -365,9 +417,8 @@ class Learner:
 
     def _idle_piece(self, batch: Stage) -> Piece[Stage]:
         """No row, and two tokens that are not scored, for a forward that other ranks need."""
-        idle = batch.map(lambda x: x[:1, :2] if x.dim() == 2 else x[:1])
-        lengths, mask = idle.lengths.clamp(max=2), torch.zeros_like(idle.mask)
-        idle = idle.replace(lengths=lengths, mask=mask, problem_ids=batch.problem_ids[:1])
+        idle = batch.map(lambda x: x.new_zeros((1, SHORTEST) if x.dim() == 2 else 1))
+        idle = idle.replace(lengths=idle.lengths + SHORTEST, problem_ids=[""])
         return self._piece(idle, idle.group[:0])
 
     def _accumulate(
@@ -468,6 +519,14 @@ class Learner:
         )
         stats["critic/vf_loss_sum"] = loss.detach()
         return loss, stats
+
+
+def step_minibatches(
+    config: Config, num_rows: int, bundle: int, step: int, epoch: int = 0
+) -> list[Tensor]:
+    """The rows of each mini-batch of a step, on all ranks."""
+    order = generator(config.seed, "shuffle", step, epoch)
+    return minibatches(num_rows, config.batch.minibatches, order, bundle)
 
 
 def right_tokens(batch: Batch) -> Tensor:

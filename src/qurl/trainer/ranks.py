@@ -1,8 +1,7 @@
 """The processes that train one model together, and what they have to agree on.
 
-    rows      dealt by length, so that every rank computes about as many tokens
     counts    the most pieces that any rank has: all ranks run as many forwards
-    sums      losses and log-probs of all rows, from what each rank computed of its own
+    sums      denominators, decisions and metrics of all rows, from what each rank has of its own
     errors    raised by all ranks or by none, or the others would wait for ever
 
 A run on one device is a group of one, which exchanges nothing.
@@ -10,17 +9,15 @@ A run on one device is a group of one, which exchanges nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from qurl.errors import MissingExtra, QurlError, TrainingError
-from qurl.trainer.batches import level
 
 Item = TypeVar("Item")
 
@@ -34,10 +31,6 @@ class Ranks:
     control: Any = None
     """Process group of numbers and objects in main memory; tensors take the default group."""
 
-    def deal(self, lengths: Sequence[int]) -> list[int]:
-        """The rows of this rank; all ranks get about as many tokens."""
-        return level(lengths, self.size)[self.rank]
-
     def most(self, count: int) -> int:
         """The largest count of any rank."""
         return self._reduce(count, dist.ReduceOp.MAX)
@@ -45,14 +38,6 @@ class Ranks:
     def total(self, count: int) -> int:
         """The counts of all ranks together."""
         return self._reduce(count, dist.ReduceOp.SUM)
-
-    def add_up(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, the same bits on each."""
-        if self.size == 1:
-            return values
-        values = values.contiguous().clone()
-        dist.all_reduce(values)
-        return values
 
     def pool(self, item: Item) -> list[Item]:
         """The items of all ranks, in their order."""

@@ -1,6 +1,7 @@
 """Engines in other processes as one engine: replicas that share the problems of a step.
 
     trainer  ──codes, once, to all──▶  engine 0 .. M - 1  ──rollouts, as they finish──▶  trainer
+                                                          ──their tokens──▶  shelves of the ranks
 
 1. A sync packs the weights once and broadcasts them (`wire`). Each engine compares checksums, reads
    its buffers back, and asks the trainer for log-probs of canary tokens.
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from qurl.errors import EngineError, QurlError, SyncError
+from qurl.ops.shelf import Shelves, Traffic
 from qurl.quant.shipment import Shipment
 from qurl.rollout.canary import as_shipment
 from qurl.rollout.engine import generate
 from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
-from qurl.rollout.group.stream import GroupStream, Traffic
+from qurl.rollout.group.stream import GroupStream
 from qurl.rollout.group.worker import EngineSpec, Question
 from qurl.rollout.local.requests import LengthHistory
 from qurl.types import KVScales, Problem, Rollout, SamplingParams, SyncReport
@@ -47,11 +49,12 @@ class EngineGroup:
         *,
         name: str = "actor",
         can_resync: bool = True,
+        shelves: Shelves | None = None,
     ) -> None:
         """`can_resync`: if all engines die in the midst of a stream, the source of the last sync
-        still has the weights of that version."""
+        still has the weights of that version. With `shelves`, tokens go there."""
         self.fleet, self.name, self.quant = fleet, name, spec.quant
-        self.version, self.traffic = -1, Traffic()
+        self.version, self.traffic, self._shelves = -1, Traffic(), shelves
         self.packing = fleet.add(name, spec)
         self._capacity = int(spec.options.get("max_batch", 256))
         self._can_resync, self._lengths = can_resync, LengthHistory()
@@ -176,6 +179,7 @@ class EngineGroup:
             capacity=self._capacity,
             lengths=self._lengths,
             traffic=self.traffic,
+            shelves=self._shelves,
             get_members=self._revive,
             get_version=lambda: self.version,
         )

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from qurl.errors import EngineError
+from qurl.ops.shelf import Shelves, Traffic
 from qurl.rollout.engine import Earlier, pair_sizes
 from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
 from qurl.rollout.group.worker import Progress
@@ -42,18 +43,6 @@ class Work:
         return sum(size for entries in self.asked.values() for _, size in entries)
 
 
-@dataclass
-class Traffic:
-    """Bytes of problems and rollouts that passed through this process."""
-
-    num_bytes: int = 0
-
-    def take(self) -> int:
-        """Those since the last time."""
-        num_bytes, self.num_bytes = self.num_bytes, 0
-        return num_bytes
-
-
 class GroupStream:
     """See `qurl.rollout.engine.Stream`; work begins with `submit`, whoever waits for it."""
 
@@ -66,12 +55,15 @@ class GroupStream:
         capacity: int,
         lengths: LengthHistory,
         traffic: Traffic,
+        shelves: Shelves | None,
         get_members: Callable[[], list[Member]],
         get_version: Callable[[], int],
     ) -> None:
-        """`get_members`: those that can be sampled from; it may take long to find any."""
+        """`shelves` take the tokens, if there are any. `get_members`: those that can be sampled
+        from; it may take long to find any."""
         self._fleet, self._name, self._params = fleet, name, params
         self._capacity, self._lengths, self._traffic = capacity, lengths, traffic
+        self._shelves = shelves
         self._get_members, self._get_version = get_members, get_version
         self._waiting: deque[tuple[Problem, int]] = deque()
         self._work: dict[Member, Work] = {}
@@ -119,7 +111,9 @@ class GroupStream:
             if load[member] >= self._capacity:
                 break
             if member not in self._work:
-                self._work[member] = Work(member.call("open", self._id, self._name, self._params))
+                addresses = self._shelves.addresses if self._shelves else ()
+                begun = member.call("open", self._id, self._name, self._params, addresses)
+                self._work[member] = Work(begun)
             problem, size = self._waiting.popleft()
             self._work[member].asked[problem.id].append((problem, size))
             portions[member].append((problem, size))
@@ -163,7 +157,7 @@ class GroupStream:
             self._lose(member, f"it decoded no token for {self._fleet.timeout:g} s")
         for rollout in rollouts:
             self._check_off(member, work, rollout)
-            yield rollout
+            yield self._shelves.adopt(rollout) if self._shelves else rollout
 
     def _check_off(self, member: Member, work: Work, rollout: Rollout) -> None:
         if rollout.version != (version := self._get_version()):

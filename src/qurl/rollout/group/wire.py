@@ -11,7 +11,6 @@ trainer's groups know nothing of it. NCCL on GPUs, gloo in main memory.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl.errors import SyncError
+from qurl.ops.shelf import own_host
 from qurl.quant.shipment import Chunk, checksums, mismatches
 
 
@@ -50,16 +50,6 @@ class Switchboard:
         self._count += 1
         name = f"wire-{self._count}"
         return Address(own_host(), self._store.port, name, self._seconds, self._is_nccl)
-
-
-def own_host() -> str:
-    """An address of this machine that others can reach."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))  # nothing is sent
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
 
 
 class Wire:

@@ -11,6 +11,7 @@ import pickle
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl.ops.shelf import Address as ShelfAddress
+from qurl.ops.shelf import shelve
 from qurl.quant.shipment import Chunk, Packing
 from qurl.rollout import build_engine
 from qurl.rollout.engine import close
@@ -130,9 +133,14 @@ class EngineWorker:
         assert self._talk is not None
         self._talk.answers.put(logprobs)
 
-    def open(self, stream: str, name: str, params: SamplingParams) -> None:
-        """Begin a stream of that engine; the next one begins when this one is closed."""
-        self._plays[stream] = Play(self._engines[name], params)
+    def open(
+        self, stream: str, name: str, params: SamplingParams, shelves: Sequence[ShelfAddress] = ()
+    ) -> None:
+        """Begin a stream of that engine; the next one begins when this one is closed.
+
+        Tokens of its rollouts go to `shelves`, if any are given.
+        """
+        self._plays[stream] = Play(self._engines[name], params, shelves)
         self._plays[stream].done = self._thread.submit(self._plays[stream].run)
 
     def submit(self, stream: str, asked: bytes) -> None:
@@ -187,8 +195,11 @@ class Play:
 
     done: Future[None]
 
-    def __init__(self, engine: Any, params: SamplingParams) -> None:
+    def __init__(
+        self, engine: Any, params: SamplingParams, shelves: Sequence[ShelfAddress] = ()
+    ) -> None:
         self._engine, self._params = engine, params
+        self._shelves = deque(shelves)
         self.inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         self._is_closed = False
@@ -215,7 +226,14 @@ class Play:
             found.append(self._finished.get())
         if not found and self.done.done():
             self.done.result()  # raises what the stream did
+        if self._shelves:
+            found = [self._shelve(rollout) for rollout in found]
         return Progress(pickle.dumps(found), getattr(self._engine, "num_steps", 0))
+
+    def _shelve(self, rollout: Rollout) -> Rollout:
+        """Put its tokens on the shelf whose turn it is; they outlive this process there."""
+        self._shelves.rotate()
+        return shelve(rollout, tuple(self._shelves))
 
     def close(self) -> None:
         self._is_closed = True

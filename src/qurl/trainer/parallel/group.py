@@ -4,10 +4,11 @@
 
 1. The driver is rank 0. It samples, grades and logs as ever; the others wait for commands.
 2. Every rank loads the whole models, checks and prepares them, and then keeps its shard (FSDP2).
-3. A step's batch goes to all ranks. Each mini-batch is dealt to them row by row, by length.
+3. Each mini-batch of a step is dealt to the ranks row by row, by length. A rank takes the tokens
+   of its rows off the shelves on which engines put them (`qurl.ops.shelf`, `dealing`).
 4. All ranks run the same number of forwards; one that has fewer pieces runs idle ones.
 5. Losses are divided by the mini-batch of all ranks, and gradients are added up over ranks.
-6. Log-probs and values are added up over ranks, so all ranks hold the same batch and decide alike.
+6. What decides for all rows, and all metrics, is summed over ranks; log-probs stay where they are.
 7. Losses and norms that are not finite are agreed on, so that all ranks raise, and may go on.
 8. Any other failure of a rank ends it, which breaks the exchanges of the others (`processes`).
 9. Rank 0 gathers whole weights weight by weight, for the engine and for Hugging Face folders.
@@ -16,8 +17,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from qurl.errors import CheckpointError, QurlError
+from qurl.advantages import Estimator, compare, sequence_advantages
+from qurl.errors import CheckpointError, QurlError, TrainingError
+from qurl.objectives import Advantage
+from qurl.ops.shelf import Address, Shelf, Shelves, Traffic
 from qurl.quant.tracking import UpdateTracker
-from qurl.trainer.learner import CRITIC, Learner
+from qurl.trainer.batches import deal, outline, rows_of
+from qurl.trainer.learner import CRITIC, Learner, step_minibatches
+from qurl.trainer.parallel import dealing
+from qurl.trainer.parallel.dealing import Dealt
 from qurl.trainer.parallel.processes import Post, Workers, lead
 from qurl.trainer.parallel.sharding import shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
 from qurl.trainer.weight_files import UNREADABLE
-from qurl.types import Batch, KVScales, Scored, Trainable, Trained
+from qurl.types import Batch, Corrected, Graded, KVScales, Scored, Trainable, Trained
 
 UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
 """What a full disk and transformers raise when a folder is written."""
@@ -43,7 +51,10 @@ Snapshot = int
 
 
 class LearnerGroup:
-    """Learners on shards, led from rank 0."""
+    """Learners on shards, led from rank 0.
+
+    `train` is written for a `Learner`; here, a `Dealt` stands for each stage of a batch.
+    """
 
     def __init__(self, workers: Workers, make: Callable[[], Learner]) -> None:
         """`make` builds the whole learner; it is called on every rank."""
@@ -53,17 +64,66 @@ class LearnerGroup:
         self.policy: Policy = workers.post.held["whole"]
         """A whole copy of the policy in main memory, as `whole_model` saw it last."""
         self.device = self._learner.policy.device
-        self.cap, self.describe = self._learner.cap, self._learner.describe
+        self.shelves = Shelves(workers.run(_open_shelf), workers.post.traffic)
 
     @property
     def version(self) -> int | None:
         return self._learner.version
 
-    def recompute(self, batch: Batch, step: int) -> Scored:
-        return self.workers.run(_recompute, batch.to("cpu"), step)
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that passed through this process."""
+        return self.workers.post.traffic
 
-    def update(self, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
-        return self.workers.run(_update, batch.to("cpu"), step)
+    def deal(self, graded: Sequence[Graded], rows: Tensor, bundle: int, step: int) -> Any:
+        """See `Learner.deal`: each rank gets rows of about as many tokens of every mini-batch."""
+        sampled = rows_of(graded)
+        dealt = [sampled[row] for row in rows.tolist()]
+        parts = step_minibatches(self._learner.config, len(dealt), bundle, step)
+        shares = deal([row.length for row in dealt], parts, self.workers.post.ranks.size)
+        dealing.deal_rows(self.workers, dealt, bundle, shares, self.shelves.take_dropped())
+        return Dealt(Batch, outline(dealt).replace(bundle=bundle))
+
+    def recompute(self, batch: Any, step: int) -> Any:
+        self.workers.run(dealing.recompute, step)
+        return replace(batch, stage=Scored)
+
+    def correct(self, scored: Any) -> Any:
+        self.workers.run(dealing.correct)
+        return replace(scored, stage=Corrected)
+
+    def compare(self, corrected: Any, advantage: Estimator) -> Any:
+        """See `Learner.compare`; an advantage that reads the whole batch gets it here."""
+        reads = getattr(advantage, "facts", Advantage()).reads
+        if reads == "rows":
+            self.workers.run(dealing.compare, dealing.sendable(advantage))
+        elif reads == "outcomes":
+            found = sequence_advantages(corrected.outline, advantage)
+            self.workers.run(dealing.compare_known, found)
+        else:
+            is_whitened = self._learner.config.algo.whiten
+            whole = compare(self.whole(corrected), advantage, is_whitened=is_whitened)
+            self.workers.run(dealing.take_compared, whole.advantages, whole.returns)
+        return replace(corrected, stage=Trainable)
+
+    def update(self, batch: Any, step: int) -> tuple[Any, dict[str, float]]:
+        try:
+            num_tokens, metrics = self.workers.run(dealing.update, step)
+        except TrainingError as error:
+            if error.is_agreed:
+                error.batch = self.whole(batch)
+            raise
+        return replace(batch, stage=Trained, num_tokens=num_tokens), metrics
+
+    def describe(self, trained: Any, batch: Any) -> dict[str, float]:
+        return self.workers.run(dealing.describe, trained.stage)
+
+    def fetch(self, batch: Any, rows: Tensor) -> Any:
+        """See `Learner.fetch`; in main memory."""
+        return self.workers.run(dealing.fetch, batch.stage, rows)
+
+    def whole(self, batch: Any) -> Any:
+        return self.fetch(batch, torch.arange(len(batch)))
 
     def round_kv_(self, scales: KVScales) -> None:
         self.workers.run(_round_kv, scales.scale.cpu(), scales.center.cpu())
@@ -130,14 +190,10 @@ def _build(post: Post, make: Callable[[], Learner]) -> None:
     post.held["learner"] = learner
 
 
-def _recompute(post: Post, batch: Batch, step: int) -> Scored:
-    learner: Learner = post.held["learner"]
-    return learner.recompute(batch.to(learner.policy.device), step)
-
-
-def _update(post: Post, batch: Trainable, step: int) -> tuple[Trained, dict[str, float]]:
-    learner: Learner = post.held["learner"]
-    return learner.update(batch.to(learner.policy.device), step)
+def _open_shelf(post: Post) -> list[Address]:
+    if "shelf" not in post.held:
+        post.held["shelf"] = Shelf(post.ranks.rank)
+    return post.ranks.pool(post.held["shelf"].address)
 
 
 def _round_kv(post: Post, scale: Tensor, center: Tensor) -> None:

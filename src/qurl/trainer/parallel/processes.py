@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from qurl.errors import ConfigError, QurlError, RankLost, TrainingError
+from qurl.ops.shelf import Traffic
 from qurl.trainer.ranks import Ranks
 
 LOCALHOST = "127.0.0.1"
@@ -52,6 +53,26 @@ class Post:
 
     ranks: Ranks
     held: dict[str, Any] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    """Of the leader: pickled bytes that it sends, each message once, and receives."""
+
+    def gather(self, item: Any) -> list[Any]:
+        """The items of all ranks on the leader, in their order; nothing on the others."""
+        found: list[Any] = [None] * self.ranks.size
+        is_leader, control = self.ranks.rank == 0, self.ranks.control
+        dist.gather_object(pickle.dumps(item), found if is_leader else None, group=control)
+        if not is_leader:
+            return []
+        self.traffic.num_bytes += sum(map(len, found[1:]))
+        return [pickle.loads(message) for message in found]
+
+    def scatter(self, key: str) -> Any:
+        """This rank's item of those that the leader holds under `key`, one for each rank."""
+        items = [pickle.dumps(item) for item in self.held.pop(key, ())]
+        self.traffic.num_bytes += sum(map(len, items[1:]))
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, items or None, src=0, group=self.ranks.control)
+        return pickle.loads(own[0])
 
 
 class Workers:
@@ -77,6 +98,7 @@ class Workers:
             raise TrainingError(f"the trainer ranks are out of step: {self._failure}")
         message = _pickle(function, arguments)
         try:
+            self.post.traffic.num_bytes += len(message)
             dist.broadcast_object_list([message], src=0, group=self.post.ranks.control)
             return function(self.post, *arguments)
         except BaseException as error:

@@ -17,17 +17,14 @@ Writes benchmarks/results/brorl.json.
 from __future__ import annotations
 
 import argparse
-import json
-from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.scripts import RESULTS, write_result
 from qurl.seeds import generator
 
-RESULT = Path(__file__).parent / "results" / "brorl.json"
 RIGHT_LOGIT, ANCHOR_LOGIT = 3.0, 5.0
 """Of right answers, and of the first of them; wrong ones have 0."""
 
@@ -117,8 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = {"vocabulary": args.vocabulary, "num_right": args.vocabulary * 10 // 128}
     runs = [simulate(n, steps=args.steps, **sizes) for n in args.samples]
-    date = datetime.now(UTC).date().isoformat()
-    RESULT.write_text(json.dumps({"date": date, **sizes, "runs": runs}, indent=1) + "\n")
+    write_result(RESULTS / "brorl.json", **sizes, runs=runs)
     for run in runs:
         shown = {k: round(v, 4) for k, v in run.items() if k != "masses"}
         print(shown)

@@ -24,21 +24,18 @@ on as soon as it is done, if the step before the last one has been trained on. T
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from random import Random
 
 import torch
 
+from benchmarks.scripts import RESULTS, write_result
 from qurl.run.machine import describe_machine
 from qurl.sampling.histopipe import assign, rank_correlation
 
-RESULT = Path(__file__).parent / "results" / "histopipe.json"
 BASE_MS, EACH_MS = 2.06, 0.0173
 """Of a decode step: 3.17 ms with 64 sequences and 6.50 ms with 256."""
 
@@ -203,9 +200,7 @@ def main() -> None:
                 speed, bubbles = base / figures["seconds"], figures["bubbles"]
                 print(f"  {arm:24} {speed:.2f}x, bubbles {bubbles:.0%}")
     machine = describe_machine(torch.device("cpu"))
-    date = datetime.now(UTC).date().isoformat()
-    result = {"date": date, "machine": machine, "seeds": args.seeds, "results": rows}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULTS / "histopipe.json", machine=machine, seeds=args.seeds, results=rows)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import argparse
 import itertools
 import json
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 import torch
 
+from benchmarks.scripts import DEMO, RESULTS, ROOT, to_words, write_problems, write_result
 from qurl.config import load_config
 from qurl.ops.device import pick_device
 from qurl.run.assembly import initial_model, load_split
@@ -34,10 +34,7 @@ from qurl.tasks.files import read_columns
 from qurl.tasks.generated import Draft
 from qurl.train import train
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
 GSM8K = ROOT / "recipes" / "gsm8k-histospec.toml"
-RESULTS = ROOT / "benchmarks" / "results"
 NUM_PROBLEMS, NUM_ASKED = 128, 32
 
 SHARED = {
@@ -107,19 +104,12 @@ def prepare(folder: Path) -> dict[str, object]:
     """The model and the problems that all arms share."""
     words = ["--task.name", "benchmarks.histospec:running_sums"]
     keys = ("task.difficulty", "model.scratch.warm_start_steps", "threads", "device")
-    config = load_config(RECIPE, [*words, *to_words({key: SHARED[key] for key in keys})])
+    config = load_config(DEMO, [*words, *to_words({key: SHARED[key] for key in keys})])
     model = initial_model(config, folder, torch.device("cpu"))
-    task = load_split(config, "train")
-    problems = [task[i] for i in range(NUM_PROBLEMS)]
-    rows = [{"prompt": p.extra["prompt"], "answer": p.answer} for p in problems]
     path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_problems(path, load_split(config, "train"), NUM_PROBLEMS)
     reward = "benchmarks.histospec:share_right"
     return {"model.path": model, "task.name": "file", "task.reward": reward, "task.path": path}
-
-
-def to_words(flags: dict[str, object]) -> list[str]:
-    return [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
 
 
 def prepare_gsm8k(folder: Path, args: argparse.Namespace) -> dict[str, object]:
@@ -155,7 +145,7 @@ def main() -> None:
     parser.add_argument("--arms", help="a|b: only these")
     args = parser.parse_args()
     is_toy = args.model is None
-    recipe, arms = (RECIPE, ARMS) if is_toy else (GSM8K, GSM8K_ARMS)
+    recipe, arms = (DEMO, ARMS) if is_toy else (GSM8K, GSM8K_ARMS)
     names = args.arms.split("|") if args.arms else list(arms)
     results, samples = {}, {}
     with tempfile.TemporaryDirectory() as name:
@@ -174,17 +164,16 @@ def main() -> None:
             for epoch, row in enumerate(results[arm]):
                 line = ", ".join(f"{k} {v:.3f}" for k, v in row.items())
                 print(f"  epoch {epoch}: {line}", flush=True)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": describe_machine(pick_device("cpu" if is_toy else "auto")),
-        "settings": {k: str(v) for k, v in (SHARED if is_toy else GSM8K_SHARED).items()},
-        "flags": {arm: {k: str(v) for k, v in arms[arm].items()} for arm in names},
-        "same_samples": len(set(samples.values())) == 1,
-        "epochs": results,
-    }
-    path = RESULTS / ("histospec.json" if is_toy else "histospec_gsm8k.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"all arms sampled the same: {result['same_samples']}")
+    is_same = len(set(samples.values())) == 1
+    write_result(
+        RESULTS / ("histospec.json" if is_toy else "histospec_gsm8k.json"),
+        machine=describe_machine(pick_device("cpu" if is_toy else "auto")),
+        settings={k: str(v) for k, v in (SHARED if is_toy else GSM8K_SHARED).items()},
+        flags={arm: {k: str(v) for k, v in arms[arm].items()} for arm in names},
+        same_samples=is_same,
+        epochs=results,
+    )
+    print(f"all arms sampled the same: {is_same}")
 
 
 if __name__ == "__main__":

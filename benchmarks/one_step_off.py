@@ -12,20 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks import toy_objectives as toy
+from benchmarks.scripts import DEMO, RESULTS, ROOT, write_result
 from qurl.bench.record import describe_machine
 
-RESULT = toy.RESULTS / "one_step_off.json"
+RESULT = RESULTS / "one_step_off.json"
 STEPS = 60
 ARMS = {
-    "ahead 0, acr": {"--rollout.ahead": 0},
-    "ahead 1, acr": {"--rollout.ahead": 1},
-    "ahead 1, uncorrected": {"--rollout.ahead": 1, "--algo.objective": "ppo_prox"},
+    "ahead 0, acr": {"rollout.ahead": 0},
+    "ahead 1, acr": {"rollout.ahead": 1},
+    "ahead 1, uncorrected": {"rollout.ahead": 1, "algo.objective": "ppo_prox"},
 }
 COLUMNS = {
     "eval/full/accuracy": "accuracy after the last step",
@@ -41,7 +41,7 @@ COLUMNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--runs", type=Path, default=toy.ROOT / "runs" / "one_step_off")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "one_step_off")
     parser.add_argument("--table", action="store_true", help="print what was measured, run nothing")
     args = parser.parse_args()
     runs = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
@@ -56,7 +56,7 @@ def main() -> None:
 def run_one(folder: Path, arm: str, seed: int) -> dict:
     """Train one arm: its last evaluation, and means over the last fifth of the steps."""
     run = folder / f"{arm}-{seed}".replace(",", "").replace(" ", "-")
-    flags = {"--seed": seed, "--steps": STEPS, "--eval.every": 20, **ARMS[arm]}
+    flags = {"seed": seed, "steps": STEPS, "eval.every": 20, **ARMS[arm]}
     failure = toy.train_arm(run, flags)
     rows = toy.read_rows(run / "metrics.jsonl", "int8")
     found = {"arm": arm, "seed": seed, "failure": failure}
@@ -68,12 +68,8 @@ def run_one(folder: Path, arm: str, seed: int) -> dict:
 
 
 def save(runs: list[dict]) -> None:
-    record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": describe_machine(torch.device("cpu"))["versions"],
-        **{"recipe": toy.RECIPE.name, "steps": STEPS, "arms": ARMS, "runs": runs},
-    }
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    versions = describe_machine(torch.device("cpu"))["versions"]
+    write_result(RESULT, versions=versions, recipe=DEMO.name, steps=STEPS, arms=ARMS, runs=runs)
 
 
 def make_table(runs: list[dict]) -> str:

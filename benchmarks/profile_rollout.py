@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import tyro
 
+from benchmarks.scripts import run_command
 from qurl.bench.profile import Kernel, exclusive_times, trace_kernels
 from qurl.bench.rollout import RolloutBench, run_rollout
 from qurl.bench.workload import Contender, Workload
-from qurl.errors import EngineError, QurlError
+from qurl.errors import ConfigError, EngineError
 
 NUM_STEPS = 61
 """Length of the profiled run: a prime, which no number of layers divides."""
@@ -133,18 +133,11 @@ def describe_profile(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    bench = tyro.cli(RolloutBench, prog="python -m benchmarks.profile_rollout")
+def run(bench: RolloutBench) -> None:
     if not torch.cuda.is_available():
-        print("a profile needs a GPU, and there is none here", file=sys.stderr)
-        return 2
-    try:
-        run_rollout(replace(bench, device="cuda"), more=profile_rollout)
-    except QurlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise ConfigError("a profile needs a GPU, and there is none here")
+    run_rollout(replace(bench, device="cuda"), more=profile_rollout)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("profile_rollout", RolloutBench, run))

@@ -18,15 +18,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
 import torch
 
 from benchmarks.measured import evals_by_updates
+from benchmarks.scripts import DEMO, RESULTS, ROOT, train_demo, write_problems, write_result
 from qurl.bench.record import describe_machine
 from qurl.config import load_config
 from qurl.run.assembly import initial_model, load_split
@@ -34,9 +32,7 @@ from qurl.run.directory import read_jsonl
 from qurl.tasks.generated import Draft
 from qurl.tasks.puzzles import draw_sum
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
-RESULT = ROOT / "benchmarks" / "results" / "systems.json"
+RESULT = RESULTS / "systems.json"
 NUM_PROBLEMS = {"train": 640, "eval": 300}
 TARGETS = (0.5, 0.6)
 METRIC = "eval/full/accuracy"
@@ -51,10 +47,7 @@ SHARED = {
     "eval.precision": "full",
     "eval.problems": NUM_PROBLEMS["eval"],
     "save.every": 20,
-    "save.keep": 1,
     "track.samples": 0,
-    "threads": 1,
-    "device": "cpu",
 }
 DYNAMIC = {"algo.dynamic_sampling": True, "algo.max_gen_rounds": 30}
 DOTS = {"sampling.select": "dots", "systems.dots.references": 16}
@@ -118,15 +111,11 @@ def prepare(folder: Path, seed: int) -> dict[str, str]:
     """The model and the files that all arms of a seed share."""
     words = ["--task.name", "benchmarks.systems:mixed_sums", "--task.difficulty", "5"]
     words += ["--model.scratch.warm_start_steps", "120", "--seed", str(seed)]
-    config = load_config(RECIPE, words)
+    config = load_config(DEMO, words)
     model = initial_model(config, folder, torch.device("cpu"))
     keys = {"train": "task.path", "eval": "task.eval_path"}
     for split, count in NUM_PROBLEMS.items():
-        task = load_split(config, split)
-        problems = [task[i] for i in range(count)]
-        rows = [{"prompt": p.extra["prompt"], "answer": p.answer} for p in problems]
-        path = folder / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_problems(folder / f"{split}.jsonl", load_split(config, split), count)
     files = {key: str(folder / f"{split}.jsonl") for split, key in keys.items()}
     return {"model.path": str(model), "task.name": "file", "task.reward": "exact", **files}
 
@@ -136,14 +125,8 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
     shared = prepare(args.runs / f"seed-{seed}", seed)
     steps = args.steps // 4 if arm in LARGE else args.steps
     run = args.runs / f"{arm.replace(' ', '-')}-{seed}-{steps}"
-    flags = SHARED | shared | ARMS[arm] | {"run-dir": run, "seed": seed, "steps": steps}
-    flags |= {"eval.every": 2 if arm in LARGE else 8}
-    words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "qurl", "train", str(RECIPE), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    print(f"{arm}, seed {seed}: exit {done.returncode}", file=sys.stderr, flush=True)
-    lines = done.stderr.strip().splitlines()
-    failure = "" if done.returncode == 0 else "".join(lines[-1:]) or f"exit {done.returncode}"
+    flags = SHARED | shared | ARMS[arm] | {"seed": seed, "steps": steps}
+    failure = train_demo(run, flags | {"eval.every": 2 if arm in LARGE else 8})
     return {"arm": arm, "seed": seed, "steps": steps, "failure": failure, "curve": curve(run)}
 
 
@@ -166,16 +149,15 @@ def curve(run: Path) -> list[dict[str, float]]:
 
 def keep(run: dict) -> None:
     """Write a finished run into the result file, in place of an earlier one."""
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": []}
-    others = [r for r in result["runs"] if (r["arm"], r["seed"]) != (run["arm"], run["seed"])]
-    result |= {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per run",
-        "versions": describe_machine(torch.device("cpu"))["versions"],
-        "flags": {arm: {k: str(v) for k, v in flags.items()} for arm, flags in ARMS.items()},
-        "runs": sorted([*others, run], key=lambda r: (list(ARMS).index(r["arm"]), r["seed"])),
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    earlier = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+    others = [r for r in earlier if (r["arm"], r["seed"]) != (run["arm"], run["seed"])]
+    write_result(
+        RESULT,
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, one thread per run",
+        versions=describe_machine(torch.device("cpu"))["versions"],
+        flags={arm: {k: str(v) for k, v in flags.items()} for arm, flags in ARMS.items()},
+        runs=sorted([*others, run], key=lambda r: (list(ARMS).index(r["arm"]), r["seed"])),
+    )
 
 
 def cost(run: dict, target: float, what: str) -> float | None:

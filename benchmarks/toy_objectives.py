@@ -18,21 +18,15 @@ import math
 import os
 import platform
 import statistics
-import subprocess
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks.measured import evals_by_updates, student_interval
 from benchmarks.paper.plots import Line, Panel, Plot, draw, thin
+from benchmarks.scripts import DEMO, RESULTS, ROOT, train_demo, write_result
 from qurl.bench.record import describe_machine
 from qurl.run.directory import read_jsonl
-
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "arithmetic-cpu.toml"
-RESULTS = ROOT / "benchmarks" / "results"
 
 FORMATS = ("int8", "int4")
 OBJECTIVES = ("ppo_prox", "ppo_behav", "decoupled", "tis", "acr")
@@ -72,8 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     path = RESULTS / f"{args.name}.json"
     if not args.draw_only:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run_all(args), indent=1) + "\n")
+        write_result(path, **run_all(args))
     result = json.loads(path.read_text())
     table = make_table(result)
     path.with_suffix(".md").write_text(table)
@@ -86,10 +79,9 @@ def run_all(args: argparse.Namespace) -> dict:
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         curves = list(pool.map(lambda job: run_arm(args, *job), jobs))
     return {
-        "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per run",
         "versions": describe_machine(torch.device("cpu"))["versions"],
-        "recipe": RECIPE.name,
+        "recipe": DEMO.name,
         "steps": args.steps,
         "lr": args.lr,
         "epochs": args.epochs,
@@ -105,12 +97,12 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
     format, objective = ARMS[arm]
     run = args.runs / f"{arm.replace(' ', '-')}-{seed}-{args.steps}-{args.lr:g}-{args.epochs}"
     flags = {
-        "--seed": seed,
-        "--steps": args.steps,
-        "--quant.format": format,
-        "--algo.objective": objective,
-        "--optim.lr": args.lr,
-        "--batch.epochs": args.epochs,
+        "seed": seed,
+        "steps": args.steps,
+        "quant.format": format,
+        "algo.objective": objective,
+        "optim.lr": args.lr,
+        "batch.epochs": args.epochs,
     }
     failure = train_arm(run, flags)
     rows = read_rows(run / "metrics.jsonl", format)
@@ -118,24 +110,8 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
 
 
 def train_arm(run: Path, flags: dict) -> str:
-    """Train the demo recipe with these flags on one thread; returns why it failed, or ""."""
-    flags = {
-        "--run-dir": run,
-        "--threads": 1,
-        "--device": "cpu",
-        "--eval.every": 10,
-        "--eval.problems": 400,
-        "--save.every": 50,
-        "--save.keep": 1,
-        **flags,
-    }
-    words = [str(word) for pair in flags.items() for word in pair]
-    command = [sys.executable, "-m", "qurl", "train", str(RECIPE), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    print(f"{run.name}: exit {done.returncode}", file=sys.stderr, flush=True)
-    if done.returncode == 0:
-        return ""
-    return "".join(done.stderr.strip().splitlines()[-1:]) or f"exit {done.returncode}"
+    """Train with these flags, and evaluations; returns why it failed, or ""."""
+    return train_demo(run, {"eval.every": 10, "eval.problems": 400, "save.every": 50, **flags})
 
 
 def read_rows(path: Path, format: str) -> list[dict]:

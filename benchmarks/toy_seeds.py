@@ -17,31 +17,31 @@ import math
 import os
 import statistics
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks import toy_objectives as toy
 from benchmarks.measured import student_interval
+from benchmarks.scripts import DEMO, RESULTS, ROOT, write_result
 from qurl.bench.record import describe_machine
 
-RESULT = toy.RESULTS / "toy_seeds.json"
+RESULT = RESULTS / "toy_seeds.json"
 FORMATS = ("int4", "int6")
 STEPS, LEARNING_RATE, EPOCHS = 80, 5e-4, 4
 BASELINE = "tis C=2"
 METHODS = {
-    "uncorrected": {"--algo.objective": "ppo_prox"},
-    "decoupled": {"--algo.objective": "decoupled"},
-    "tis C=2": {"--algo.objective": "tis", "--algo.cap": 2.0},
-    "acr C=2": {"--algo.objective": "acr", "--algo.cap": 2.0},
+    "uncorrected": {"algo.objective": "ppo_prox"},
+    "decoupled": {"algo.objective": "decoupled"},
+    "tis C=2": {"algo.objective": "tis", "algo.cap": 2.0},
+    "acr C=2": {"algo.objective": "acr", "algo.cap": 2.0},
     "acr C=2, bound 2": {
-        "--algo.objective": "acr",
-        "--algo.cap": 2.0,
-        "--experimental.acr-max-bound": 2.0,
+        "algo.objective": "acr",
+        "algo.cap": 2.0,
+        "experimental.acr-max-bound": 2.0,
     },
-    "tis C=5": {"--algo.objective": "tis", "--algo.cap": 5.0},
-    "acr C=5": {"--algo.objective": "acr", "--algo.cap": 5.0},
+    "tis C=5": {"algo.objective": "tis", "algo.cap": 5.0},
+    "acr C=5": {"algo.objective": "acr", "algo.cap": 5.0},
 }
 COLUMNS = {
     "eval/full/accuracy": "accuracy, full precision",
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--runs", type=Path, default=toy.ROOT / "runs" / "toy_seeds")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "toy_seeds")
     parser.add_argument("--table", action="store_true", help="print what was measured, run nothing")
     args = parser.parse_args()
     if not args.table:
@@ -86,12 +86,12 @@ def run_one(folder: Path, format: str, method: str, seed: int) -> dict:
     """Train one arm; what is kept of a metric is its mean over the last evaluations or steps."""
     name = f"{format}-{method}-{seed}".translate(str.maketrans(" =,", "---"))
     flags = {
-        "--seed": seed,
-        "--steps": STEPS,
-        "--quant.format": format,
-        "--optim.lr": LEARNING_RATE,
-        "--optim.schedule": "constant",
-        "--batch.epochs": EPOCHS,
+        "seed": seed,
+        "steps": STEPS,
+        "quant.format": format,
+        "optim.lr": LEARNING_RATE,
+        "optim.schedule": "constant",
+        "batch.epochs": EPOCHS,
         **METHODS[method],
     }
     failure = toy.train_arm(folder / name, flags)
@@ -109,18 +109,13 @@ def last_mean(rows: list[dict], name: str) -> float | None:
 
 
 def save(runs: list[dict]) -> None:
-    record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": describe_machine(torch.device("cpu"))["versions"],
-        "recipe": toy.RECIPE.name,
+    write_result(
+        RESULT,
+        versions=describe_machine(torch.device("cpu"))["versions"],
+        recipe=DEMO.name,
         **{"steps": STEPS, "lr": LEARNING_RATE, "schedule": "constant", "epochs": EPOCHS},
-        "runs": sorted(
-            runs, key=lambda r: (r["format"], r["seed"], list(METHODS).index(r["method"]))
-        ),
-    }
-    unfinished = RESULT.with_suffix(".json.partial")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(RESULT)
+        runs=sorted(runs, key=order),
+    )
 
 
 def order(run: dict) -> tuple:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
+from benchmarks.scripts import run_command
 from benchmarks.vllm_rollout import ENVIRONMENT
 from qurl.bench.record import Record
 from qurl.bench.shapes import SHAPES
@@ -37,7 +37,7 @@ from qurl.bench.step import (
     end_ids,
     save_figures,
 )
-from qurl.errors import ConfigError, EngineError, QurlError
+from qurl.errors import ConfigError, EngineError
 from qurl.ops.device import pick_device
 from qurl.tasks.tokenizer import build_tokenizer
 
@@ -155,14 +155,5 @@ def summarize(ends: list[tuple[float, int]], bench: TrlStep, peak_gib: float | N
     )
 
 
-def main() -> int:
-    try:
-        run(tyro.cli(TrlStep, prog="python -m benchmarks.trl_step"))
-    except QurlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("trl_step", TrlStep, run))

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
+from benchmarks.scripts import run_command
 from qurl.bench.record import Record, time_call
 from qurl.bench.shapes import SHAPES, build_model
-from qurl.errors import ConfigError, QurlError
+from qurl.errors import ConfigError
 from qurl.rollout import build_engine
 from qurl.types import Problem, Rollout, SamplingParams
 
@@ -135,14 +135,5 @@ def facts(kind: str) -> dict[str, str]:
     return {"vllm": vllm.__version__}
 
 
-def main() -> int:
-    try:
-        run(tyro.cli(VllmBench, prog="python -m benchmarks.vllm_engine"))
-    except QurlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("vllm_engine", VllmBench, run))

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from torch import nn
 
 from benchmarks.profile_rollout import profile_rollout
+from benchmarks.scripts import run_command
 from qurl.bench.limits import find_speed
 from qurl.bench.record import Record
 from qurl.bench.rollout import HEAD, Figures, RolloutBench, Session, measure, plan
 from qurl.bench.shapes import Shape, model_config
 from qurl.bench.workload import Contender, Setup, Workload
-from qurl.errors import ConfigError, EngineError, QurlError
+from qurl.errors import ConfigError, EngineError
 from qurl.types import Completion, Problem, SamplingParams
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {
@@ -197,14 +197,5 @@ def _to_completion(output: Any) -> Completion:
     return Completion(list(output.token_ids), logprobs, text="", finish="length")
 
 
-def main() -> int:
-    try:
-        run(tyro.cli(RolloutBench, prog="python -m benchmarks.vllm_rollout"))
-    except QurlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("vllm_rollout", RolloutBench, run))

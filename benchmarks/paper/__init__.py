@@ -4,5 +4,5 @@
     python -m benchmarks.paper          # redraw docs/results.md from the JSON (make tables)
 
 `arms` says what is compared, `run` trains it, `results` is the JSON between the two halves, `page`
-and one module for each table or figure show it. `baseline` and `graders` check the accuracies.
+and the modules of tables and figures show it. `baseline` and `graders` check the accuracies.
 """

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.paper import (
-    checks,
-    dapo,
-    figure_8,
-    figures_2_3,
-    figures_4_9,
-    long_horizon,
-    table1,
-)
+from benchmarks.paper import accuracies, checks, figure_8, figures_2_3, figures_4_9
 from benchmarks.paper.page import write
 
 SECTIONS = (
     checks.SECTION,
-    table1.SECTION,
-    dapo.SECTION,
+    accuracies.PPO,
+    accuracies.DAPO,
     figures_2_3.SECTION,
     figures_4_9.SECTION,
-    long_horizon.SECTION,
+    accuracies.FAR,
     figure_8.SECTION,
 )
 

@@ -63,4 +63,4 @@ def test_every_arm_is_a_valid_recipe(arm):
 
     format, objective = toy.ARMS[arm]
     flags = ["--quant.format", format, "--algo.objective", objective]
-    assert load_config(toy.RECIPE, flags).algo.objective == objective
+    assert load_config(toy.DEMO, flags).algo.objective == objective

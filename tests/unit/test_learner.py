@@ -398,7 +398,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
     )
     learner = make_learner(config, reference=tiny_policy(seed=1).freeze_())
     batch = recompute(learner, random_batch(learner.policy))
-    pieces = learner._pieces(batch.replace(returns=batch.mask.clone()))
+    pieces = learner.pieces(batch.replace(returns=batch.mask.clone()))
     assert len(pieces) > 1
     monkeypatch.setattr(qurl.trainer.packing, "_attend_padded", lambda q, *_: q)
     with Reads() as reads:

@@ -107,9 +107,10 @@ def advise(
     arms = [Arm.of(name) for name in (BASE, *ROLLOUT_ARMS, *UNIFIED_ARMS)]
     arms = [arm for arm in arms if hardware.has_fp8 or "fp8" not in arm.quant.values()]
     scenario = Scenario(config, hardware, size, prompt_tokens, tokens)
-    seconds = (
-        scenario.measure(arms, torch.device("cuda")) if hardware.is_here else scenario.compute(arms)
-    )
+    if hardware.is_here:
+        seconds = scenario.measure(arms, torch.device("cuda"))
+    else:
+        seconds = {arm.name: scenario.forecast(arm) for arm in arms}
     gaps, how = find_gaps(config, size, task, hardware)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, recommended, verdict = choose(rows, find_savings(config))

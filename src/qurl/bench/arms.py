@@ -14,14 +14,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from qurl.bench.shapes import Bench
+from qurl.bench.shapes import Bench, Shape
 from qurl.config import Config, build_config, check_combinations
+from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.quant.formats import FORMATS
 
-BACKWARDS = ("bf16", "dgrad", "all")
+BACKWARDS = get_args(get_type_hints(QuantConfig)["backward"])
 """Values of quant.backward, by the number of gradients that are products in 8 bits."""
 _ARM = re.compile(
     rf"(?P<format>{'|'.join(['none', *FORMATS])})"
@@ -104,6 +105,12 @@ class BatchBench(Bench):
     @property
     def batch(self) -> str:
         return f"{self.sequences}x{self.prompt_tokens}+{self.tokens}"
+
+    def settings(self, shape: Shape, arm: str) -> dict[str, Any]:
+        """What is saved with the figures of an arm."""
+        flags = ("group", "minibatches", "microbatch_tokens", "repeats", "seed", "keys")
+        named = {"model": shape.name, "arm": arm, "batch": self.batch}
+        return named | {flag: getattr(self, flag) for flag in flags}
 
     @property
     def num_tokens(self) -> int:

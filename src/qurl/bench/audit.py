@@ -48,9 +48,8 @@ from qurl.run.directory import Run
 from qurl.run.engines import build_actor
 from qurl.run.fork import fork
 from qurl.seeds import derive_seed
-from qurl.trainer.batches import microbatches, pad, padded_microbatches
+from qurl.trainer.batches import pad
 from qurl.trainer.learner import Learner
-from qurl.trainer.policy import Policy
 from qurl.types import Batch, Graded, Problem, SamplingParams, Trainable
 
 HEAD = (
@@ -153,7 +152,8 @@ class Auditor:
 
     def __init__(self, options: Audit, config: Config, parts: Parts, choices: Choices) -> None:
         self.options, self.config, self.parts, self.choices = options, config, parts, choices
-        self.policy: Policy = parts.learner.policy
+        assert isinstance(parts.learner, Learner)  # on one device: see `opened`
+        self.learner, self.policy = parts.learner, parts.learner.policy
         self.sketcher = Sketcher(self.policy.model)
         self.problems = parts.stream.take(options.problems)
         self.full_engine = build_actor(config, self.policy, "none", choices)
@@ -214,20 +214,14 @@ class Auditor:
 
     def _score(self, graded: Sequence[Graded]) -> Trainable:
         batch = pad(graded).to(self.policy.device)
-        scored = self.parts.learner.recompute(batch, self.options.at)
+        scored = self.learner.recompute(batch, self.options.at)
         prox = torch.zeros_like(batch.logp_behav)
         with torch.no_grad():
-            for rows, part in self._pieces(batch):
-                prox[rows, : part.mask.shape[1]] = self.policy.score(part).logp
+            for rows, part, layout in self.learner.pieces(batch):
+                prox[rows, : part.mask.shape[1]] = self.policy.score(part, layout).logp
         has_prox = torch.ones_like(scored.has_prox)
         corrected = correct(scored.replace(logp_prox=prox, has_prox=has_prox), cap=None)
         return compare(corrected, self.parts.advantage, is_whitened=self.config.algo.whiten)
-
-    def _pieces(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
-        cut = microbatches if self.policy.is_packed else padded_microbatches
-        for indices in cut(batch.lengths.tolist(), self.config.batch.microbatch_tokens):
-            rows = torch.tensor(indices, device=batch.mask.device)
-            yield rows, batch.select(rows)
 
     def _gradients(
         self, batches: Sequence[Trainable], objective: str, cap: float | None = None
@@ -235,7 +229,7 @@ class Auditor:
         """Gradients [K, D] of each layer group, and shares of tokens."""
         found, totals, num_tokens = [], dict.fromkeys(("clipped", "truncated", "rescued"), 0.0), 0
         for batch in batches:
-            for _, part in self._pieces(batch):
+            for _, part, _ in self.learner.pieces(batch):
                 stats = self._backward(part, objective, cap, denominator=len(batch))
                 totals = {name: total + stats[name] for name, total in totals.items()}
                 num_tokens += part.num_tokens
@@ -282,8 +276,7 @@ class Auditor:
     def _update(self, batch: Batch | None, num_updates: int) -> None:
         """Make `num_updates` mini-batch updates as the run would."""
         assert batch is not None
-        learner, config = self.parts.learner, self.config
-        assert isinstance(learner, Learner)  # on one device: see `opened`
+        learner, config = self.learner, self.config
         num_all = max(self.options.updates)
         rows = torch.arange(len(batch) * num_updates // num_all, device=batch.mask.device)
         counts = dataclasses.replace(config.batch, epochs=1, minibatches=num_updates)

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qurl.bench.arms import Arm
-from qurl.bench.limits import Products, Speed, Storage
+from qurl.bench.limits import Products, Speed, Storage, decode_parts
 from qurl.bench.shapes import Shape
 
 DECODE_RATES = (0.807, 0.946, 23.1e-6, 3.14e-6, 5.51, 27.2e-9)
@@ -110,13 +110,10 @@ def decode_terms(
     """What each of the decode rates multiplies, for one decode step."""
     format, kv = arm.quant["format"], arm.quant.get("kv", "none")
     storage = Storage.of(format, kv, "cuda")
-    weights = shape.num_body * storage.body + shape.num_head * storage.head
-    flops = speed.flops_narrow if storage.is_narrow else speed.flops_wide
-    compute = 2 * sequences * (shape.num_body / flops + shape.num_head / speed.flops_wide)
-    keys = sequences * context * shape.kv_numbers_per_token * storage.kv
+    weights, compute, keys = decode_parts(shape, storage, speed, sequences, context)
     return (
-        weights / speed.bandwidth + compute,
-        keys / speed.bandwidth,
+        weights + compute,
+        keys,
         shape.layers,
         shape.layers * storage.is_narrow,
         sequences * coded_bytes(shape) / speed.bandwidth * storage.is_narrow,

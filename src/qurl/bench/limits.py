@@ -103,13 +103,21 @@ def _seconds(statement: str, a: torch.Tensor) -> float:
     return timer.blocked_autorange().median
 
 
-def step_limit(shape: Shape, storage: Storage, speed: Speed, batch: int, context: float) -> float:
-    """t(B, c) in seconds."""
+def decode_parts(
+    shape: Shape, storage: Storage, speed: Speed, batch: float, context: float
+) -> tuple[float, float, float]:
+    """Seconds of a decode step to read the weights, to multiply, and to read the keys."""
     weights = shape.num_body * storage.body + shape.num_head * storage.head
     flops_body = speed.flops_narrow if storage.is_narrow else speed.flops_wide
     compute = 2 * batch * (shape.num_body / flops_body + shape.num_head / speed.flops_wide)
     keys = batch * context * shape.kv_numbers_per_token * storage.kv
-    return max(weights / speed.bandwidth, compute) + keys / speed.bandwidth
+    return weights / speed.bandwidth, compute, keys / speed.bandwidth
+
+
+def step_limit(shape: Shape, storage: Storage, speed: Speed, batch: int, context: float) -> float:
+    """t(B, c) in seconds."""
+    weights, compute, keys = decode_parts(shape, storage, speed, batch, context)
+    return max(weights, compute) + keys
 
 
 def rollout_limit(shape: Shape, storage: Storage, speed: Speed, workload: Workload) -> float:

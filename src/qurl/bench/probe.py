@@ -7,7 +7,6 @@ Updates: two mini-batches of two micro-batches. `qurl.bench.advise` scales both 
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 from qurl.bench.arms import Arm
 from qurl.bench.forecast import StepSeconds, Work
 from qurl.bench.judge import logprob_gap
-from qurl.bench.record import paused_gc, time_call
+from qurl.bench.record import free_memory, paused_gc, time_call
 from qurl.bench.shapes import Shape, build_model
 from qurl.bench.train import TrainBench, Trial
 from qurl.bench.workload import EngineContender, Setup, Workload
@@ -131,8 +130,3 @@ def measure_mismatch(
         del engine
         free_memory()
     return gaps
-
-
-def free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -45,11 +45,6 @@ class KernelProfile:
         return "\n".join(lines)
 
 
-def profile_kernels(work: Callable[[], Any], num_top: int) -> KernelProfile:
-    """Trace one call, whose kernels are compiled already."""
-    return summarize_kernels(trace_kernels(work), num_top)
-
-
 def summarize_kernels(kernels: Sequence[Kernel], num_top: int) -> KernelProfile:
     """Add up kernels by name; they are sorted by start."""
     times, launches = Counter[str](), Counter(kernel.name for kernel in kernels)
@@ -65,7 +60,7 @@ def summarize_kernels(kernels: Sequence[Kernel], num_top: int) -> KernelProfile:
 
 
 def trace_kernels(work: Callable[[], Any]) -> list[Kernel]:
-    """Everything that runs on the GPU during one call, sorted by start."""
+    """Everything that runs on the GPU during one call, compiled before, sorted by start."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         work()

@@ -68,6 +68,11 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(staging, path)
 
 
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Pause garbage collection, whose duration depends on what else the process holds."""

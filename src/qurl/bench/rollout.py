@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ import torch
 
 from qurl.bench.judge import check_completions, logprob_gap
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
-from qurl.bench.record import Record, paused_gc, time_call
+from qurl.bench.record import Record, free_memory, paused_gc, time_call
 from qurl.bench.shapes import SHAPES, Bench, build_model, split_list
 from qurl.bench.workload import WORKLOADS, Contender, EngineContender, Setup, Workload
 from qurl.ops.device import pick_device
@@ -117,8 +116,7 @@ def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> None:
             for workload in workloads:
                 measure(session, contender, workload, model)
             del contender
-            gc.collect()  # engine n is gone before engine n + 1 is built
-            torch.cuda.empty_cache()
+            free_memory()  # engine n is gone before engine n + 1 is built
         del model
     print(f"saved to {record.path}")
 

@@ -242,9 +242,6 @@ class Scenario:
             has_lora=config.model.lora_rank > 0,
         )
 
-    def compute(self, arms: Sequence[Arm]) -> dict[str, StepSeconds]:
-        return {arm.name: self.forecast(arm) for arm in arms}
-
     def forecast(self, arm: Arm) -> StepSeconds:
         if self.hardware.num_gpus == 1:
             return step_seconds(self.shape, arm, self.hardware.speed, self.work(arm))

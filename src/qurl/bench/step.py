@@ -7,7 +7,6 @@ rewards all gradients would be zero, and a GPU multiplies zeros faster.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from qurl.bench.arms import Arm, BatchBench
-from qurl.bench.record import Record
+from qurl.bench.record import Record, free_memory
 from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
 from qurl.config import Config
 from qurl.errors import ConfigError, EngineError, TrainingError
@@ -142,8 +141,7 @@ def save_model(shape: Shape, folder: Path, device: torch.device, seed: int) -> P
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     del model
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     return folder
 
 
@@ -221,8 +219,7 @@ def measure_step(
             reward=lambda texts, answer, extra: alternate(texts),  # type: ignore[arg-type]
             trackers=[clock],
         )
-    gc.collect()  # this arm's models are gone before the next one's are built
-    torch.cuda.empty_cache()
+    free_memory()  # this arm's models are gone before the next one's are built
     for row in clock.rows:
         check_row(row, bench.sequences * bench.tokens if lengths == "equal" else None)
     return summarize_steps(clock.times, clock.rows, bench.sequences * bench.prompt_tokens)
@@ -262,11 +259,7 @@ def save_figures(
     record: Record, bench: StepBench, shape: Shape, arm: str, lengths: str, figures: StepFigures
 ) -> None:
     """Print the row of an arm and add it to the record."""
-    settings = {
-        **{"model": shape.name, "arm": arm, "batch": bench.batch, "lengths": lengths},
-        **{name: getattr(bench, name) for name in ("group", "minibatches", "microbatch_tokens")},
-        **{"repeats": bench.repeats, "seed": bench.seed, "keys": bench.keys},
-    }
+    settings = bench.settings(shape, arm) | {"lengths": lengths}
     parts = {
         part: f"{figures.parts[part]:.3f}" if part in figures.parts else "-"
         for part in (*PARTS, "rest")

@@ -6,7 +6,6 @@ bandwidth (`qurl.bench.limits.sync_bytes`); verifying the copy is timed separate
 
 from __future__ import annotations
 
-import gc
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
-from qurl.bench.record import Record, paused_gc
+from qurl.bench.record import Record, free_memory, paused_gc
 from qurl.bench.shapes import SHAPES, Bench, Shape, build_model, split_list
 from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
@@ -79,8 +78,7 @@ def run_sync(bench: SyncBench) -> None:
             figures=asdict(figures),
         )
         del model
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     print(f"saved to {record.path}")
 
 

@@ -10,7 +10,6 @@ backwards and optimizer updates of a step. Speeds are those of the update:
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections.abc import Mapping
@@ -21,8 +20,8 @@ import torch
 from qurl.advantages import ESTIMATORS, compare
 from qurl.bench.arms import BACKWARDS, Arm, BatchBench
 from qurl.bench.limits import Products, Speed, find_speed
-from qurl.bench.profile import profile_kernels
-from qurl.bench.record import Record, paused_gc, time_call
+from qurl.bench.profile import summarize_kernels, trace_kernels
+from qurl.bench.record import Record, free_memory, paused_gc, time_call
 from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
 from qurl.config import Config
 from qurl.correction import correct
@@ -100,8 +99,7 @@ def run_train(bench: TrainBench) -> None:
             figures = measure_train(trial, arm, speed)
             save_figures(record, trial, arm, speed, figures)
             del trial
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory()
     print(f"saved to {record.path}")
 
 
@@ -237,16 +235,13 @@ def save_figures(
 ) -> None:
     """Print the row of an arm, and its profile if asked for; add both to the record."""
     bench, profile = trial.bench, {}
-    settings = {
-        **{"model": trial.shape.name, "arm": arm.name, "batch": bench.batch},
-        **{name: getattr(bench, name) for name in ("group", "minibatches", "microbatch_tokens")},
-        **{"repeats": bench.repeats, "seed": bench.seed, "keys": bench.keys},
-    }
+    settings = bench.settings(trial.shape, arm.name)
     peak = "-" if figures.peak_gib is None else f"{figures.peak_gib:.1f}"
     print(ROW.format(**settings, **asdict(figures), peak=peak), flush=True)
     if bench.profile:
         trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
-        found = profile_kernels(lambda: update(trial.learner, trainable), bench.profile)
+        kernels = trace_kernels(lambda: update(trial.learner, trainable))
+        found = summarize_kernels(kernels, bench.profile)
         print(found, flush=True)
         profile = {"profile": asdict(found)}
     record.add(

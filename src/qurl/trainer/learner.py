@@ -213,7 +213,7 @@ class Learner:
         with _within_memory(self.config):
             found = self._score(batch, self._rows_to_score(batch, step, share))
             has_others = self.reference is not None or self.critic is not None
-            for rows, part, layout in self._pieces(batch) if has_others else ():
+            for rows, part, layout in self.pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
                 if self.reference is not None:
                     is_alike = self.reference.is_packed == self.policy.is_packed
@@ -267,7 +267,7 @@ class Learner:
     def _score(self, batch: Batch, rows: Tensor) -> Found:
         """The policy's scores of these rows, computed piece by piece."""
         is_any = self.ranks.most(len(rows))
-        pieces = self._pieces(batch.select(rows)) if is_any else []
+        pieces = self.pieces(batch.select(rows)) if is_any else []
         return self._collect(
             batch, [(rows[p.rows], self.policy.score(p.batch, p.layout)) for p in pieces]
         )
@@ -344,7 +344,7 @@ class Learner:
         for epoch in range(config.batch.epochs):
             for rows in self._minibatches(batch, step, epoch, share):
                 minibatch = batch.select(rows)
-                pieces = self._pieces(minibatch, is_scored=True)
+                pieces = self.pieces(minibatch, is_scored=True)
                 if not pieces:  # every token was rejected
                     num_skipped += 1
                     continue
@@ -398,7 +398,7 @@ class Learner:
         weight, shrink = weigh(batch, cap=self.cap, **weighting)
         return batch.replace(weight=weight, shrink=shrink)
 
-    def _pieces(self, batch: Stage, *, is_scored: bool = False) -> list[Piece[Stage]]:
+    def pieces(self, batch: Stage, *, is_scored: bool = False) -> list[Piece[Stage]]:
         """Micro-batches, cut before the first forward; every rank has as many.
 
         With `is_scored`, those without a token to score are left out.

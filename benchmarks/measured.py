@@ -63,7 +63,7 @@ def newest(path: Path) -> list[Mapping[str, Any]]:
 def local_rollouts(path: Path) -> dict[Key, Mapping[str, Any]]:
     """The newest entries of our own engine."""
     entries = [e for e in newest(path) if e["settings"]["engine"] == "local"]
-    return {_key_of(entry["settings"]): entry for entry in entries}
+    return {key_of(entry["settings"]): entry for entry in entries}
 
 
 OTHER_BUILD = "†"
@@ -81,7 +81,7 @@ def with_note(text: str) -> str:
     return f"{text}\n\n{note}" if OTHER_BUILD in text else text
 
 
-def _key_of(settings: Mapping[str, Any]) -> Key:
+def key_of(settings: Mapping[str, Any]) -> Key:
     return settings["model"], settings["workload"], settings["quant"], settings["kv"]
 
 

@@ -21,6 +21,7 @@ from benchmarks.measured import (
     FORMATS,
     Key,
     build_mark,
+    key_of,
     local_rollouts,
     newest,
     replace_between,
@@ -62,57 +63,18 @@ class Figures:
     """GPU time of one decode step, if profiled."""
 
 
-def anchor(model: str, workload: str, quant: str, kv: str, thousands: float) -> Figures:
+def anchor(row: Mapping[str, Any]) -> Figures:
     """vLLM's figures. Its limit is ours: both follow from the bytes alone."""
-    work = SIZES[workload]
-    storage = Storage.of(quant, kv, "cuda")
-    seconds = rollout_limit(SHAPES[model], storage, SPEEDS["NVIDIA H200"], work)
-    tokens_per_s = 1e3 * thousands
+    work = SIZES[row["workload"]]
+    storage = Storage.of(row["quant"], row["kv"], "cuda")
+    seconds = rollout_limit(SHAPES[row["model"]], storage, SPEEDS["NVIDIA H200"], work)
+    tokens_per_s = 1e3 * row["thousand_tokens_per_s"]
     share = tokens_per_s * seconds / work.num_new_tokens
-    busy_ms = VLLM_BUSY_MS.get((model, workload, quant, kv))
-    return Figures(tokens_per_s, share, busy_ms=busy_ms)
+    return Figures(tokens_per_s, share, busy_ms=row.get("busy_ms"))
 
 
-# Measured by us with vLLM 0.25.1 on an H200, torch 2.11: best of 1 to 4 runs of the same workloads,
-# V1 engine in process, FlashAttention 3, full CUDA graphs, random weights, lm_head in BF16; FP8
-# with one scale per weight matrix and one per token.
-VLLM_THOUSANDS: Mapping[Key, float] = {
-    ("1.5B", "A", "none", "none"): 33.4,
-    ("1.5B", "A", "fp8", "none"): 34.4,
-    ("1.5B", "A", "int8", "none"): 34.2,
-    ("1.5B", "A", "fp8", "fp8"): 30.6,
-    ("1.5B", "B", "none", "none"): 18.0,
-    ("1.5B", "B", "fp8", "none"): 20.4,
-    ("1.5B", "B", "int8", "none"): 18.5,
-    ("1.5B", "B", "fp8", "fp8"): 19.0,
-    ("1.5B", "C", "none", "none"): 13.4,
-    ("1.5B", "C", "fp8", "none"): 14.0,
-    ("1.5B", "C", "int8", "none"): 13.2,
-    ("1.5B", "C", "fp8", "fp8"): 14.4,
-    ("7B", "A", "none", "none"): 22.3,
-    ("7B", "A", "fp8", "none"): 25.1,
-    ("7B", "A", "int8", "none"): 26.3,
-    ("7B", "A", "fp8", "fp8"): 23.8,
-    ("7B", "B", "none", "none"): 10.9,
-    ("7B", "B", "fp8", "none"): 12.0,
-    ("7B", "B", "fp8", "fp8"): 13.5,
-    ("7B", "Cp", "none", "none"): 9.1,
-    ("7B", "Cp", "fp8", "none"): 10.9,
-    ("7B", "Cp", "fp8", "fp8"): 11.4,
-}
-VLLM_BUSY_MS: Mapping[Key, float] = {
-    ("1.5B", "A", "none", "none"): 4.01,
-    ("1.5B", "A", "fp8", "none"): 4.42,
-    ("1.5B", "A", "int8", "none"): 4.46,
-    ("1.5B", "B", "none", "none"): 2.41,
-    ("1.5B", "B", "fp8", "none"): 2.36,
-    ("1.5B", "B", "int8", "none"): 2.44,
-    ("7B", "A", "none", "none"): 9.20,
-    ("7B", "A", "fp8", "none"): 8.06,
-    ("7B", "B", "none", "none"): 5.40,
-    ("7B", "B", "fp8", "none"): 4.25,
-}
-VLLM = {key: anchor(*key, thousands) for key, thousands in VLLM_THOUSANDS.items()}
+VLLM_ROWS = json.loads((RESULTS / "vllm_rollout.json").read_text())["rows"]
+VLLM = {key_of(row): anchor(row) for row in VLLM_ROWS}
 
 
 @dataclass(frozen=True)

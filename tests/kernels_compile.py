@@ -45,6 +45,7 @@ from qurl.quant.kernels.gemm import Plan
 from qurl.quant.kernels.plans import Plans
 from qurl.quant.linear import Operand, Partial
 from qurl.rollout.local.kernels import attention, flash_pages, rope, sampling, step
+from qurl.rollout.local.ops import LayerCache
 from qurl.trainer.kernels import adamw8bit, token_scores
 from qurl.trainer.moments import Update, make_moments
 
@@ -235,11 +236,11 @@ def rotate(
         index,
         (floats(2048, head_dim // 2), floats(2048, head_dim // 2)),
         None if norm is None else (norm, norm),
-        rope.PagedCache(
+        LayerCache(
             numbers(2, 8, 16, kv_heads, head_dim, dtype=kv_dtype),
-            index,
             floats(2, kv_heads) if has_codes else None,
             floats(kv_heads, head_dim) if has_codes else None,
+            index,
         ),
         num_kv_heads=kv_heads,
         eps=1e-6,

@@ -13,7 +13,7 @@ from qurl.cli import main
 from qurl.errors import EngineError, TrainingError
 from qurl.ops.target import Target
 from qurl.run import doctor, engine_checks, rank_checks
-from qurl.run.finding import Finding
+from qurl.run.machine import Finding
 
 CPU = torch.device("cpu")
 GIB = 2**30

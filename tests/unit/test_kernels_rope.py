@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from qurl.quant.linear import Partial, Product, finish
-from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
+from qurl.rollout.local.kernels.rope import rotate_and_store
 from qurl.rollout.local.ops import LayerCache
 from qurl.rollout.local.reference import rms_norm, rotate, write_pages_
 
@@ -71,7 +71,7 @@ class Case:
         scale, center = (None if x is None else x.to(DEVICE) for x in (kv_scale, kv_center))
         cache = None
         if kv is not None and slots is not None:
-            cache = PagedCache(kv, slots[rows].to(DEVICE), scale, center)
+            cache = LayerCache(kv, scale, center, slots[rows].to(DEVICE))
         result = rotate_and_store(
             _take_rows(self.qkv, rows),
             self.positions[rows].to(DEVICE),

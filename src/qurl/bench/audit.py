@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import tyro
@@ -121,8 +121,10 @@ def run_audit(options: Audit) -> None:
         print(HEAD)
         for found in auditor.findings():
             print(row_of(found), flush=True)
+            flags = ("problems", "chunks", "updates")
+            settings = {flag: getattr(options, flag) for flag in flags}
             key = f"{options.run.name} at {options.at}"
-            record.add(key, settings=_settings(options), figures=found._asdict())
+            record.add(key, settings=settings, figures=found._asdict())
     print(
         "bias, cosine: against the full-precision gradient T; change: from the row above, on the "
         "same rollouts; variance: of one mini-batch, / |T|^2. nan: T is lost in noise; raise "
@@ -314,7 +316,3 @@ def row_of(found: Finding) -> str:
     arm = {name: getattr(found, name) for name in ("updates", "format", "objective")}
     cap, variance = "-" if found.cap is None else f"{found.cap:g}", figures["variance"].value
     return ROW.format(**arm, cap=cap, **spans, variance=variance, **found.shares)
-
-
-def _settings(options: Audit) -> dict[str, Any]:
-    return {"problems": options.problems, "chunks": options.chunks, "updates": options.updates}

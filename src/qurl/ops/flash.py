@@ -107,7 +107,7 @@ def plan_for(q: Tensor) -> Plan:
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
     """Attention [N, H, D] of q [N, H, D] to k and v [N, K, D], with gradients."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = map(_with_whole_rows, (q, k, v))
+    q, k, v = map(with_whole_rows, (q, k, v))
     return _Attention.apply(q, k, v, spans, scale)  # type: ignore[return-value]
 
 
@@ -186,7 +186,7 @@ def key_gradients(
     return dk, dv
 
 
-def _with_whole_rows(x: Tensor) -> Tensor:
+def with_whole_rows(x: Tensor) -> Tensor:
     """The heads of a token side by side; tokens may lie apart, as in a slice of q, k and v."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 

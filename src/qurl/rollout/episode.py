@@ -17,8 +17,7 @@ from torch import Tensor
 
 from qurl.errors import EngineError
 from qurl.plugins import load_plugin
-from qurl.quant.shipment import Packing
-from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, close, generate
+from qurl.rollout.engine import Asked, Engine, QueueStream, Stream, generate
 from qurl.types import Completion, Problem, Rollout, SamplingParams, SyncReport
 
 Episode = Callable[[Problem, Any], Generator[Sequence[int], Completion, None]]
@@ -36,31 +35,15 @@ class EpisodeEngine:
         self.engine, self.tokenizer = engine, tokenizer
         self.episode: Episode = loaded
 
-    @property
-    def kv_saturated_frac(self) -> float | None:
-        return getattr(self.engine, "kv_saturated_frac", None)
-
-    @property
-    def traffic(self) -> Any:
-        return getattr(self.engine, "traffic", None)
-
-    @property
-    def works_elsewhere(self) -> bool:
-        return getattr(self.engine, "works_elsewhere", False)
-
-    @property
-    def packing(self) -> Packing:
-        """Of the engine below, if it takes shipments."""
-        return self.engine.packing  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        """What only some engines have (`close`, `packing`, `works_elsewhere`): that one's own."""
+        return getattr(vars(self)["engine"], name)
 
     def sync(self, source: Any, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         return self.engine.score(token_ids)
-
-    def close(self) -> None:
-        close(self.engine)
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         return generate(self, problems, params)

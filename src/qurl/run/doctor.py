@@ -25,7 +25,7 @@ from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.rollout import build_engine
 from qurl.run.budget import GIB
-from qurl.run.finding import Finding
+from qurl.run.machine import Finding
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.scratch import build_tiny_llama
 

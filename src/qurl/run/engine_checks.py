@@ -23,7 +23,7 @@ from qurl.rollout.engine import Engine
 from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import Fleet
 from qurl.rollout.group.worker import EngineSpec
-from qurl.run.finding import Finding
+from qurl.run.machine import Finding
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.scratch import build_tiny_llama
 from qurl.types import Problem, SamplingParams

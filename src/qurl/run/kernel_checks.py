@@ -35,7 +35,7 @@ from qurl.rollout.local.reference import ReferenceOps
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
 from qurl.rollout.sampler import RowParams
-from qurl.run.finding import Finding
+from qurl.run.machine import Finding
 from qurl.trainer import moments
 from qurl.trainer.kernels import adamw8bit, token_scores
 from qurl.trainer.layers import fuse_layers_

@@ -1,4 +1,4 @@
-"""The hardware and software that a run or a measurement used."""
+"""The hardware and software that a run or a measurement used, and what a check of it found."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from qurl import __version__
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor: a verdict, what was found, and what to do about it."""
+
+    verdict: Literal["ok", "note", "FAIL"]
+    name: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verdict:<4}  {self.name}: {'; '.join(filter(None, (self.found, self.advice)))}"
+        )
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

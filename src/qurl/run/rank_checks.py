@@ -27,7 +27,7 @@ from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
 from qurl.run.checkpoint import load_saved_policy
 from qurl.run.engine_checks import check_engine_group
-from qurl.run.finding import Finding
+from qurl.run.machine import Finding
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import LearnerGroup

@@ -26,11 +26,7 @@ as the original would have."""
 
 
 def shuffle(
-    count: int,
-    num_problems: int,
-    num_taken: int,
-    history: Mapping[int, Sequence[float]],
-    seed: int,
+    count: int, num_problems: int, num_taken: int, history: History, seed: int
 ) -> list[int]:
     """Every problem once per epoch, in a new random order each time.
 
@@ -55,11 +51,7 @@ def mix(sizes: Sequence[int], shares: Sequence[float]) -> Selector:
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
 
     def select(
-        count: int,
-        num_problems: int,
-        num_taken: int,
-        history: Mapping[int, Sequence[float]],
-        seed: int,
+        count: int, num_problems: int, num_taken: int, history: History, seed: int
     ) -> list[int]:
         places = torch.arange(num_taken + count, dtype=torch.float64) * _GOLDEN_RATIO % 1
         parts = torch.bucketize(places, ends, right=True)

@@ -30,6 +30,7 @@ from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
 from qurl.ops.families import FAMILIES
+from qurl.ops.flash import with_whole_rows
 from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
@@ -271,7 +272,7 @@ class _Heads:
         for index, (dx, into) in enumerate(zip((dq, dk), d_turned, strict=True)):
             turned = into if not self.norms else dx.new_empty(dx.shape)
             cos, sin = self.rotations
-            rotation.rotate(_by_heads(dx), cos, sin, turned, is_gradient=True)
+            rotation.rotate(with_whole_rows(dx), cos, sin, turned, is_gradient=True)
             if self.norms:
                 x, inverse = self.unnormed[index]
                 d_rows, d_norm = rms_norm.gradients(
@@ -280,11 +281,6 @@ class _Heads:
                 into.copy_(d_rows.view(dx.shape))
                 d_norms.append(d_norm)
         return product.flatten(1), d_norms
-
-
-def _by_heads(x: Tensor) -> Tensor:
-    """[M, H, D] with the heads of a token side by side."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _operand(x: Tensor, format: Format | None) -> Operand:

@@ -24,7 +24,7 @@ from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
 from qurl.rollout.local.kernels.flash_pages import attend_pages_alike
-from qurl.rollout.local.kernels.rope import PagedCache, rotate_and_store
+from qurl.rollout.local.kernels.rope import rotate_and_store
 from qurl.rollout.local.kernels.sampling import sample_rows
 from qurl.rollout.local.kernels.step import begin_step
 from qurl.rollout.local.ops import LayerCache
@@ -75,15 +75,12 @@ class FusedOps:
         self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
         norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
-        paged = None
-        if cache is not None and cache.slots is not None:
-            paged = PagedCache(cache.data, cache.slots, cache.scale, cache.center)
         heads = rotate_and_store(
             qkv,
             positions,
             (self.weights.cos, self.weights.sin),
             norms,
-            paged,
+            cache,
             num_kv_heads=self.arch.num_kv_heads,
             eps=self.arch.norm_eps,
             dtype=self.dtype,

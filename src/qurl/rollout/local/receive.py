@@ -7,7 +7,7 @@ graphs know their addresses.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,6 @@ from qurl.rollout.local.architecture import NORMS
 from qurl.rollout.local.weights import Weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class Written(NamedTuple):
-    """What was written into a buffer."""
-
-    dtype: torch.dtype
-    """As it was shipped."""
-    sums: list[int]
 
 
 class Receiver:
@@ -42,7 +34,8 @@ class Receiver:
         )
         self._targets: dict[str, Tensor] = {}
         self._codes: set[str] = set()
-        self._written: dict[str, Written] = {}
+        self._written: dict[str, tuple[torch.dtype, list[int]]] = {}
+        """Dtype and checksum of what arrived."""
         self._has_loaded = False
 
     @torch.no_grad()
@@ -68,7 +61,8 @@ class Receiver:
     def check(self, version: int) -> None:
         """Compare every weight in the engine with what arrived."""
         written, targets = self._written, self._targets
-        wrong = [n for n, w in written.items() if checksum(targets[n].to(w.dtype)) != w.sums]
+        found = {n: checksum(targets[n].to(dtype)) for n, (dtype, _) in written.items()}
+        wrong = [n for n, (_, expected) in written.items() if found[n] != expected]
         if wrong:
             raise SyncError(
                 f"sync of version {version} failed: {', '.join(wrong[:3])} in the engine "
@@ -89,7 +83,7 @@ class Receiver:
         is_coded, arrived = name in self._codes, tensor.to(target.device)
         num_flips = int((target.float() != arrived.float()).sum()) if is_coded else 0
         target.copy_(arrived)
-        self._written[name] = Written(tensor.dtype, checksum(arrived))
+        self._written[name] = tensor.dtype, checksum(arrived)
         return num_flips
 
     def _plan(self) -> None:

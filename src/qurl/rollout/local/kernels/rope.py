@@ -13,7 +13,7 @@ Shapes: M tokens, H heads, D head_dim, P positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,20 +22,17 @@ from torch import Tensor
 
 from qurl.ops.launch import EXACT, await_inputs, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import divide_clamped, narrow, round_to_code, store_rounded
-from qurl.quant.kernels.product import load_channels, load_product, product_args
+from qurl.quant.kernels.product import (
+    load_channels,
+    load_product,
+    product_args,
+    product_shape,
+)
 from qurl.quant.linear import Product
+from qurl.rollout.local.ops import LayerCache
 
 _NUM_WARPS = 4
 _TILE = _NUM_WARPS * 32 * 4  # pairs of dimensions of a program: 16-byte loads of 32-bit parts
-
-
-class PagedCache(NamedTuple):
-    """Where a layer's keys and values go."""
-
-    data: Tensor  # [2, pages, page_size, H_kv, D]
-    slots: Tensor  # [M] int64, page * page_size + offset
-    scale: Tensor | None  # [2, H_kv], for FP8 codes
-    center: Tensor | None  # [H_kv, D], subtracted from the keys before coding
 
 
 def rotate_and_store(
@@ -43,7 +40,7 @@ def rotate_and_store(
     positions: Tensor,
     rotations: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
-    cache: PagedCache | None,
+    cache: LayerCache | None,
     *,
     num_kv_heads: int,
     eps: float,
@@ -53,10 +50,10 @@ def rotate_and_store(
     """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
 
     `rotations` are cos and sin [P, D / 2], `norms` the weights [D] of RMS norms of each head of q
-    and of k before the rotation. With a cache, k and v also go to their slots, and come back as it
-    gives them back: rounded, and k without its center, if the cache holds codes.
+    and of k before the rotation. With a cache, k and v also go to its slots [M], and come back as
+    it gives them back: rounded, and k without its center, if the cache holds codes.
     """
-    rows, columns = (qkv if isinstance(qkv, Tensor) else qkv.acc[0]).shape
+    rows, columns = product_shape(qkv)
     cos, sin = rotations
     q_norm, k_norm = norms or (None, None)
     head_dim = 2 * cos.shape[1]
@@ -95,11 +92,11 @@ def rotate_and_store(
 
 
 def _cache_args(
-    cache: PagedCache | None, rows: int, kv_heads: int, head_dim: int
+    cache: LayerCache | None, rows: int, kv_heads: int, head_dim: int
 ) -> dict[str, Any]:
-    if cache is None:
+    if cache is None or cache.slots is None:
         return {**dict.fromkeys(("kv", "slots", "kv_scale", "kv_center")), "plane_stride": 0}
-    kv, slots, scale, center = cache
+    kv, slots, scale, center = cache.data, cache.slots, cache.scale, cache.center
     _check(slots, (rows,), torch.int64)
     _check(kv[0], (*kv.shape[1:3], kv_heads, head_dim), kv.dtype)
     has_codes = kv.dtype == torch.float8_e4m3fn

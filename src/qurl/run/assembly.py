@@ -130,6 +130,10 @@ class Parts:
         if is_only:
             self.full_engine = self.engine
 
+    def close(self) -> None:
+        close(self.engine)
+        close(self.full_engine)
+
     def state(self) -> dict:
         """What a checkpoint holds beside weights and optimizers."""
         tracker = self.tracker.state_dict() if self.tracker is not None else None
@@ -161,10 +165,10 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     _announce(config, run, device)
     initial = initial_model(config, run.path, device)
     checkpoint, damaged = newest_sound(run.path / "checkpoints")
-    make = functools.partial(
-        make_learner, config, initial, checkpoint, choices.objective, advantage
-    )
-    with _open_learner(config, device, make) as learner:
+    made_of = (config, initial, checkpoint, choices.objective, advantage)
+    make = functools.partial(make_learner, *made_of)
+    with ExitStack() as stack:
+        learner = stack.enter_context(_open_learner(config, device, make))
         policy = learner.policy
         task, data, held_out = _load_data(config, policy, choices, run)
         prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
@@ -175,56 +179,54 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         keeps = config.sampling.keep_responses
         stream = ProblemStream(task, config.seed, hooks.select, keeps_responses=keeps)
         state = load_checkpoint(checkpoint, learner) if checkpoint else {}
-        scales, pending = None, None
-        if config.quant.scales == "frozen":
-            of_weights = (learner.whole_model(), config.quant.format, policy.compute_dtype)
-            scales = state.get("scales") or frozen_scales(*of_weights)
+        scales = _frozen_scales(config, learner, state)
         tracker = _build_tracker(config, learner, run, scales)
-        first_step = 0
         if checkpoint:
-            pending = Sampled.load(state["pending"]) if state.get("pending") else None
-            _warn_of_changed_data(state, prints, run)
-            hooks.load_state_dict(state.get("hooks", {}))
-            first_step = _resume(state, stream, tracker, run)
+            _resume(state, prints, stream, hooks, tracker, run)
         graded = () if choices.reward else data.values()
-        grading = build_pool(config, choices.reward or task.reward, *graded)
-        with grading as pool, ExitStack() as stack:
-            if first_step == 0 and choices.reward is None:
-                _try_grader(config, task, pool, run)
-            has_episode = bool(choices.episode or config.rollout.episode)
-            opened = open_place(config, learner, run, has_episode=has_episode)
-            place = stack.enter_context(opened)
-            build = functools.partial(
-                build_actor, config, policy, config.quant.format, choices, place, scales
-            )
-            engine = full_engine = build()
-            if config.has_full_engine:
-                full_engine = build_actor(config, policy, "none", choices, place)
-            parts = Parts(
-                learner=learner,
-                advantage=_configured(choices.advantage, config.algo),
-                engine=engine,
-                full_engine=full_engine,
-                stream=stream,
-                hooks=hooks,
-                held_out=held_out,
-                pool=pool,
-                tracker=tracker,
-                first_step=first_step,
-                build_engine=build,
-                fingerprints=prints,
-                pending=pending,
-                scales=scales,
-            )
-            if config.rollout.ahead and not getattr(parts.actor, "works_elsewhere", False):
-                run.warn(IN_TURNS)
-            _set_aside(damaged, first_step, run)
-            run.rewind(first_step)  # last: if anything above fails, nothing logged is touched
-            try:
-                yield parts
-            finally:
-                close(parts.engine)
-                close(parts.full_engine)
+        pool = stack.enter_context(build_pool(config, choices.reward or task.reward, *graded))
+        if not state.get("step") and choices.reward is None:
+            _try_grader(config, task, pool, run)
+        has_episode = bool(choices.episode or config.rollout.episode)
+        opened = open_place(config, learner, run, has_episode=has_episode)
+        place = stack.enter_context(opened)
+        actor_of = (config, policy, config.quant.format, choices, place, scales)
+        build = functools.partial(build_actor, *actor_of)
+        engine = full_engine = build()
+        if config.has_full_engine:
+            full_engine = build_actor(config, policy, "none", choices, place)
+        parts = Parts(
+            learner=learner,
+            advantage=_configured(choices.advantage, config.algo),
+            engine=engine,
+            full_engine=full_engine,
+            stream=stream,
+            hooks=hooks,
+            held_out=held_out,
+            pool=pool,
+            tracker=tracker,
+            first_step=state.get("step", 0),
+            build_engine=build,
+            fingerprints=prints,
+            pending=Sampled.load(state["pending"]) if state.get("pending") else None,
+            scales=scales,
+        )
+        stack.callback(parts.close)
+        if config.rollout.ahead and not getattr(parts.actor, "works_elsewhere", False):
+            run.warn(IN_TURNS)
+        _set_aside(damaged, parts.first_step, run)
+        run.rewind(parts.first_step)  # last: if anything above fails, nothing logged is touched
+        yield parts
+
+
+def _frozen_scales(
+    config: Config, learner: AnyLearner, state: Mapping[str, Any]
+) -> Mapping[str, Tensor] | None:
+    """The scales of the untrained weights if `quant.scales` keeps them, else None."""
+    if config.quant.scales != "frozen":
+        return None
+    of_weights = (learner.whole_model(), config.quant.format, learner.policy.compute_dtype)
+    return state.get("scales") or frozen_scales(*of_weights)
 
 
 def _announce(config: Config, run: Run, device: torch.device) -> None:
@@ -339,22 +341,15 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
     return with_facts(ADVANTAGES["gae"])(configured)
 
 
-def _resume(state: dict, stream: ProblemStream, tracker: AnyTracker | None, run: Run) -> int:
-    """Take over the state of a checkpoint; returns the step to go on with."""
-    num_problems = len(stream.task)
-    stream.load_state_dict(state)
-    if (num_saved := state.get("problems", num_problems)) != num_problems:
-        run.warn(
-            f"the task had {num_saved} problems when the run was saved and has {num_problems} now: "
-            "their order has changed, so some come twice in this epoch"
-        )
-    if tracker is not None:
-        tracker.load_state_dict(state["tracker"])
-    return state["step"]
-
-
-def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], run: Run) -> None:
-    """Say which data files have other contents than when the checkpoint was saved."""
+def _resume(
+    state: dict,
+    prints: Mapping[str, str],
+    stream: ProblemStream,
+    hooks: Hooks,
+    tracker: AnyTracker | None,
+    run: Run,
+) -> None:
+    """Take over the state of a checkpoint, and say what has changed since."""
     effects = {
         "train": "the training data has changed since the run was saved: the run goes on with "
         "other problems",
@@ -364,6 +359,16 @@ def _warn_of_changed_data(state: Mapping[str, Any], prints: Mapping[str, str], r
     for split, saved in state.get("fingerprints", {}).items():
         if saved and prints.get(split, saved) != saved:
             run.warn(effects[split])
+    hooks.load_state_dict(state.get("hooks", {}))
+    num_problems = len(stream.task)
+    stream.load_state_dict(state)
+    if (num_saved := state.get("problems", num_problems)) != num_problems:
+        run.warn(
+            f"the task had {num_saved} problems when the run was saved and has {num_problems} now: "
+            "their order has changed, so some come twice in this epoch"
+        )
+    if tracker is not None:
+        tracker.load_state_dict(state["tracker"])
 
 
 def prepare_torch(config: Config) -> torch.device:

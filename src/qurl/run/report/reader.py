@@ -42,32 +42,21 @@ class Tail:
             return True
         return found.st_ino != self._inode or found.st_size < self.position
 
-    def end(self) -> int:
-        """Where the last complete line ends; only that one can be torn."""
-        try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                self._inode = found.st_ino
-                size = found.st_size
-                while size > self.position:  # backwards, to the last newline
-                    start = max(self.position, size - 65536)
-                    file.seek(start)
-                    newline = file.read(size - start).rfind(b"\n")
-                    if newline >= 0:
-                        return start + newline + 1
-                    size = start
-        except FileNotFoundError:
-            pass
-        return self.position
+    def skip(self, position: int) -> None:
+        """Take what is before a position for read."""
+        self.position, self._inode = position, os.stat(self.path).st_ino
 
     def lines(self) -> list[bytes]:
-        """The complete lines since the last call."""
-        if (end := self.end()) == self.position:
+        """The complete lines since the last call; only the last one can be torn."""
+        try:
+            with self.path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
+                file.seek(self.position)
+                content = file.read()
+        except FileNotFoundError:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self.position)
-            content = file.read(end - self.position)
-        self.position = end
+        content = content[: content.rfind(b"\n") + 1]
+        self.position += len(content)
         return content.splitlines()
 
     def records(self) -> list[dict[str, Any]]:
@@ -161,10 +150,9 @@ class RunReader:
 
     def _samples(self, is_new: bool) -> list[dict[str, Any]]:
         tail = self._tails[SAMPLES]
-        if is_new:
-            tail.position, end = 0, tail.end()
-            lines, count = choose_lines(tail.path, end) if end else ([], 0)
-            tail.position = end
+        if is_new and tail.path.exists():
+            lines, count, end = choose_lines(tail.path)
+            tail.skip(end)
         else:
             lines = tail.lines()
             count = len(lines)

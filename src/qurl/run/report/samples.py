@@ -21,15 +21,15 @@ Mark = str
 PLAIN, CLIPPED, RESCUED, TRUNCATED, LEFT_OUT = " ", "c", "r", "t", "x"
 
 
-def choose_lines(path: Path, end: int) -> tuple[list[bytes], int]:
-    """Lines of the file's first `end` bytes, evenly spread if they are too many; and their number.
+def choose_lines(path: Path) -> tuple[list[bytes], int, int]:
+    """Complete lines of a file, evenly spread if they are too many; their number, and their end.
 
     The file can be larger than memory.
     """
     spans: list[tuple[int, int]] = []
     position = 0
     with path.open("rb") as file:
-        while position < end and (line := file.readline()):
+        while (line := file.readline()).endswith(b"\n"):
             spans.append((position, len(line)))
             position += len(line)
         total = len(spans)
@@ -40,7 +40,7 @@ def choose_lines(path: Path, end: int) -> tuple[list[bytes], int]:
         for start, length in spans:
             file.seek(start)
             lines.append(file.read(length))
-    return lines, total
+    return lines, total, position
 
 
 def parse_sample(line: bytes, config: Mapping[str, Any], where: str) -> dict[str, Any]:

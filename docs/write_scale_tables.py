@@ -129,7 +129,7 @@ def _sent(num_bytes: float, rate: float) -> str:
 
 
 def assumptions() -> list[str]:
-    return table("source | what", [[a.source, a.text] for a in ASSUMPTIONS])
+    return table("source | what", map(list, ASSUMPTIONS))
 
 
 TABLES = {"steps": steps, "placements": placements, "limits": limits, "assumptions": assumptions}

@@ -11,7 +11,6 @@ from test_advise import recipe, scenario
 from qurl.bench import cluster, forecast
 from qurl.bench.advise import advise
 from qurl.bench.arms import Arm
-from qurl.bench.cluster import Passes
 from qurl.bench.plan import Placement
 from qurl.bench.scenario import find_size
 from qurl.bench.shapes import SHAPES
@@ -47,12 +46,10 @@ def test_a_shipment_of_codes_is_half_of_one_in_bf16():
 
 def test_exchanges_by_hand():
     """29 calls of 15 hops on two nodes; 7 hops over NVLink on one."""
-    seconds, received = cluster.exchange_seconds(
-        SIZE, H200, 16, Passes(gathers=2, reductions=1), is_unified=False
-    )
+    seconds, received = cluster.exchange_seconds(SIZE, H200, 16, 2, 1, is_unified=False)
     assert received == pytest.approx(3 * 4 * P * 15 / 16)
     assert seconds == pytest.approx(received / NETWORK + 3 * 29 * 15 * 10e-6)
-    alone = cluster.exchange_seconds(SIZE, H200, 8, Passes(1, 0), is_unified=True)
+    alone = cluster.exchange_seconds(SIZE, H200, 8, 1, 0, is_unified=True)
     codes = (Q + 4 * (P - Q)) * 7 / 8
     assert alone == pytest.approx((codes / NODE_RATE + 29 * 7 * 10e-6, codes))
 
@@ -169,8 +166,8 @@ def test_micro_batches_of_a_step():
     """Per rank 8 rows of 1536 tokens, in pieces of 10 rows: 4 pieces of 0.75 + 2 gathers."""
     planner = scenario(recipe(), gpus=8).planner
     work = scenario(recipe()).work(Arm.of("int8"))
-    assert planner._passes(work, 8) == Passes(4 * 0.75 + 4 * 2, 4)
-    assert planner._passes(work, 1).reductions == 4 * 7  # 64 rows of each mini-batch
+    assert planner._passes(work, 8) == (4 * 0.75 + 4 * 2, 4)
+    assert planner._passes(work, 1)[1] == 4 * 7  # 64 rows of each mini-batch
 
 
 def test_ahead_hides_the_shorter_part():
@@ -220,8 +217,8 @@ def test_the_plan_of_a_recipe():
     assert kinds == 2 * ["driver", "together", "apart", "ahead"]
     assert {p.placement.num_gpus for p in advice.plan} == {16}
     assert all(p.placement.trainers % 8 == 0 for p in advice.plan), "whole nodes"
-    for assumption in cluster.ASSUMPTIONS:
-        assert f"{assumption.source}: {assumption.text}" in advice.notes
+    for source, text in cluster.ASSUMPTIONS:
+        assert f"{source}: {text}" in advice.notes
     assert any(
         note.startswith("extrapolated: a failure every 3,167 hours") for note in advice.notes
     )

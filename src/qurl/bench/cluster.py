@@ -12,7 +12,7 @@ Nothing here was measured between GPUs: rates are vendors' numbers times an assu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 from qurl.ops.shelf import TOKEN_BYTES
@@ -42,33 +42,26 @@ RESTART_SECONDS = 600.0
 Source = Literal["measured", "vendor", "public", "assumed"]
 
 
-@dataclass(frozen=True)
-class Assumption:
-    """A number that forecasts for many GPUs rest on, and where it comes from."""
-
-    source: Source
-    text: str
-
-
-ASSUMPTIONS = (
-    Assumption("measured", "one GPU: rates of an H200 (qurl.bench.forecast states their errors)"),
-    Assumption("measured", "layers that are not fused: forwards 1.05, updates 1.07 times as long"),
-    Assumption("measured", f"verifying a copy takes {VERIFY_SECONDS} s (7B on an H200)"),
-    Assumption(
+ASSUMPTIONS: Sequence[tuple[Source, str]] = (
+    ("measured", "one GPU: rates of an H200 (qurl.bench.forecast states their errors)"),
+    ("measured", "layers that are not fused: forwards 1.05, updates 1.07 times as long"),
+    ("measured", f"verifying a copy takes {VERIFY_SECONDS} s (7B on an H200)"),
+    (
         "measured",
         f"the driver gets {OUTLINE_BYTES} bytes of each completion, in {OUTLINE_SECONDS * 1e6:.0f} "
         f"us, and sends {ROW_BYTES} to a trainer, whose shelf takes {SHELF_PUT / 1e6:.0f} MB/s of "
         f"tokens and gives {SHELF_GET / 1e6:.0f} MB/s (benchmarks/results/wire.json, a CPU)",
     ),
-    Assumption("vendor", "links and networks are those of data sheets (qurl.run.cards)"),
-    Assumption("public", f"one failure in {MTBF_HOURS:,.0f} GPU hours (Llama 3, 16,384 H100s)"),
-    Assumption("assumed", f"exchanges reach {LINK_SHARE:.0%} of links and networks"),
-    Assumption("assumed", f"nodes of {NODE} GPUs; {HOP_SECONDS * 1e6:.0f} us per hop of a ring"),
-    Assumption("assumed", "exchanges of FSDP2 hide behind products, or products behind them"),
-    Assumption("assumed", f"the driver receives and sends {CONTROL_RATE / 1e9} GB/s"),
-    Assumption("assumed", f"texts have {TEXT_BYTES} bytes a token"),
-    Assumption("assumed", f"a restart takes {RESTART_SECONDS:.0f} s"),
+    ("vendor", "links and networks are those of data sheets (qurl.run.cards)"),
+    ("public", f"one failure in {MTBF_HOURS:,.0f} GPU hours (Llama 3, 16,384 H100s)"),
+    ("assumed", f"exchanges reach {LINK_SHARE:.0%} of links and networks"),
+    ("assumed", f"nodes of {NODE} GPUs; {HOP_SECONDS * 1e6:.0f} us per hop of a ring"),
+    ("assumed", "exchanges of FSDP2 hide behind products, or products behind them"),
+    ("assumed", f"the driver receives and sends {CONTROL_RATE / 1e9} GB/s"),
+    ("assumed", f"texts have {TEXT_BYTES} bytes a token"),
+    ("assumed", f"a restart takes {RESTART_SECONDS:.0f} s"),
 )
+"""What forecasts for many GPUs rest on, and where it comes from."""
 
 
 def collective_rate(card: Card, ranks: int) -> float:
@@ -138,28 +131,17 @@ def gathered_bytes(size: ModelSize, *, is_unified: bool) -> float:
     return width * size.num_quantized + 4.0 * (size.num_parameters - size.num_quantized)
 
 
-@dataclass(frozen=True)
-class Passes:
-    """How often a rank gathers all weights and reduces all gradients in a step."""
-
-    gathers: float
-    reductions: float
-
-
 def exchange_seconds(
-    size: ModelSize, card: Card, ranks: int, passes: Passes, *, is_unified: bool
+    size: ModelSize, card: Card, ranks: int, gathers: float, reductions: float, *, is_unified: bool
 ) -> tuple[float, float]:
-    """(seconds, bytes that a rank receives) of FSDP2, layer by layer.
+    """(seconds, bytes that a rank receives) of so many exchanges of FSDP2, layer by layer.
 
     A forward gathers once. An update gathers for forward and backward, and reduces FP32 gradients.
     """
     rate, num_calls = collective_rate(card, ranks), size.num_layers + 1
     seconds = received = 0.0
     weights = gathered_bytes(size, is_unified=is_unified)
-    for count, num_bytes in (
-        (passes.gathers, weights),
-        (passes.reductions, 4.0 * size.num_parameters),
-    ):
+    for count, num_bytes in ((gathers, weights), (reductions, 4.0 * size.num_parameters)):
         seconds += count * ring_seconds(num_bytes, ranks, rate, num_calls)
         received += count * ring_bytes(num_bytes, ranks)
     return seconds, received

@@ -24,7 +24,6 @@ from qurl.bench.arms import Arm
 from qurl.bench.cluster import (
     MTBF_HOURS,
     NODE,
-    Passes,
     collected_bytes,
     driver_seconds,
     exchange_seconds,
@@ -163,7 +162,7 @@ class Planner:
         seconds = self._step_seconds(arm, work, placement, cache)
         passes = self._passes(work, placement.trainers)
         exchange, exchanged = exchange_seconds(
-            self.size, self.card, placement.trainers, passes, is_unified=arm.is_unified
+            self.size, self.card, placement.trainers, *passes, is_unified=arm.is_unified
         )
         weights = (self.size, arm.quant["format"])
         shipped = (collected_bytes if placement.is_colocated else shipment_bytes)(*weights)
@@ -223,15 +222,18 @@ class Planner:
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
         return itemsize * self.size.kv_numbers_per_token * longest_sequence(self.config)
 
-    def _passes(self, work: Work, trainers: int) -> Passes:
-        """All ranks run as many micro-batches as the one with the most."""
+    def _passes(self, work: Work, trainers: int) -> tuple[float, float]:
+        """How often a rank gathers all weights and reduces all gradients in a step.
+
+        All ranks run as many micro-batches as the one with the most.
+        """
         config, length = self.config, work.prompt_tokens + work.new_tokens
         rows = math.ceil(self._sequences / (config.batch.minibatches * trainers))
         per_piece = max(1, config.batch.microbatch_tokens // length)
         pieces = config.batch.minibatches * math.ceil(rows / per_piece)
         forwards = pieces * work.num_forwards
         updates = pieces * work.num_passes * work.num_networks
-        return Passes(forwards + 2 * updates, updates)
+        return forwards + 2 * updates, updates
 
     def memory(self, arm: Arm, placement: Placement) -> tuple[float, float, float, float]:
         """Bytes at the peak of a trainer's GPU and of an engine's, while loading, of a cache."""

@@ -82,7 +82,7 @@ def find_hardware(gpu: str | None, gpus: int | None) -> Hardware:
             f"extrapolated: nothing was ever timed on {gpus} GPUs, and the range does not cover "
             "it. The table of arms has each on its fastest placement without ahead"
         )
-        notes += [f"{a.source}: {a.text}" for a in ASSUMPTIONS]
+        notes += [f"{source}: {text}" for source, text in ASSUMPTIONS]
     return Hardware(card.name, card.memory, speed_of(card), card.has_fp8, card, gpus, tuple(notes))
 
 

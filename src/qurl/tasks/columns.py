@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ RESERVED = ("qurl_reward", "qurl_set")
 TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 _DEEPEST = 50
+_SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 has none
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
@@ -177,7 +179,8 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
     for _ in range(_DEEPEST):
         if not parts:
             return
-        if broken := next((p for p in parts if isinstance(p, str) and not _is_text(p)), None):
+        texts = (part for part in parts if isinstance(part, str))
+        if broken := next(filter(_SURROGATE.search, texts), None):
             raise DataError(
                 f"{where}: {broken[:80]!r} is not valid text (a lone surrogate); remove that "
                 "character"
@@ -186,15 +189,6 @@ def _check_text(columns: Mapping[str, Any], where: str) -> None:
         values = [v for part in parts if isinstance(part, Mapping) for v in part.values()]
         parts = [*keys, *values, *(v for part in parts if isinstance(part, list) for v in part)]
     raise DataError(f"{where}: is nested too deeply; rows have {_DEEPEST} levels at most")
-
-
-def _is_text(value: str) -> bool:
-    """Can it be written as UTF-8? Lone surrogates cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def read_numbers(columns: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -33,7 +33,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qurl.ops.attention import attend_torch
-from qurl.ops.flash import Spans, Tiles, forward, key_gradients, plan_for, query_gradients
+from qurl.ops.flash import (
+    Inputs,
+    Spans,
+    Tiles,
+    forward,
+    key_gradients,
+    plan_for,
+    query_gradients,
+)
 from qurl.ops.target import Target
 
 HEADS = {128: {"1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}, 64: {"0.5B": (14, 2)}}
@@ -121,17 +129,14 @@ class Data:
 
     def kernels(self) -> Mapping[str, Callable[[Tiles], Sequence[Tensor]]]:
         """By name, what runs a kernel and gives its results."""
-        plan, spans, scale = plan_for(self.q), self.spans, self.scale
-        qkv, d_out = (self.q, self.k, self.v), self.d_out
-        out, lse = forward(*qkv, spans, scale, plan.forward)
-        before = (*qkv, out, lse, d_out, spans, scale)
+        plan, inputs = plan_for(self.q), Inputs(self.q, self.k, self.v, self.spans, self.scale)
+        out, lse = forward(inputs, plan.forward)
+        before = (inputs, out, lse, self.d_out)
         _, delta = query_gradients(*before, plan.query_gradients)
         return {
-            "forward": lambda tiles: forward(*qkv, spans, scale, tiles)[:1],
+            "forward": lambda tiles: forward(inputs, tiles)[:1],
             "query_gradients": lambda tiles: query_gradients(*before, tiles)[:1],
-            "key_gradients": lambda tiles: key_gradients(
-                *qkv, lse, delta, d_out, spans, scale, tiles
-            ),
+            "key_gradients": lambda tiles: key_gradients(inputs, lse, delta, self.d_out, tiles),
         }
 
 

@@ -399,15 +399,16 @@ def packed(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], flash.Spans]
 
 def train_attention(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
     qkv, spans = packed(heads, dtype)
-    return flash.forward(*qkv, spans, 0.1, flash.plan_for(qkv[0]).forward)
+    return flash.forward(flash.Inputs(*qkv, spans, 0.1), flash.plan_for(qkv[0]).forward)
 
 
 def train_attention_gradients(heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Any:
     qkv, spans = packed(heads, dtype)
     plan, out = flash.plan_for(qkv[0]), numbers(*qkv[0].shape, dtype=dtype)
     lse = floats(heads.heads, 1024)
-    flash.query_gradients(*qkv, out, lse, out, spans, 0.1, plan.query_gradients)
-    return flash.key_gradients(*qkv, lse, lse, out, spans, 0.1, plan.key_gradients)
+    inputs = flash.Inputs(*qkv, spans, 0.1)
+    flash.query_gradients(inputs, out, lse, out, plan.query_gradients)
+    return flash.key_gradients(inputs, lse, lse, out, plan.key_gradients)
 
 
 def everywhere(pattern: str) -> Look:

@@ -12,6 +12,7 @@ import torch
 
 from qurl.ops.flash import (
     PLANS,
+    Inputs,
     Plan,
     Spans,
     Tiles,
@@ -61,10 +62,10 @@ def reference(q, k, v, d_out, spans, scale):
 
 def compute(q, k, v, d_out, spans, scale, plan):
     """The same by the kernels."""
-    options = spans, scale
-    out, lse = forward(q, k, v, *options, plan.forward)
-    dq, delta = query_gradients(q, k, v, out, lse, d_out, *options, plan.query_gradients)
-    dk, dv = key_gradients(q, k, v, lse, delta, d_out, *options, plan.key_gradients)
+    inputs = Inputs(q, k, v, spans, scale)
+    out, lse = forward(inputs, plan.forward)
+    dq, delta = query_gradients(inputs, out, lse, d_out, plan.query_gradients)
+    dk, dv = key_gradients(inputs, lse, delta, d_out, plan.key_gradients)
     return [out, dq, dk, dv]
 
 
@@ -170,10 +171,11 @@ def test_a_sequence_depends_on_itself_alone(window, plan):
 def test_the_output_of_a_prefix_is_a_prefix_of_the_output():
     """To the bit: a prompt scored in training equals its prefill."""
     q, k, v, _, spans = make((60,))
-    whole, _ = forward(q, k, v, spans, 0.3, SMALL.forward)
+    whole, _ = forward(Inputs(q, k, v, spans, 0.3), SMALL.forward)
     for length in (1, 16, 37, 59):
         part = Spans(torch.tensor([0, length], dtype=torch.int32, device=DEVICE), length)
-        out, _ = forward(q[:length], k[:length], v[:length], part, 0.3, SMALL.forward)
+        inputs = Inputs(q[:length], k[:length], v[:length], part, 0.3)
+        out, _ = forward(inputs, SMALL.forward)
         assert torch.equal(out, whole[:length])
 
 

@@ -19,7 +19,7 @@ Shapes: N tokens of B sequences, H query heads, K key heads, D head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ class Spans:
     longest: int
     """No sequence is longer."""
     window: int | None = None
+
+
+class Inputs(NamedTuple):
+    """What all three kernels read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spans: Spans
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None = 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
-        out, lse = forward(q, k, v, spans, scale, plan_for(q).forward)
+        out, lse = forward(Inputs(q, k, v, spans, scale), plan_for(q).forward)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = spans, scale
         return out
@@ -122,66 +132,47 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        (spans, scale), plan, d_out = ctx.options, plan_for(q), grads[0].contiguous()
-        tiles = plan.query_gradients
-        dq, delta = query_gradients(q, k, v, out, lse, d_out, spans, scale, tiles)
-        tiles = plan.key_gradients
-        dk, dv = key_gradients(q, k, v, lse, delta, d_out, spans, scale, tiles)
+        inputs, plan, d_out = Inputs(q, k, v, *ctx.options), plan_for(q), grads[0].contiguous()
+        dq, delta = query_gradients(inputs, out, lse, d_out, plan.query_gradients)
+        dk, dv = key_gradients(inputs, lse, delta, d_out, plan.key_gradients)
         return dq, dk, dv, None, None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """o [N, H, D] and lse / scale [H, N] in FP32."""
+    q, k, v, spans, _ = inputs
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     grid = (q.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.queries))
     described = _describe(k, v, tiles.keys, tiles)
-    arguments = _arguments(q, k, v, spans, scale, tiles)
-    flash_forward_kernel[grid](q, k, v, *described, out, lse, **arguments)
+    flash_forward_kernel[grid](q, k, v, *described, out, lse, **_arguments(inputs, tiles))
     return out, lse
 
 
 def query_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    spans: Spans,
-    scale: float,
-    tiles: Tiles,
+    inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """dq [N, H, D] and delta [H, N], from what `forward` gave and the gradient of o."""
+    q, k, v, spans, _ = inputs
     assert out.is_contiguous()
     assert d_out.is_contiguous()
     dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
     grid = (q.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.queries))
     tensors = (q, k, v, *_describe(k, v, tiles.keys, tiles), out, d_out, lse, delta, dq)
-    arguments = _arguments(q, k, v, spans, scale, tiles)
-    flash_query_gradients_kernel[grid](*tensors, **arguments)
+    flash_query_gradients_kernel[grid](*tensors, **_arguments(inputs, tiles))
     return dq, delta
 
 
 def key_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    d_out: Tensor,
-    spans: Spans,
-    scale: float,
-    tiles: Tiles,
+    inputs: Inputs, lse: Tensor, delta: Tensor, d_out: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """dk and dv [N, K, D]."""
+    q, k, v, spans, _ = inputs
     assert d_out.is_contiguous()
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     grid = (k.shape[1], len(spans.bounds) - 1, divide_up(spans.longest, tiles.keys))
     described = _describe(q, d_out, tiles.queries, tiles)
-    arguments = _arguments(q, k, v, spans, scale, tiles)
+    arguments = _arguments(inputs, tiles)
     flash_key_gradients_kernel[grid](q, k, v, d_out, *described, lse, delta, dk, dv, **arguments)
     return dk, dv
 
@@ -203,10 +194,8 @@ def _describe(a: Tensor, b: Tensor, rows: int, tiles: Tiles) -> tuple[Any, Any]:
     )
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, tiles: Tiles
-) -> dict[str, Any]:
-    """What every launch is told."""
+def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, Any]:
+    q, k, v, spans, scale = inputs
     (num_tokens, num_heads, size), num_kv_heads = q.shape, k.shape[1]
     assert k.shape == v.shape == (num_tokens, num_kv_heads, size)
     assert num_heads % num_kv_heads == 0

@@ -29,7 +29,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import as_factor
 from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
@@ -204,31 +203,14 @@ def _launch(
     assert not _is_blocked(weight) or plan.depth == BLOCK, "block scales are per step of K"
     (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
     M, (N, K) = len(numbers), w.shape
-    steps = divide_up(divide_up(K, plan.depth), plan.num_parts)
-    overlap = overlapping(w.device)
     has_descriptors = _can_describe(numbers) and _can_describe(w)
     tiles: tuple[Any, Any] = (numbers, w)
     if has_descriptors:
         sizes = ([plan.tokens, plan.depth], [plan.channels, plan.depth])
         tiles = tuple(map(TensorDescriptor.from_tensor, tiles, sizes))
-    shape: dict[str, Any] = {
-        "TOKENS": plan.tokens,
-        "CHANNELS": plan.channels,
-        "DEPTH": plan.depth,
-        "IS_FINISHED": plan.splits == 0,
-        "IS_BLOCKED": _is_blocked(weight),
-        "IS_GATED": is_gated,
-        "HAS_DESCRIPTORS": has_descriptors,
-        "PREFETCH_LINES": _prefetch_lines(plan, w) if overlap["PDL"] else 0,
-        "num_warps": plan.warps,
-        "num_stages": plan.stages,
-        **overlap,
-        **EXACT,
-    }
-    num_tiles = divide_up(M, plan.tokens) * divide_up(N, plan.channels)
-    gemm_kernel[(num_tiles, plan.num_parts)](
-        *tiles, w, y, scale_x, scale_w, bias, amax, M, N, K, steps, **shape
-    )
+    grid, steps, constants = plan.launch(M, w, K, is_gated=is_gated)
+    constants |= {"IS_BLOCKED": _is_blocked(weight), "HAS_DESCRIPTORS": has_descriptors}
+    gemm_kernel[grid](*tiles, w, y, scale_x, scale_w, bias, amax, M, N, K, steps, **constants)
 
 
 def library_product(
@@ -263,9 +245,3 @@ def _can_describe(matrix: Tensor) -> bool:
     """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
     is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
     return is_aligned and Target.of(matrix.device).has_descriptors
-
-
-def _prefetch_lines(plan: Plan, weight: Tensor) -> int:
-    """Cache lines of 128 bytes per channel, a power of two."""
-    lines = plan.prefetch * plan.depth * weight.itemsize // 128
-    return next_power_of_2(lines) if lines else 0

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qurl.ops.launch import DTYPES, EXACT, divide_up, next_power_of_2, overlapping
+from qurl.ops.launch import DTYPES, EXACT, divide_up
 from qurl.ops.rounding import as_factor, float8_bits, narrow
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
@@ -44,25 +44,9 @@ def multiply_packed(
     M, (N, K) = len(x), weight.shape
     assert x.shape[1] == K
     assert plan.depth % (2 * GROUP) == 0
-    overlap = overlapping(x.device)
-    lines = plan.prefetch * plan.depth // 2 // 128
-    shape: dict[str, Any] = {
-        "TOKENS": plan.tokens,
-        "CHANNELS": plan.channels,
-        "DEPTH": plan.depth,
-        "IS_FINISHED": plan.splits == 0,
-        "IS_GATED": is_gated,
-        "PREFETCH_LINES": next_power_of_2(lines) if lines and overlap["PDL"] else 0,
-        "num_warps": plan.warps,
-        "num_stages": plan.stages,
-        **overlap,
-        **EXACT,
-    }
-    steps = divide_up(divide_up(K, plan.depth), plan.num_parts)
-    num_tiles = divide_up(M, plan.tokens) * divide_up(N, plan.channels)
-    packed_gemm_kernel[(num_tiles, plan.num_parts)](
-        *(x, *_bytes(weight), y, bias, M, N, K, K // 2, K // GROUP, steps), **shape
-    )
+    grid, steps, constants = plan.launch(M, weight.codes, K, is_gated=is_gated)
+    sizes = (M, N, K, K // 2, K // GROUP, steps)
+    packed_gemm_kernel[grid](x, *_bytes(weight), y, bias, *sizes, **constants)
 
 
 def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,13 @@ Shapes: M tokens, N output channels, K input channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import narrow
 
 
@@ -36,6 +39,32 @@ class Plan:
     @property
     def num_parts(self) -> int:
         return max(1, self.splits)
+
+    def launch(
+        self, tokens: int, weight: Tensor, num_columns: int, *, is_gated: bool
+    ) -> tuple[tuple[int, int], int, dict[str, Any]]:
+        """The grid of a product, steps of a part of K, and constants of either kernel.
+
+        Rows of the weight [N, ...] have so many columns, one or two to an element.
+        """
+        overlap = overlapping(weight.device)
+        bytes_per_step = self.depth * weight.itemsize * weight.shape[1] // num_columns
+        lines = self.prefetch * bytes_per_step // 128  # of the cache, per channel
+        constants: dict[str, Any] = {
+            "TOKENS": self.tokens,
+            "CHANNELS": self.channels,
+            "DEPTH": self.depth,
+            "IS_FINISHED": self.splits == 0,
+            "IS_GATED": is_gated,
+            "PREFETCH_LINES": next_power_of_2(lines) if lines and overlap["PDL"] else 0,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            **overlap,
+            **EXACT,
+        }
+        num_tiles = divide_up(tokens, self.tokens) * divide_up(len(weight), self.channels)
+        steps = divide_up(divide_up(num_columns, self.depth), self.num_parts)
+        return (num_tiles, self.num_parts), steps, constants
 
 
 @triton.jit

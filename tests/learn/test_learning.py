@@ -3,6 +3,7 @@
 from statistics import fmean
 
 import pytest
+from models import from_a_start
 
 from qurl.config import load_config
 from qurl.run.directory import read_jsonl
@@ -14,7 +15,7 @@ TOY = {
     "model.scratch.hidden_size": 32,
     "model.scratch.warm_start_steps": 120,
     "task.difficulty": 3,
-    "batch.problems": 32,
+    "batch.problems": 16,
     "sampling.max_tokens": 5,
     "sampling.group_size": 16,
     "optim.lr": 6e-4,
@@ -26,7 +27,7 @@ TOY = {
 def run(tmp_path, **settings):
     """Metrics rows of a toy run; keyword `a__b` is the key a.b."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
-    merged = TOY | {"run_dir": tmp_path / "run"} | named
+    merged = from_a_start(TOY | {"run_dir": tmp_path / "run"} | named)
     words = [word for key, value in merged.items() for word in (f"--{key}", str(value))]
     path = train(load_config(None, words))
     return [row for row in read_jsonl(path / "metrics.jsonl") if row["step"] >= 0]

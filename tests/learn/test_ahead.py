@@ -18,6 +18,7 @@ from qurl.run.assembly import initial_model
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
+pytestmark = pytest.mark.xdist_group("ahead")  # one warm start for all tests
 STEPS = 6
 AHEAD = TINY | {"rollout.ahead": 1, "steps": STEPS}
 DAPO = {"algo.name": "dapo", "algo.max_gen_rounds": 40, "algo.gen_multiple": 1}

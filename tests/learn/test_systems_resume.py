@@ -14,6 +14,7 @@ from qurl.run.assembly import initial_model
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
+pytestmark = pytest.mark.xdist_group("systems_resume")  # one warm start for all tests
 NUM_PROBLEMS = 20
 """So few that a run of nine steps asks each of them several times."""
 ARMS = {

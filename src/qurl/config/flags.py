@@ -51,7 +51,10 @@ def _narrow(config: Any, paths: Sequence[Sequence[str]]) -> Any:
         elif any(rests):
             raise KeyError(name)
         fields.append((name, kind, dataclasses.field(default_factory=lambda value=value: value)))
-    return dataclasses.make_dataclass(type(config).__name__, fields, frozen=True)()
+    # tyro would look for help in the source of the module.
+    namespace = {"__module__": "builtins"}
+    name = type(config).__name__
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)()
 
 
 @cache

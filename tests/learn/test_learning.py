@@ -120,6 +120,7 @@ def test_the_loop_truncates_the_weights_of_truncated_objectives_only(
         **{"steps": 2, "model__scratch__warm_start_steps": 20, "eval__every": 0},
         **{"quant__format": "int4", "algo__objective": objective, "algo__cap": 1.01},
     )
+    assert len(rows) == 2
     for row in rows:
         assert row["rollout_corr/rollout_is_max"] > 1.02
         assert (row["rollout_corr/weight_max"] < 1.0101) == is_truncated

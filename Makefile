@@ -50,7 +50,7 @@ demo: install  ## train a tiny model with INT8 rollouts and ACR on this machine
 test: install  ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m 'not slow'
 
-test-slow: install  ## more toy runs that learn, or are killed and resumed: minutes
+test-slow: install  ## more toy runs, and every kernel for every GPU: minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m slow
 
 test-bench: install  ## run the tests of benchmarks/

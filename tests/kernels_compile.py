@@ -5,6 +5,7 @@ kernels are compiled and disassembled instead of launched.
 
     python tests/kernels_compile.py [NAME ...]       a line per kernel (without TRITON_INTERPRET)
     python tests/kernels_compile.py --json OUT       what the test reads
+    python tests/kernels_compile.py --all --json OUT     also what `is_repeated` leaves out
 
 Shapes are those of Qwen2.5 7B unless stated otherwise.
 """
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import multiprocessing
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +75,9 @@ ptxas lacks a register in the longest rows. In the gradient of keys the accesses
 loop, which needs every register.
 """
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+MACHINES = {AMPERE: "SM86", ADA: "SM89", HOPPER: "SM90a"}
+"""What the disassembler calls them."""
+INSTRUCTION_BYTES = 16
 OF_LARGE_TENSORS = re.compile(
     r"requantize_|norm_|gate_|rotate_pairs_|code_|column_|transpose_|dequantize_|decode_|adamw_|flash_"
 )
@@ -114,23 +120,28 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A kernel as one GPU would run it."""
+class Binary:
+    """A kernel as ptxas left it."""
 
     launch: str
     kernel: str
     target: int
-    instructions: Mapping[str, int]
-    """How often each occurs."""
+    code: bytes
     num_warps: int
     shared_bytes: int
     overlaps: bool
     """Whether it may start before the kernel before it has ended."""
-    waits: bool
-    early: Sequence[str]
-    """Instructions before the wait, as far as `EARLY` has them."""
     early_arguments: Sequence[str]
     """What it reads before the wait."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A launch that does not compile."""
+
+    launch: str
+    target: int
+    error: str
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -871,39 +882,67 @@ def compiling(target: int) -> Iterator[list[tuple[str, Any]]]:
         yield compiled
 
 
-def compile_launch(job: tuple[int, int]) -> list[dict[str, Any]]:
+def compile_launch(job: tuple[int, int]) -> list[Binary] | list[Failure]:
     """Everything that one launch compiles for one GPU, or the error."""
     launch, target = LAUNCHES[job[0]], job[1]
     try:
         with compiling(target) as compiled:
             launch.call()
-        return [dataclasses.asdict(inspect(launch, target, *item)) for item in compiled]
+        return [binary_of(launch, target, *item) for item in compiled]
     except Exception:
-        return [{"launch": launch.name, "target": target, "error": traceback.format_exc()}]
+        return [Failure(launch.name, target, traceback.format_exc())]
 
 
-def inspect(launch: Launch, target: int, name: str, kernel: Any) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        listing = subprocess.run(
-            [DISASSEMBLER, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    instructions = INSTRUCTION.findall(listing)
-    assert "EXIT" in instructions, "the disassembler's output is not understood"
-    early = [i for i in before_wait(instructions) if EARLY.match(i)]
-    return Compiled(
+def binary_of(launch: Launch, target: int, name: str, kernel: Any) -> Binary:
+    return Binary(
         launch=launch.name,
         kernel=name,
         target=target,
-        instructions=dict(Counter(instructions)),
+        code=machine_code(kernel.asm["cubin"]),
         num_warps=kernel.metadata.num_warps,
         shared_bytes=kernel.metadata.shared,
         overlaps=kernel.metadata.launch_pdl,
-        waits=WAIT in instructions,
-        early=early,
         early_arguments=sorted(arguments_before_wait(kernel.asm["ttir"])),
     )
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The executable sections of an ELF file of 64 bits."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    (num_sections,) = struct.unpack_from("<H", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + 64 * i) for i in range(num_sections)]
+    return b"".join(
+        cubin[offset : offset + size] for _, _, flags, _, offset, size in headers if flags & 4
+    )
+
+
+def disassemble(target: int, codes: Sequence[bytes]) -> Iterator[list[str]]:
+    """The instructions of each code. To start the disassembler takes longer than to run it."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [DISASSEMBLER, "--no-dataflow", "--binary", MACHINES[target], file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions = iter(INSTRUCTION.findall(listing))
+    for code in codes:
+        found = list(islice(instructions, len(code) // INSTRUCTION_BYTES))
+        assert "EXIT" in found, "the disassembler's output is not understood"
+        yield found
+    assert not list(instructions), "the disassembler's output is not understood"
+
+
+def inspect(binaries: Sequence[Binary]) -> Iterator[dict[str, Any]]:
+    """What the test reads of kernels for one GPU: how often each instruction occurs, and so on."""
+    if not binaries:
+        return
+    listings = disassemble(binaries[0].target, [binary.code for binary in binaries])
+    for binary, instructions in zip(binaries, listings, strict=True):
+        kept = {name: value for name, value in vars(binary).items() if name != "code"}
+        yield kept | {
+            "instructions": Counter(instructions),
+            "waits": WAIT in instructions,
+            "early": [i for i in before_wait(instructions) if EARLY.match(i)],
+        }
 
 
 def before_wait(instructions: Sequence[str]) -> Sequence[str]:
@@ -929,20 +968,39 @@ def arguments_before_wait(ttir: str) -> set[str]:
     return loaded
 
 
-def compile_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    chosen = [i for i, launch in enumerate(LAUNCHES) if not names or launch.name in names]
-    jobs = [(i, target) for i in chosen for target in LAUNCHES[i].targets]
+def is_repeated(launch: Launch, target: int) -> bool:
+    """Whether another GPU shows what this one would.
+
+    Without FP8, Triton gives 8.6 and 8.9 the same PTX, and both have the same shared memory.
+    """
+    return target == ADA and AMPERE in launch.targets
+
+
+def compile_all(names: Sequence[str] = (), *, with_repeated: bool = False) -> list[dict[str, Any]]:
+    jobs = [
+        (i, target)
+        for i, launch in enumerate(LAUNCHES)
+        for target in launch.targets
+        if not names or launch.name in names
+        if with_repeated or not is_repeated(launch, target)
+    ]
     # Forked, so that torch and Triton are imported once; nothing here has touched a GPU or threads.
     with multiprocessing.get_context("fork").Pool(NUM_WORKERS) as pool:
-        return [entry for entries in pool.imap(compile_launch, jobs) for entry in entries]
+        results = [result for some in pool.imap(compile_launch, jobs) for result in some]
+    entries = [vars(result) for result in results if isinstance(result, Failure)]
+    binaries = [result for result in results if isinstance(result, Binary)]
+    for target in TARGETS:
+        entries += inspect([binary for binary in binaries if binary.target == target])
+    return entries
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    entries = compile_all(options.names)
+    entries = compile_all(options.names, with_repeated=options.all)
     if options.json:
         options.json.write_text(json.dumps(entries))
         return

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qurl.config import Config, ModelConfig
+from qurl.config import Config, ModelConfig, ScratchConfig
+from qurl.config.schema import TaskConfig
 from qurl.correction import importance_weights
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
+from qurl.run.assembly import initial_model
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
@@ -70,6 +77,24 @@ def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
 
 def tiny_policy(seed: int = 0, model=None, **config) -> Policy:
     return Policy(model or tiny_llama(seed), build_tokenizer(), ModelConfig(**config), CPU)
+
+
+def from_a_start(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run with a warm-started model, made once, in place of one from scratch."""
+    prefix = "model.scratch."
+    scratch = {k.removeprefix(prefix): v for k, v in settings.items() if k.startswith(prefix)}
+    others = {k: v for k, v in settings.items() if not k.startswith(prefix)}
+    start = _start(ScratchConfig(**scratch), settings["task.difficulty"])
+    return {"model.path": start, **others}
+
+
+@cache
+def _start(scratch: ScratchConfig, difficulty: int) -> Path:
+    """The folder of a warm-started model, removed when the test process ends."""
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    config = Config(model=ModelConfig(scratch=scratch), task=TaskConfig(difficulty=difficulty))
+    return Path(initial_model(config, Path(folder.name), CPU))
 
 
 def group(prompt, responses, rewards, *, accuracies=None, id="p", temperature=1.0) -> Graded:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from models import from_a_start
 from packaging.requirements import Requirement
 from torch.distributed import run as torchrun
 
@@ -175,7 +176,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_all_metrics_of_a_run_are_explained(name, tmp_path):
-    keys = {**TINY, "algo.name": name, **RUNS[name], "run_dir": tmp_path}
+    keys = {**from_a_start(TINY), "algo.name": name, **RUNS[name], "run_dir": tmp_path}
     run = train(load_config(None, [word for k, v in keys.items() for word in (f"--{k}", str(v))]))
     logged = {key for row in read_jsonl(run / "metrics.jsonl") for key in row} - {"step"}
     pages = [ROOT / "docs" / page for page in ("metrics.md", "algorithm.md")]
@@ -584,7 +585,7 @@ def test_examples_run(name, expected, monkeypatch, capsys):
 def flags(tmp_path, **keys):
     """The flags of a run of one step with a tiny model; keyword `a__b` is the key a.b."""
     named = {key.replace("__", "."): value for key, value in keys.items()}
-    merged = {**TINY, "steps": 1, "run_dir": tmp_path / "run", **named}
+    merged = {**from_a_start(TINY), "steps": 1, "run_dir": tmp_path / "run", **named}
     return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
 
 

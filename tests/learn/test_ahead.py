@@ -2,15 +2,13 @@
 comes in between, and after a resume."""
 
 import copy
-import os
-import signal
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_learning import gain, run
-from test_resume import TINY, rows, run_until
+from test_resume import TINY, Interrupting, rows, run_until
 
 from qurl.config import load_config
 from qurl.errors import EngineError
@@ -20,6 +18,7 @@ from qurl.run.assembly import initial_model
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
+pytestmark = pytest.mark.xdist_group("ahead")  # one warm start for all tests
 STEPS = 6
 AHEAD = TINY | {"rollout.ahead": 1, "steps": STEPS}
 DAPO = {"algo.name": "dapo", "algo.max_gen_rounds": 40, "algo.gen_multiple": 1}
@@ -116,20 +115,6 @@ def test_killed_and_resumed_goes_on_with_the_pending_rollouts(model, tmp_path):
     found = trained(whole)
     assert [row["rollout_corr/age"] for row in found] == [0.0] + [1.0] * (STEPS - 1)
     assert max(row["sampling/rounds"] for row in found) > 1  # refills come from the same weights
-
-
-class Interrupting:
-    """A tracker that asks the run to stop after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def log(self, step, metrics):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def close(self):
-        pass
 
 
 @pytest.mark.learn

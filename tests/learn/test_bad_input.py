@@ -67,7 +67,25 @@ def llama(folder):
     """A folder with a tiny Llama whose context is 64 tokens, and the flags that train it."""
     tiny_policy().save(folder / "llama")
     (folder / "data.jsonl").write_text('{"prompt": "6*7=", "answer": "42"}\n' * 4)
-    return ["--model.path", "llama", "--task.name", "file", "--task.path", "data.jsonl"]
+    words = ["--model.path", "llama", "--task.name", "file", "--task.path", "data.jsonl"]
+    return [*words, "--task.reward", "exact"]  # math would import for seconds
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """The folder of a run of one step, to copy."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "recipe.toml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "recipe.toml", "--steps", "1"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def one_step(saved_run, folder):
+    """As after `train("--steps", "1")`."""
+    shutil.copytree(saved_run, folder / "run")
 
 
 def steps(folder):
@@ -421,8 +439,7 @@ def test_a_tracker_of_ones_own_hears_of_every_step(folder):
     assert tracker.steps == [0, 1, "closed"]
 
 
-def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, monkeypatch):
-    assert train("--steps", "1") == (0, "")
+def test_a_full_disk_does_not_hide_what_went_wrong(train, folder, one_step, monkeypatch):
     real = qurl.trainer.learner.policy_loss
 
     def poisoned(*args, **options):
@@ -469,8 +486,7 @@ def test_a_damaged_checkpoint_is_left_out_aloud(train, folder, file):
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors", "checksums.json"])
-def test_a_run_whose_only_checkpoint_is_torn(train, folder, file, capsys):
-    assert train("--steps", "1") == (0, "")
+def test_a_run_whose_only_checkpoint_is_torn(train, folder, one_step, file, capsys):
     torn = folder / "run" / "checkpoints" / "step-000001" / file
     torn.write_bytes(torn.read_bytes()[:100])
     code, error = train()
@@ -488,9 +504,8 @@ def test_a_run_whose_only_checkpoint_is_torn(train, folder, file, capsys):
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "state.pt", "policy/model.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"PK\x03\x04" + b"x" * 200])
-def test_a_damaged_checkpoint_without_checksums(train, folder, file, content):
+def test_a_damaged_checkpoint_without_checksums(train, folder, one_step, file, content):
     """As versions before checksums wrote them."""
-    assert train("--steps", "1") == (0, "")
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     (checkpoint / "checksums.json").unlink()
     (checkpoint / file).write_bytes(content)
@@ -504,8 +519,7 @@ def test_a_damaged_checkpoint_without_checksums(train, folder, file, content):
     "change",
     [{"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}],
 )
-def test_a_state_that_no_run_writes(train, folder, change):
-    assert train("--steps", "1") == (0, "")
+def test_a_state_that_no_run_writes(train, folder, one_step, change):
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     replace_state(checkpoint, **change)
     code, error = train()
@@ -522,8 +536,7 @@ def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):
     assert warnings(folder)[0].startswith("step-000003 is damaged (policy is missing)")
 
 
-def test_another_recipe_in_the_same_run_dir(train, folder):
-    assert train("--steps", "1") == (0, "")
+def test_another_recipe_in_the_same_run_dir(train, folder, one_step):
     code, error = train("--optim.lr", "2e-3")
     assert code == 2
     assert "optim.lr: 0.001 there, 0.002 here" in error

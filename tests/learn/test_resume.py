@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import first_quick
+from models import first_quick, from_a_start
 from safetensors.torch import load_file
 
 from qurl.config import load_config
@@ -75,7 +75,7 @@ CLOCKS = (
 
 
 def flags(arm, run_dir):
-    settings = TINY | ARMS[arm] | {"run_dir": run_dir}
+    settings = from_a_start(TINY | ARMS[arm] | {"run_dir": run_dir})
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
@@ -137,16 +137,43 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     assert kinds.count("resume") == 2
 
 
-@pytest.mark.learn
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
-    words = [*flags("ppo, fp8, dithered", tmp_path), "--save.every", "0"]
-    assert run_until(words, tmp_path, 2, number) == 130
-    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    done = rows(tmp_path)[-1]["step"] + 1
+class Interrupting:
+    """A tracker that sends its own run a signal after a step."""
+
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def log(self, step, metrics):
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def close(self):
+        pass
+
+
+def assert_step_was_saved(run_dir):
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    done = rows(run_dir)[-1]["step"] + 1
     assert 1 <= done < STEPS
     assert checkpoint.name == f"step-{done:06d}"
-    assert not (tmp_path / "crash").exists()
+    assert not (run_dir / "crash").exists()
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
+    words = [*flags("ppo, fp8, dithered", tmp_path), "--save.every", "0"]
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config(None, words), trackers=[Interrupting(1, number)])
+    assert_step_was_saved(tmp_path)
+
+
+@pytest.mark.learn
+def test_a_process_that_is_told_to_end_saves_its_step(tmp_path):
+    """At any moment of a step, and with the exit code of an interrupted command."""
+    words = [*flags("ppo, fp8, dithered", tmp_path), "--save.every", "0"]
+    assert run_until(words, tmp_path, 2, signal.SIGTERM) == 130
+    assert_step_was_saved(tmp_path)
 
 
 @pytest.mark.learn
@@ -172,7 +199,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
 
 @pytest.mark.learn
 def test_a_finished_run_is_left_as_it_is(tmp_path):
-    words = flags("ppo, fp8, dithered", tmp_path / "run")
+    words = [*flags("ppo, fp8, dithered", tmp_path / "run"), "--steps", "2"]
     train(load_config(None, words))
     before = rows(tmp_path / "run")
     train(load_config(None, words))
@@ -192,8 +219,9 @@ def test_fewer_steps_than_were_trained_are_refused(tmp_path):
 @pytest.mark.learn
 def test_a_run_outlives_whoever_reads_its_output(tmp_path):
     """As with `qurl train ... 2>&1 | head`."""
+    words = [*flags("ppo, fp8, dithered", tmp_path), "--steps", "3"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "qurl", "train", *flags("ppo, fp8, dithered", tmp_path)],
+        [sys.executable, "-m", "qurl", "train", *words],
         env={**os.environ, "PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -201,5 +229,5 @@ def test_a_run_outlives_whoever_reads_its_output(tmp_path):
     assert process.stdout is not None
     process.stdout.close()
     process.wait(timeout=90)
-    assert len(rows(tmp_path)) == STEPS + 1
-    assert (tmp_path / "checkpoints" / f"step-{STEPS:06d}").exists()
+    assert len(rows(tmp_path)) == 4
+    assert (tmp_path / "checkpoints" / "step-000003").exists()

@@ -14,6 +14,7 @@ from qurl.run.assembly import initial_model
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
+pytestmark = pytest.mark.xdist_group("systems_resume")  # one warm start for all tests
 NUM_PROBLEMS = 20
 """So few that a run of nine steps asks each of them several times."""
 ARMS = {
@@ -54,7 +55,7 @@ def start(tmp_path_factory):
     """Flags of a warm-started model and of a file with few problems."""
     folder = tmp_path_factory.mktemp("start")
     words = ["--task.difficulty", "2", "--model.scratch.hidden_size", "32"]
-    config = load_config(None, [*words, "--model.scratch.warm_start_steps", "250"])
+    config = load_config(None, [*words, "--model.scratch.warm_start_steps", "150"])
     model = initial_model(config, folder, torch.device("cpu"))
     sums = [(i % 5, i // 5) for i in range(NUM_PROBLEMS)]
     lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in sums]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl.config import PRESETS, Config, build_config, load_config, schema, systems, to_json
+from qurl.config.flags import _read, apply_flags
 from qurl.config.recipe import MOVED
 from qurl.config.rules import find_mistakes, find_warnings, prox_readers
 from qurl.config.systems import SystemsConfig
@@ -685,3 +686,35 @@ def test_runs_on_a_file_are_saved_and_evaluated_now_and_then(tmp_path):
     assert load_config(path, ["--save.keep", "0"]).save.every == 0
     config = load_config(None, ["--task.name", "arithmetic"])
     assert (config.save.every, config.eval.every) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--steps", "3", "--run-dir=runs/x", "--model.scratch.hidden-size", "64"],
+        ["--quant.unified", "--algo.cap", "none", "--optim.betas", "0.9", "0.5"],
+        ["--task.chat_template_kwargs", "a", "1", "--systems.pods.keep", "2"],
+    ],
+)
+def test_flags_are_read_alike_with_or_without_all_other_keys(flags):
+    config = Config()
+    assert apply_flags(config, flags) == _read(config, flags) != config
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--steps", "three"], "steps"),
+        (["--stepz", "3"], "--steps"),  # what was meant
+        (["--steps", "3", "4"], "4"),
+        (["--optim", "3"], "--optim"),
+        (["--optim.lr.x", "3"], "--optim.lr"),
+        (["--quant.format", "int5"], "int8"),
+    ],
+)
+def test_mistakes_in_flags_are_told_once(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        apply_flags(Config(), flags)
+    told = capsys.readouterr()
+    assert words in told.err + told.out
+    assert told.err.count("--help") + told.out.count("--help") == 1

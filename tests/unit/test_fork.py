@@ -28,6 +28,7 @@ TINY = {
     "eval.every": 2,
     "eval.problems": 10,
 }
+pytestmark = pytest.mark.xdist_group("fork")  # one original for all tests
 CLOCKS = ("timing_s/", "perf/", "sync/seconds")
 
 

@@ -136,7 +136,7 @@ def test_the_operations_of_a_gpu_fit_the_loop(monkeypatch):
     from qurl.rollout.local.fused import FusedOps
 
     monkeypatch.setattr(canary, "_LENGTH", 6)  # the interpreter is slow
-    model = tiny_llama(hidden_size=64, intermediate_size=96)
+    model = tiny_llama(num_hidden_layers=1)
     params = SamplingParams(max_tokens=2, group_size=2, seed=1, ignore_eos=True)
     expected = build(model=model, quant="int8", kv="fp8").generate(PROBLEMS[:2], params)
     weights = functools.partial(engine_module.Weights, native_codes=True)

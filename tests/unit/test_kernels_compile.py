@@ -27,6 +27,7 @@ from kernels_compile import (
     OF_LARGE_TENSORS,
     arguments_before_wait,
     before_wait,
+    is_repeated,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -39,48 +40,87 @@ STATIC = {"weight", "scale_w", "bias", "q_norm", "k_norm", "kv_scale", "kv_cente
 pytestmark = pytest.mark.xdist_group("kernels_compile")
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory, request, worker_id):
+def compile_launches(request, out, *options):
     """By launch and target, the kernels that were compiled, once for all test processes."""
-    folder = tmp_path_factory.getbasetemp()
-    out = (folder if worker_id == "master" else folder.parent) / "kernels.json"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT / "src")
     env["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
-    command = [sys.executable, ROOT / "tests" / "kernels_compile.py", "--json", out]
+    command = [sys.executable, ROOT / "tests" / "kernels_compile.py", *options, "--json", out]
     with FileLock(f"{out}.lock"):
         if not out.exists():
             subprocess.run(command, env=env, check=True, timeout=600)
-    results = {(launch.name, target): [] for launch in LAUNCHES for target in launch.targets}
+    results = {
+        (launch.name, target): []
+        for launch in LAUNCHES
+        for target in launch.targets
+        if "--all" in options or not is_repeated(launch, target)
+    }
     for entry in json.loads(out.read_text()):
         results[entry["launch"], entry["target"]].append(entry)
     return results
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, request, worker_id):
+    folder = tmp_path_factory.getbasetemp()
+    out = (folder if worker_id == "master" else folder.parent) / "kernels.json"
+    return compile_launches(request, out)
+
+
 def test_every_launch_compiles_the_kernels_it_names(compiled):
-    failures = []
-    for launch in LAUNCHES:
-        for target in launch.targets:
-            entries = compiled[launch.name, target]
-            errors = [entry["error"] for entry in entries if "error" in entry]
-            names = {entry["kernel"] for entry in entries if "error" not in entry}
-            if errors or names != set(launch.kernels):
-                failures.append((f"{launch.name} on sm_{target}", names, *errors))
-    assert not failures
+    assert not wrong_launches(compiled)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_instructions(compiled, kernel):
     """All GPUs and launches of a kernel, so that one failure shows every one."""
-    failures = [
+    failures = wrong_instructions(compiled, kernel)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+def test_every_launch_on_every_gpu(tmp_path, request):
+    """Also what `is_repeated` leaves out above."""
+    compiled = compile_launches(request, tmp_path / "kernels.json", "--all")
+    assert len(compiled) == sum(len(launch.targets) for launch in LAUNCHES)
+    assert not wrong_launches(compiled)
+    failures = [fault for kernel in KERNELS for fault in wrong_instructions(compiled, kernel)]
+    assert not failures, "\n".join(failures)
+
+
+def test_every_launch_is_compiled_for_every_generation(compiled):
+    """And with FP8 for Ada, whose other kernels are Ampere's."""
+    left_out = {
+        (launch.name, target) for launch in LAUNCHES for target in launch.targets
+    } - compiled.keys()
+    assert {target for _, target in left_out} == {ADA}
+    assert all((name, AMPERE) in compiled for name, _ in left_out)
+
+
+def wrong_launches(compiled):
+    """Those that failed or compiled other kernels than they name."""
+    failures = []
+    for launch in LAUNCHES:
+        for target in launch.targets:
+            entries = compiled.get((launch.name, target))
+            if entries is None:
+                continue
+            errors = [entry["error"] for entry in entries if "error" in entry]
+            names = {entry["kernel"] for entry in entries if "error" not in entry}
+            if errors or names != set(launch.kernels):
+                failures.append((f"{launch.name} on sm_{target}", names, *errors))
+    return failures
+
+
+def wrong_instructions(compiled, kernel):
+    return [
         f"{launch.name} on sm_{target}: {fault}"
         for launch in LAUNCHES
         for target in launch.targets
-        for entry in compiled[launch.name, target]
+        for entry in compiled.get((launch.name, target), ())
         if entry.get("kernel") == kernel
         for fault in faults(entry, launch.kernels[kernel], target)
     ]
-    assert not failures, "\n".join(failures)
 
 
 def faults(entry, look, target):

@@ -98,8 +98,11 @@ def test_two_tokens_by_hand():
         torch.testing.assert_close(ours, torch.tensor(exact).double(), rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (7, 1)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((1, 1), DTYPES[0]), ((1, 1), DTYPES[1]), ((4, 2), DTYPES[0]), ((3, 1), DTYPES[1])],
+    ids=str,
+)
 def test_against_float64(heads, dtype):
     """Lengths of one token, around the edges of tiles, and of several tiles."""
     case = make((1, 17, 36), heads, dtype=dtype)
@@ -116,10 +119,13 @@ def test_plans(generation, size):
     check(compute(*case, 0.1, plan), reference(*case, 0.1))
 
 
-@pytest.mark.parametrize("plan", [SMALL, FETCHING])
-@pytest.mark.parametrize("window", [1, 2, 16, 40, 1000])
+@pytest.mark.parametrize(
+    ("window", "plan"),
+    [*((window, SMALL) for window in (1, 2, 16, 40, 1000)), (16, FETCHING), (40, FETCHING)],
+)
 def test_windows(window, plan):
-    case = make((70, 3, 33), window=window)
+    """A tile that is fetched is masked by the same code."""
+    case = make((65, 3), window=window)
     check(compute(*case, 0.25, plan), reference(*case, 0.25))
 
 
@@ -134,8 +140,8 @@ def test_autograd_and_the_default_scale():
 @pytest.mark.parametrize("plan", [SMALL, FETCHING])
 def test_tokens_may_lie_apart(plan):
     """Queries, keys and values as slices of one product."""
-    q, k, v, d_out, spans = make((20, 40), (4, 2))
-    parts = torch.cat([q, k, v], 1).split([4, 2, 2], 1)
+    q, k, v, d_out, spans = make((20, 33), (2, 1))
+    parts = torch.cat([q, k, v], 1).split([2, 1, 1], 1)
     assert not any(x.is_contiguous() for x in parts)
     found = compute(*parts, d_out, spans, 0.3, plan)
     for ours, plain in zip(found, compute(q, k, v, d_out, spans, 0.3, plan), strict=True):

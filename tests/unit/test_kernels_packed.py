@@ -91,9 +91,13 @@ def test_the_library_multiplies_decoded_weights():
 # --- codes of numbers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source_dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("columns", [48, 4096 + 16])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("source_dtype", "columns", "dtype"),
+    [
+        *((source, 48, dtype) for source in (FP32, BF16) for dtype in (FP32, BF16)),
+        *((FP32, 4096 + 16, BF16), (BF16, 4096 + 16, FP32)),
+    ],
+)
 def test_codes_have_the_bits_of_the_reference(source_dtype, columns, dtype):
     """Into every other row of a buffer, whose other rows stay as they are."""
     draw = torch.Generator().manual_seed(1)

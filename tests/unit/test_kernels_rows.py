@@ -177,8 +177,7 @@ def test_quantize_rows_is_quantize_activation(num_rows, width, format, dtype):
     assert_codes(quantize_rows(x.to(DEVICE), format), x, format)
 
 
-@both_dtypes
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("name", "dtype"), [("int8", FP32), ("fp8", BF16)])
 def test_long_rows(name, dtype):
     x, gate_up = (random(1, LONG) * 5).to(dtype), make_product(1, 1, 2 * LONG, BF16)
     assert_codes(quantize_rows(x.to(DEVICE), FORMATS[name]), x, FORMATS[name])

@@ -127,7 +127,7 @@ def test_gate_far_from_zero():
     assert dgate[0].tolist() == pytest.approx([0, 0, -38 * math.exp(-20), 1, 2, 2], rel=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (17, 3, 20), (255, 14, 64), (3, 2, 128)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (17, 3, 20), (65, 14, 64), (3, 2, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotation_and_its_gradient(shape, dtype):
     x, upstream = (normal(*shape, dtype=dtype, seed=seed) for seed in range(2))
@@ -242,7 +242,7 @@ def test_gradients_of_micro_batches_add_up():
     model = perturbed(qwen2())
     fused = copy.deepcopy(model)
     fuse_layers_(fused)
-    pieces = torch.arange(18, device=DEVICE).view(3, 1, 6)
+    pieces = torch.arange(12, device=DEVICE).view(2, 1, 6)
     for _ in range(2):  # the second time, gradients were cleared
         for m in (model, fused):
             m.zero_grad()
@@ -323,18 +323,18 @@ def test_under_autocast_rotated_heads_have_the_compute_dtype():
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
 
 
+# Every pair of a family, a format, a precision of gradients and a cache is in one of these.
 UNIFIED = [
-    ("int8", "bf16", "none"),
-    ("int8", "dgrad", "fp8"),
-    ("int8", "all", "none"),
-    ("fp8", "bf16", "fp8"),
-    ("fp8", "dgrad", "none"),
-    ("fp8", "all", "fp8"),
+    (qwen2, "int8", "bf16", "none"),
+    (qwen2, "int8", "dgrad", "fp8"),
+    (qwen3, "int8", "all", "none"),
+    (qwen3, "fp8", "bf16", "fp8"),
+    (qwen3, "fp8", "dgrad", "none"),
+    (qwen2, "fp8", "all", "fp8"),
 ]
 
 
-@pytest.mark.parametrize("make", [qwen2, qwen3])
-@pytest.mark.parametrize(("format", "backward", "kv"), UNIFIED)
+@pytest.mark.parametrize(("make", "format", "backward", "kv"), UNIFIED)
 def test_unified_layers_compute_what_unified_projections_do(make, format, backward, kv):
     quant = QuantConfig(format=format, unified=True, backward=backward, kv=kv)
     model = perturbed(make())

@@ -181,7 +181,11 @@ FAILED = {
 
 @pytest.mark.parametrize("folder", ["dapo", "long_horizon", "low_rate", "speed", "table1"])
 def test_defaults_on_runs_that_failed_and_on_sound_ones(folder):
-    for path in sorted((PAPER / folder).glob("*.json")):
+    paths = sorted((PAPER / folder).glob("*.json"))
+    failed = {name.partition("/")[2] for name in FAILED if name.startswith(f"{folder}/")}
+    assert paths
+    assert failed <= {path.stem for path in paths}
+    for path in paths:
         rows, first = read_curves(path), {}
         for alarm in ALARMS:
             for end in range(1, len(rows) + 1):

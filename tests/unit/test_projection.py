@@ -256,8 +256,7 @@ def test_codes_of_a_gradient_may_alternate(shape):
     assert torch.equal(row_scale, row_scale_again)
 
 
-@pytest.mark.parametrize("backward", ["bf16", "dgrad"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("backward", "bias"), [("bf16", True), ("dgrad", False)])
 def test_codes_in_the_buffer_of_an_engine(backward, bias):
     plain, fmt = projection((48, 48), 144, bias=bias), get_format("int8")
     plain.format, plain.code_dtype, plain.backward = fmt, torch.bfloat16, backward

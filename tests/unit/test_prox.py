@@ -101,8 +101,12 @@ ARMS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (4, 2), (1, 2)], ids=str)
-@pytest.mark.parametrize("arm", ARMS)
+# Mini-batches and epochs. Two epochs begin with one, so all arms need not have that alone too.
+SHAPES = [(arm, shape) for arm in ARMS for shape in ((1, 1), (4, 2))]
+SHAPES += [(arm, shape) for arm in ("ppo", "acr") for shape in ((4, 1), (1, 2))]
+
+
+@pytest.mark.parametrize(("arm", "shape"), SHAPES, ids=str)
 def test_the_first_update_needs_no_prox_forward(arm, shape):
     """Weights, metrics and batch are those of a step whose prox was computed for all rows."""
     num_minibatches, epochs = shape

@@ -276,12 +276,13 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
     from qurl.quant.kernels.requantize import requantize_
 
     monkeypatch.setattr(module, "_find_kernel", lambda codings, device: requantize_)
-    model = tiny_llama()
+    small = {"num_hidden_layers": 1, "intermediate_size": 32}  # the interpreter is slow
+    model = tiny_llama(**small)
     sync = load(model, quant, native_codes=True)
     assert_holds(sync, model)
     change_(model)
     monkeypatch.undo()
-    reference = load(tiny_llama(), quant, native_codes=True)
+    reference = load(tiny_llama(**small), quant, native_codes=True)
     assert sync.load_(model) == reference.load_(model) > 0
     assert_holds(sync, model)
 

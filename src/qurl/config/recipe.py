@@ -11,11 +11,13 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from qurl.config.flags import apply_flags, key_of
 from qurl.config.rules import find_mistakes, find_unusable, needs_file, shorten
 from qurl.config.schema import AlgoConfig, Config
 from qurl.config.shipped import find_recipe, suggest
@@ -53,11 +55,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """What `algo.name` sets; a recipe or a flag overrides any part of it."""
-
-DESCRIPTION = (
-    "The keys of a recipe. qurl train also takes --dry-run, which prints the resolved recipe and "
-    "its memory and token budget instead of training, and with it --gpu NAME, a GPU not here."
-)
 
 MOVED: Mapping[str, str] = {
     "algo.acr_max_bound": "experimental.acr_max_bound",
@@ -160,13 +157,19 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
     """Validate a tree of plain values. Presets and combinations are left to `load_config`."""
     try:
-        config = TypeAdapter(Config).validate_python(tree)
+        config = _adapter().validate_python(tree)
     except ValidationError as error:
         mistakes = [_explain(e, tree) for e in error.errors(include_url=False)]
         raise ConfigError(_listed(list(dict.fromkeys(mistakes)), source)) from None
     if mistakes := list(find_unusable(to_dict(config))):
         raise ConfigError(_listed(mistakes, source))
     return config
+
+
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    """Once: to make it takes longer than all the rest of reading a recipe."""
+    return TypeAdapter(Config)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -196,33 +199,10 @@ def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
     if not flags:
         return config
     for flag in flags:
-        key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        key = key_of(flag)
         if flag.startswith("--") and key in MOVED:
             raise ConfigError(f"{key} {_what_became_of(key)} ({source})")
-    import tyro  # here, because it costs a tenth of a second that `qurl --help` does not pay
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        """Flags take true, false and none as recipes do; a switch alone is true."""
-        if info.type not in (bool, type(None)):
-            return None
-        words = {"true": True, "false": False} if info.type is bool else {"none": None}
-        return PrimitiveConstructorSpec(
-            nargs=(0, 1) if info.type is bool else 1,
-            metavar="|".join(words),
-            instance_from_str=lambda given: words[given[0].lower()] if given else True,
-            is_instance=lambda value: isinstance(value, info.type),
-            str_from_instance=lambda value: [str(value).lower()],
-            choices=(*words, *(word.capitalize() for word in words)),
-        )
-
-    options = {"config": (tyro.conf.FlagConversionOff,), "registry": registry}
-    texts = {"prog": "qurl COMMAND [RECIPE|RUN]", "description": DESCRIPTION}
-    changed = tyro.cli(Config, **texts, default=config, args=flags, **options)
-    return build_config(to_dict(changed), source)
+    return build_config(to_dict(apply_flags(config, flags)), source)
 
 
 def _explain(error: Mapping[str, Any], tree: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ NUM_STEPS = 61
 FIRST_STEP, LAST_STEP = 38, 58
 """The steps to look at: after the prefill, before sequences end."""
 CATEGORIES = (
-    ("attention", r"attend|attention|flash|fmha|^split_kernel|^combine_kernel"),
+    ("attention", r"attend|attention|flash|fmha|^alike_|^split_kernel|^combine_kernel"),
     ("sampling", r"^summarise_|sampl|argmax|softmax|logprob|exponential|topk|distribution"),
     (
         "norms, activations, rope",

@@ -47,8 +47,9 @@ def rollout_table(rollouts: Rollouts) -> str:
         for model in (name for name in SHAPES if name != "tiny"):
             base = rollouts.get((model, workload, "none", "none"))
             found = [rollouts.get((model, workload, *format)) for format in FORMATS]
-            cells = [_speed_cell(entry, base) for entry in found]
-            rows.append([model, f"{workload}: {sizes}", *cells])
+            if any(found):
+                cells = [_speed_cell(entry, base) for entry in found]
+                rows.append([model, f"{workload}: {sizes}", *cells])
     return table(["model", "workload", *FORMATS.values()], rows)
 
 

@@ -144,44 +144,44 @@ def _median(curve: Sequence[float | None]) -> float:
 def step_errors() -> dict[str, float]:
     """log(forecast / measured) of how much faster one whole step is than another."""
     errors = {f"{arm} against {base}": _step_error(arm, base) for arm, base in STEP_PAIRS}
-    steps, micro = read_bench_steps(), read_microbatches()
-    for (model, arm, batch), (measured, forecast) in steps.items():
-        base = steps.get((model, "none", batch))
-        is_alike = abs(micro[model, arm, batch] - micro.get((model, "none", batch), 0)) < 1000
-        if arm != "none" and base and is_alike:
+    bases = read_bench_steps(is_newest=False)
+    for (model, arm, batch, settings), (measured, forecast) in read_bench_steps().items():
+        if arm != "none" and (base := bases.get((model, "none", batch, settings))):
             gains = base[0].total / measured.total, base[1].total / forecast.total
             errors[f"{model} {arm} {batch} gain"] = math.log(gains[1] / gains[0])
     return errors
 
 
-def read_microbatches() -> dict[tuple[str, ...], int]:
-    """Most tokens of a micro-batch, by model, arm and batch: forecasts know nothing of it."""
-    results = json.loads((RESULTS / "step.json").read_text())["results"]
-    sizes = {key: entries[-1]["settings"]["microbatch_tokens"] for key, entries in results.items()}
-    return {tuple(key.split()[:3]): size for key, size in sizes.items()}
-
-
-def read_bench_steps() -> dict[tuple[str, ...], tuple[StepSeconds, StepSeconds]]:
-    """Steps of `qurl bench step` of equal lengths, measured and forecast, by model, arm, batch."""
+def read_bench_steps(
+    *, is_newest: bool = True
+) -> dict[tuple[str, ...], tuple[StepSeconds, StepSeconds]]:
+    """Steps of `qurl bench step` of equal lengths, measured and forecast, by model, arm, batch and
+    settings; the newest of each arm and batch, or of each of their settings."""
     found = {}
     for key, entries in json.loads((RESULTS / "step.json").read_text())["results"].items():
         model, arm, batch, lengths = key.split()
         if lengths != "equal" or key in SUPERSEDED:
             continue
-        sequences, prompt, tokens = map(int, re.split(r"[x+]", batch))
-        keys = entries[-1]["settings"]["keys"]
-        parts = entries[-1]["figures"]["parts"]
-        rest = parts["sync"] + parts["rest"]
-        measured = StepSeconds(parts["rollout"], parts["prox"], parts["update"], rest)
-        is_skipped = "correction.mode=auto" in keys and skips_prox(Arm.of(arm))
-        work = Work(
-            *(sequences, prompt, tokens, sequences),
-            num_forwards=0.0 if is_skipped else 0.75,
-            has_lora="model.lora_rank" in keys,
-        )
-        forecast = step_seconds(SHAPES[model], Arm.of(arm), H200, work)
-        found[model, arm, batch] = measured, forecast
+        for entry in entries[-1:] if is_newest else entries:
+            settings = f"{entry['settings']['keys']} {entry['settings']['microbatch_tokens']}"
+            found[model, arm, batch, settings] = _read_step(model, arm, batch, entry)
     return found
+
+
+def _read_step(
+    model: str, arm: str, batch: str, entry: dict[str, Any]
+) -> tuple[StepSeconds, StepSeconds]:
+    sequences, prompt, tokens = map(int, re.split(r"[x+]", batch))
+    keys, parts = entry["settings"]["keys"], entry["figures"]["parts"]
+    rest = parts["sync"] + parts["rest"]
+    measured = StepSeconds(parts["rollout"], parts["prox"], parts["update"], rest)
+    is_skipped = "correction.mode=auto" in keys and skips_prox(Arm.of(arm))
+    work = Work(
+        *(sequences, prompt, tokens, sequences),
+        num_forwards=0.0 if is_skipped else 0.75,
+        has_lora="model.lora_rank" in keys,
+    )
+    return measured, step_seconds(SHAPES[model], Arm.of(arm), H200, work)
 
 
 def _step_error(*arms: str) -> float:
@@ -212,7 +212,7 @@ def train_errors() -> dict[str, float]:
             update = statistics.median(run["update_s"][1:])
             errors["3B none update"] = math.log(forecast.update / update)
     for key, (measured, forecast) in read_bench_steps().items():
-        name = " ".join(key)
+        name = " ".join(key[:3])
         # Where correction.mode = "auto" falls back, the update includes the prox forward.
         errors[f"{name} training"] = math.log(forecast.train / measured.train)
         errors[f"{name} step"] = math.log(forecast.total / measured.total)

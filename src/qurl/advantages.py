@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -152,9 +153,26 @@ ESTIMATORS: Mapping[str, Estimator] = {
 
 
 def compare(
-    batch: Corrected, estimate: Estimator, *, is_whitened: bool = False, pool: Pool = alone
+    batch: Corrected,
+    estimate: Estimator,
+    *,
+    is_whitened: bool = False,
+    pool: Pool = alone,
+    agreeing: AbstractContextManager[None] | None = None,
 ) -> Trainable:
-    """The batch with each token's advantage, and with the returns that a critic learns."""
+    """The batch with each token's advantage, and with the returns that a critic learns.
+
+    An error of the estimate leaves through `agreeing`, before ranks wait for each other's sums.
+    """
+    with agreeing or nullcontext():
+        advantages, returns = _estimate(batch, estimate)
+    if is_whitened:
+        advantages = whiten(advantages, batch.mask, pool)
+    return batch.into(Trainable, advantages=advantages, returns=returns)
+
+
+def _estimate(batch: Corrected, estimate: Estimator) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T], checked."""
     found = estimate(batch)
     for tensor in found if isinstance(found, tuple) else (found,):
         if not isinstance(tensor, Tensor) or tensor.shape != batch.mask.shape:
@@ -163,12 +181,7 @@ def compare(
                 f"advantage {getattr(estimate, '__name__', estimate)!r} returned {shape}; it must "
                 f"return a tensor of the shape of batch.mask, {tuple(batch.mask.shape)}, or two"
             )
-    if isinstance(found, Tensor):
-        found = found, found + batch.values
-    advantages, returns = found
-    if is_whitened:
-        advantages = whiten(advantages, batch.mask, pool)
-    return batch.into(Trainable, advantages=advantages, returns=returns)
+    return (found, found + batch.values) if isinstance(found, Tensor) else found
 
 
 def known_advantages(advantages: Tensor) -> Estimator:

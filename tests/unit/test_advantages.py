@@ -1,5 +1,7 @@
 """Advantages against worked numbers and their definitions."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from qurl.advantages import (
     token_rewards,
     whiten,
 )
+from qurl.errors import ConfigError
 from qurl.types import Corrected
 
 
@@ -135,3 +138,26 @@ def test_gae_in_a_batch():
     )
     assert batch.advantages.flatten().tolist() == pytest.approx([0, 0.75, 0.5, 0, -0.5, 0])
     assert batch.returns.flatten().tolist() == pytest.approx([0, 1.0, 1.0, 0, 0.0, 0])
+
+
+def test_an_estimate_that_fails_does_so_before_ranks_wait_for_each_other():
+    """Else a rank whose own estimate failed would leave the others in a sum."""
+    left = []
+
+    @contextmanager
+    def agreeing():
+        try:
+            yield
+        except ConfigError:
+            left.append("agreed")
+            raise
+
+    def fail(batch):
+        raise ConfigError("no advantage")
+
+    def pool(value):
+        raise AssertionError("waits for other ranks")
+
+    with pytest.raises(ConfigError):
+        compare(_batch(), fail, is_whitened=True, pool=pool, agreeing=agreeing())
+    assert left == ["agreed"]

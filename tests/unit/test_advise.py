@@ -149,7 +149,12 @@ def test_the_prox_forward_is_skipped_where_it_was_in_measured_steps():
     assert scenario(config).work(Arm.of("int8-unified-dgrad")).num_forwards == 0
     steps = check.read_bench_steps()
     arms = ("int8-unified-dgrad", "none", "int8+kv")
-    measured, computed = zip(*(steps["1.5B", arm, "256x16+1024"] for arm in arms), strict=True)
+    of_arm = {
+        arm: pair
+        for (model, arm, batch, _), pair in steps.items()
+        if model == "1.5B" and batch == "256x16+1024"
+    }
+    measured, computed = zip(*(of_arm[arm] for arm in arms), strict=True)
     for fastest, base, slowest in (measured, computed):
         assert fastest.total < base.total < slowest.total
 

@@ -4,11 +4,12 @@ processes, killed with signal 9."""
 import pickle
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from models import tiny_llama
+from models import tiny_llama, tiny_policy
 
 from qurl.errors import EngineError, SyncError
 from qurl.rollout import build_engine
@@ -16,6 +17,9 @@ from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import MOST_DEATHS, Fleet, WorkerDied
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, EngineWorker
+from qurl.run.colocated import ColocatedEngines
+from qurl.trainer.parallel.processes import Post
+from qurl.trainer.ranks import Ranks
 from qurl.types import Problem, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, group_size=2)
@@ -281,3 +285,20 @@ def test_a_chunk_that_is_damaged_on_its_way_is_found(monkeypatch):
     wire.send({})
     thread.join(10.0)
     assert caught == ["weight arrived damaged"]
+
+
+def test_an_engine_on_every_rank_may_be_built_before_the_one_whose_place_it_takes_is_closed():
+    policy = tiny_policy()
+    post = Post(Ranks(), {"learner": SimpleNamespace(policy=policy)})
+    workers: Any = SimpleNamespace(
+        post=post, has_failed=False, run=lambda function, *given: function(post, *given)
+    )
+    old = ColocatedEngines(workers, "int8", {})
+    new = ColocatedEngines(workers, "int8", {})
+    expected = new.packing
+    old.close()
+    assert new.packing is expected
+    with pytest.raises(KeyError):
+        _ = old.packing
+    new.close()
+    assert list(post.held) == ["learner"]

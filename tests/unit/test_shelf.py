@@ -1,6 +1,8 @@
 """Tokens that wait on shelves: what goes there comes back, is read once, and is forgotten."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from qurl.sampling.packed import pack, unpack
 from qurl.trainer.batches import pad
 from qurl.types import Completion, Rollout
 
-NOWHERE = Address(1, "127.0.0.1", 1)
+NOWHERE = Address(1, "127.0.0.1", 1, "gone")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,27 @@ def test_the_next_shelf_takes_what_a_dead_one_does_not(graded, shelf_of_rank_0, 
         shelve(graded.rollout, [NOWHERE])
     with pytest.raises(RankLost, match=r"cannot be had from trainer rank 1 at 127\.0\.0\.1:1"):
         Slip(NOWHERE, "key", 1).read()
+
+
+def test_a_shelf_that_died_since_the_last_put_takes_nothing(graded, shelf_of_rank_0):
+    """torch's store does not wait for an answer when a value is set."""
+    code = (
+        "import sys; from qurl.ops.shelf import Shelf; own = Shelf(1); "
+        "print(own.address.port, own.address.name, flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    port, name = child.stdout.readline().split()
+    dead = Address(1, "127.0.0.1", int(port), name)
+    addresses = [dead, shelf_of_rank_0.address]
+    before = shelve(graded.rollout, addresses)
+    assert slip_of(before.completions[0]).address == dead
+    child.kill()
+    child.wait()
+    after = shelve(graded.rollout, addresses)
+    assert {slip_of(c).address for c in after.completions} == {shelf_of_rank_0.address}
+    assert numbers(after.completions[1])[0] == [9, 10]
 
 
 def test_a_completion_that_is_too_long_is_named(graded, shelf_of_rank_0, monkeypatch):

@@ -110,9 +110,9 @@ def candidates(problem: Gemm, chip: Chip, known: Choice = None) -> list[Plan]:
 def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     M, N, K = problem.M, problem.N, problem.K
     # Where K is not cut (FP8, unified), only small tiles are enough for all multiprocessors.
-    smallest = 32 if problem.kind == "fp8" else 64
+    smallest, few_tokens = (32, 1024) if problem.kind == "fp8" else (64, 256)
     small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= smallest)]
-    token_tiles = [128, 256] if M > 256 else small_tiles
+    token_tiles = small_tiles if few_tokens >= M else [128, 256]
     depths = (128, 256) if problem.act_format else (64, 128)
     depths += (256,) if problem.kind == "nvfp4" else ()
     for tokens, channels, depth in itertools.product(token_tiles, (64, 128), depths):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,8 @@ class Spread(NamedTuple):
         mean = self.mean + distance * other.count / count
         between = distance**2 * self.count * other.count / count
         deviations = self.deviations + other.deviations + between
-        return Spread(count, mean, deviations, min(self.low, other.low), max(self.high, other.high))
+        ends = np.minimum(self.low, other.low), np.maximum(self.high, other.high)  # NaN stays
+        return Spread(count, mean, deviations, *map(float, ends))
 
 
 def spreads(columns: Mapping[str, Tensor], pool: Pool = alone) -> dict[str, Spread]:

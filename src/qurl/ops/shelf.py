@@ -36,6 +36,8 @@ FIELDS = {
 TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 LARGEST = 8 * 2**20
 """Bytes of one value that torch's store takes."""
+MOST_CONNECTIONS = 256
+"""That a process keeps; those of shelves that are gone must not pile up."""
 PATIENCE = timedelta(seconds=30)
 """How long a shelf that does not answer is waited for."""
 
@@ -59,6 +61,8 @@ class Address:
     rank: int
     host: str
     port: int
+    name: str
+    """Of this one: a later shelf may get the same port."""
 
 
 def own_host() -> str:
@@ -71,7 +75,7 @@ def own_host() -> str:
             return "127.0.0.1"
 
 
-@functools.cache
+@functools.lru_cache(MOST_CONNECTIONS)
 def _connect(address: Address) -> dist.Store:
     return dist.TCPStore(address.host, address.port, is_master=False, timeout=PATIENCE)
 
@@ -82,7 +86,7 @@ class Shelf:
     def __init__(self, rank: int) -> None:
         # A thread of torch serves it, whatever this process computes.
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        self.address = Address(rank, own_host(), self._store.port)
+        self.address = Address(rank, own_host(), self._store.port, uuid.uuid4().hex)
 
     def __len__(self) -> int:
         return self._store.num_keys()
@@ -177,13 +181,21 @@ def shelve(rollout: Rollout, addresses: Sequence[Address]) -> Rollout:
 
 def _put(addresses: Sequence[Address], key: str, data: bytes) -> Address:
     for address in addresses:
-        try:
-            _connect(address).set(key, data)  # type: ignore[arg-type]  # bytes do
-            return address
-        except dist.DistError:
+        if address in _SILENT:
             continue
+        try:
+            store = _connect(address)
+            store.set(key, data)  # type: ignore[arg-type]  # bytes do
+            if store.check([key]):  # `set` itself waits for no answer
+                return address
+        except dist.DistError:
+            _SILENT.add(address)
     named = ", ".join(f"{a.host}:{a.port} of rank {a.rank}" for a in addresses)
     raise EngineError(f"no trainer rank takes the tokens of a rollout: none answers at {named}")
+
+
+_SILENT: set[Address] = set()
+"""Shelves that did not answer; waiting for them again would take as long."""
 
 
 def slip_of(completion: Completion) -> Slip | None:

@@ -37,7 +37,9 @@ class EpisodeEngine:
 
     def __getattr__(self, name: str) -> Any:
         """What only some engines have (`close`, `packing`, `works_elsewhere`): that one's own."""
-        return getattr(vars(self)["engine"], name)
+        if name == "engine":  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.engine, name)
 
     def sync(self, source: Any, *, version: int) -> SyncReport:
         return self.engine.sync(source, version=version)

@@ -9,6 +9,7 @@ All ranks build, sync and sample at the same time (`qurl.trainer.parallel`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from qurl.trainer.policy import Policy
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
 Portion = list[tuple[Problem, int]]
+_NUMBERS = itertools.count()
 
 
 class ColocatedEngines:
@@ -41,7 +43,9 @@ class ColocatedEngines:
         shelves: Shelves | None = None,
     ) -> None:
         """Without shelves, rank 0 gets the tokens too."""
-        self._workers, self._key, self._shelves = workers, f"engine {quant}", shelves
+        self._workers, self._shelves = workers, shelves
+        # A number of its own: an engine that takes another's place is built before that is closed.
+        self._key = f"engine {next(_NUMBERS)}"
         self._lengths = LengthHistory()
         workers.run(_build, self._key, quant, dict(options))
 

@@ -22,7 +22,7 @@ from qurl.advantages import Estimator, compare
 from qurl.config import Config
 from qurl.config.rules import prox_readers
 from qurl.correction import LARGEST_TAIL, correct, correction_metrics, gap_tail, weigh
-from qurl.errors import ConfigError, TrainingError
+from qurl.errors import ConfigError, QurlError, TrainingError
 from qurl.losses import (
     Stats,
     Surrogate,
@@ -229,8 +229,13 @@ class Learner:
         return correct(scored, cap=self.cap, pool=self.ranks.pool, **options)
 
     def compare(self, corrected: Corrected, advantage: Estimator) -> Trainable:
-        is_whitened = self.config.algo.whiten
-        return compare(corrected, advantage, is_whitened=is_whitened, pool=self.ranks.pool)
+        return compare(
+            corrected,
+            advantage,
+            is_whitened=self.config.algo.whiten,
+            pool=self.ranks.pool,
+            agreeing=self.ranks.agreeing(QurlError),
+        )
 
     def _rows_to_score(self, batch: Batch, step: int, share: Share | None) -> Tensor:
         """The rows whose prox is computed before the update.

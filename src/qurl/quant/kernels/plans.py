@@ -25,7 +25,8 @@ SHIPPED = {(9, 0): "plans_h200.json"}
 """Tables of the package by compute capability, which decides whether a plan fits: it sets the
 shared memory. The number of multiprocessors affects a plan's speed, not its result."""
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
-"""Numbers of tokens that are measured; others take the plan of the next larger one there is."""
+"""Numbers of tokens that are measured; others take the plan of the next larger one there is, except
+in unified flows."""
 STEPS = {"bf16": 64, "fp32": 32}
 """Input channels per step of plain numbers, 128 bytes. Without a measured plan cuBLAS has these."""
 PACKED_TOKENS = 256
@@ -124,6 +125,8 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
 
 def rule_of_small_tiles(tokens: int, channels: int, num_sms: int) -> Plan:
     """A plan that does not cut K: tiles so small that there is one for every multiprocessor."""
+    if tokens > 1024:
+        return Plan(tokens=128, channels=128, depth=BLOCK, splits=0, warps=8, stages=3)
     size = min(tokens, 128)
     while size > 32 and -(-tokens // size) * -(-channels // 64) < num_sms:
         size //= 2

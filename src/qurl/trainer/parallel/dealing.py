@@ -74,8 +74,7 @@ def correct(post: Post) -> None:
 
 def compare(post: Post, advantage: Estimator) -> None:
     stages = post.held["stages"]
-    with post.ranks.agreeing(QurlError):
-        stages[Trainable] = _learner(post).compare(stages[Corrected], advantage)
+    stages[Trainable] = _learner(post).compare(stages[Corrected], advantage)
 
 
 def compare_known(post: Post, advantages: Tensor) -> None:

@@ -60,14 +60,20 @@ def process_of(member):
     return int(member.where.result().split()[-1])
 
 
-def test_killed_while_it_generates(fleet, events, expected):
+def sample_while(fleet, number, signal_number, timeout=None):
+    """The rollouts of a group one of whose engines gets a signal in the midst of them."""
     group = build(tiny_llama(), fleet)
     group.sync(tiny_llama(), version=0)
+    fleet.timeout = timeout or fleet.timeout
     with group.stream(PARAMS) as stream:
         stream.submit(PROBLEMS)
-        os.kill(process_of(fleet.members[1]), signal.SIGKILL)
+        os.kill(process_of(fleet.members[number]), signal_number)
         found = {rollout.problem.id: rollout for rollout in stream}
-    assert [found[problem.id] for problem in PROBLEMS] == expected
+    return [found[problem.id] for problem in PROBLEMS]
+
+
+def test_killed_while_it_generates(fleet, events, expected):
+    assert sample_while(fleet, 1, signal.SIGKILL) == expected
     assert "engine 1" in events[0]
     assert "another is starting and joins at a sync" in events[0]
 
@@ -123,14 +129,7 @@ def test_killed_or_stopped_while_it_receives(fleet, events, expected, number):
 
 def test_stopped_while_it_generates(fleet, events, expected):
     """Its process is there, and answers nothing."""
-    group = build(tiny_llama(), fleet)
-    group.sync(tiny_llama(), version=0)
-    fleet.timeout = 3.0
-    with group.stream(PARAMS) as stream:
-        stream.submit(PROBLEMS)
-        os.kill(process_of(fleet.members[0]), signal.SIGSTOP)
-        found = {rollout.problem.id: rollout for rollout in stream}
-    assert [found[problem.id] for problem in PROBLEMS] == expected
+    assert sample_while(fleet, 0, signal.SIGSTOP, timeout=3.0) == expected
     assert "it did not answer for 3 s" in events[0]
 
 

@@ -33,7 +33,7 @@ def _normal(*shape, seed=0, dtype=torch.float32):
 def _integer_reference(x: Quantized, weight: Quantized):
     """codes_x @ codes_w^T in int64, rounded once to FP32, then the two scales."""
     products = (x.codes.long() @ weight.codes.long().T).float()
-    return products * x.scale * weight.scale.T
+    return products * weight.scale.T * x.scale
 
 
 def test_by_hand():

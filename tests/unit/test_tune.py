@@ -72,10 +72,11 @@ def test_unified_flows_take_plans_of_their_own_that_cut_no_sum(cache):
     plans |= {("fp8", 640, 512, 16): cut, ("int8", 640, 512, 16): cut}
     path = user_table(target.name)
     path.parent.mkdir(parents=True)
-    path.write_text(write_table(plans, {}))
+    path.write_text(write_table(plans | {("fp8-unified", 640, 512, 16): None}, {}))
     assert Plans(target).choose("fp8", 5000, 640, 384) is None
     unified = Plans(target, unified=True)
-    assert unified.choose("fp8", 5000, 640, 384) == own
+    assert unified.choose("fp8", 5000, 640, 384) == dataclasses.replace(own, is_fast=True)
+    assert unified.choose("fp8", 16, 640, 512) is None
     assert unified.choose("int8", 16, 640, 512) == cut
 
 
@@ -266,11 +267,11 @@ def test_tables_are_merged(tmp_path):
     assert tune.known_plans(path, MACHINE) == {}
     session.save(problem, {plan: 2.0})
     whole = dataclasses.replace(plan, splits=0)
-    session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0, whole: 4.0})
+    session.save(dataclasses.replace(problem, kind="fp8"), {None: 5.0, plan: 3.0, whole: 4.0})
     newer = dataclasses.replace(plan, prefetch=4)
     session.save(problem, {plan: 2.0, newer: 1.0})
     shape = (512, 256, 64)
-    merged = {("int8", *shape): newer, ("fp8", *shape): None, ("fp8-unified", *shape): whole}
+    merged = {("int8", *shape): newer, ("fp8", *shape): plan, ("fp8-unified", *shape): whole}
     assert open_table(path) == merged
     assert json.loads(path.read_text())["about"] == MACHINE
     with pytest.raises(ConfigError, match=r"holds plans of NVIDIA H200, and this is NVIDIA A100"):
@@ -296,7 +297,7 @@ def test_plans_that_do_not_cut_a_sum_compete_with_each_other_only():
     )
     assert found == {library: 4.0, cut: 8.0, slow: 16.0}
     assert setup.replays[-1] == slower
-    assert products.whole_of(found) == {slow: 16.0}
+    assert products.whole_of(found) == {library: 4.0, slow: 16.0}
     ahead = {dataclasses.replace(plan, prefetch=0) for plan in products.with_prefetch(found)}
     assert ahead == {cut, slow}
 

@@ -136,17 +136,17 @@ def best_of(times: Times) -> Choice:
 
 
 def with_prefetch(times: Times) -> list[Plan]:
-    """The best plan of ours, and the best that does not cut K, with weights prefetched."""
+    """Our best plan, and our best that does not cut K, with weights prefetched."""
     own: Times = {plan: us for plan, us in times.items() if plan is not None}
-    best = [best_of(plans) for plans in (own, whole_of(times)) if plans]
+    best = [best_of(plans) for plans in (own, whole_of(own)) if plans]
     return [
         dataclasses.replace(p, prefetch=n) for p in dict.fromkeys(best) if p for n in PREFETCHES
     ]
 
 
 def whole_of(times: Times) -> Times:
-    """The plans that do not cut K."""
-    return {plan: us for plan, us in times.items() if plan is not None and not plan.splits}
+    """The plans that do not cut K, and the library."""
+    return {plan: us for plan, us in times.items() if plan is None or not plan.splits}
 
 
 def measure(setup: GemmRun, choices: Sequence[Choice]) -> Times:

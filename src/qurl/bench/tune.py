@@ -76,7 +76,7 @@ class Tuning:
     def save(self, problem: Gemm, times: Times) -> None:
         """Add the best plan to the table, and keep those of other products.
 
-        For FP8 our best plan that does not cut K is added too, for unified flows.
+        For FP8 the best plan that does not cut K is added too, for unified flows.
         """
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}

@@ -1,6 +1,6 @@
 """Linear layers that compute with codes: W8A8, activations quantized on the fly.
 
-    y = scale_x * scale_w * (codes_x @ codes_w^T) + bias
+    y = (codes_x @ codes_w^T) * scale_w * scale_x + bias
 
 Integer codes are multiplied as FP32 numbers. Every product is exact, and so is the sum while it
 stays below 2^24. Longer sums are cut into blocks of K that are added in FP64, so the result is the
@@ -39,7 +39,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 class Partial:
     """A product that its consumer finishes, which saves a pass over memory.
 
-        y = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
+        y = (acc[0] + ... + acc[S - 1]) * scale_w * scale_x + bias,  rounded once to `dtype`
 
     The order is part of the contract: integer codes give the same bits for every S.
     """
@@ -73,10 +73,10 @@ def finish(product: Product) -> Tensor:
     for part in product.acc[1:]:
         y = y + part
     y = y.float()
-    if product.scale_x is not None:
-        y = y * product.scale_x
     if product.scale_w is not None:
         y = y * product.scale_w.T
+    if product.scale_x is not None:
+        y = y * product.scale_x
     return (y if product.bias is None else y + product.bias.float()).to(product.dtype)
 
 
@@ -98,8 +98,8 @@ def matmul_codes(x: Quantized, weight: Quantized) -> Tensor:
     """[..., M, K] by [N, K] to [..., M, N] in FP32."""
     if weight.format.block is not None:
         return _matmul_blocks(x, weight)
-    # The token's scale first, then the channel's: the order is part of the result.
-    return sum_of_products(x.codes, weight.codes, weight.format) * x.scale * weight.scale.T
+    # The channel's scale first, then the token's, as cuBLAS does: the order is part of the result.
+    return sum_of_products(x.codes, weight.codes, weight.format) * weight.scale.T * x.scale
 
 
 def sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:

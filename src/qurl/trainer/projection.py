@@ -32,7 +32,6 @@ from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.target import Target
 from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
-from qurl.quant.kernels.gemm import multiply as multiply_codes
 from qurl.quant.kernels.plans import Plans, kind_of
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
@@ -138,7 +137,7 @@ class Projection:
         coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
         parts = len(self.sizes) if self.alternates else 1
         code_gradient(dy, scale, coded.codes, coded.scale, weight.format.act_max, parts)
-        return _fast_product(coded, weight, dy.dtype)
+        return _product(coded, weight, None, dy.dtype)
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
@@ -287,23 +286,13 @@ def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:
     token_scale = x.scale * transpose_codes(x.codes, c.codes)[:, None]
     c.scale.fill_(1.0)
     code_columns(dy, token_scale, q.codes, q.scale, format.act_max)
-    return _fast_product(q, c, dy.dtype)
-
-
-def _fast_product(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-    """x W^T of gradients. They need not agree with the engine's, so bits may be lost in sums."""
-    if not x.codes.is_cuda or x.format.is_integer:
-        return _product(x, weight, None, dtype)
-    scales = {"scale_a": x.scale, "scale_b": weight.scale.T}
-    return torch._scaled_mm(x.codes, weight.codes.T, **scales, out_dtype=dtype, use_fast_accum=True)
+    return _product(q, c, None, dy.dtype)
 
 
 def _product(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b, added up as in the engine."""
     target = Target.of(x.codes.device)
-    plan = _plans(target).choose(kind_of(x.format, target), len(x.codes), *weight.codes.shape)
-    assert plan is not None, "unified plans name no library"
-    return finish(multiply_codes(x, weight, bias, dtype, plan))
+    return finish(_plans(target).multiply(kind_of(x.format, target), x, weight, bias, dtype))
 
 
 @functools.cache

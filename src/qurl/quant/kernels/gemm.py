@@ -1,6 +1,6 @@
 """Matrix products of codes, at decode sizes bound by reading the weights.
 
-    y[m, n] = (sum_k x[m, k] w[n, k]) * scale_x[m] * scale_w[n] + bias[n]
+    y[m, n] = (sum_k x[m, k] w[n, k]) * scale_w[n] * scale_x[m] + bias[n]
 
 Weights are on the side of the matrix unit that takes 64 rows at a time, tokens on the side that
 takes as few as 8 (swap-AB), so a batch of 16 sequences wastes nothing. Few output tiles leave
@@ -36,8 +36,8 @@ from qurl.quant.kernels.packed import decode, multiply_packed
 from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
 from qurl.quant.linear import Operand, Partial, Product
 
-EXACT_DEPTH = tl.constexpr(128)
-"""Input channels that a matrix unit adds up by itself; those of FP8 have about 14 bits for it."""
+EXACT_DEPTH = 128
+"""Input channels that a matrix unit adds up by itself, unless a plan is fast."""
 
 
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
@@ -61,6 +61,7 @@ def gemm_kernel(
     IS_BLOCKED: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
+    LONGEST_SUM: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -104,13 +105,13 @@ def gemm_kernel(
             acc = tl.dot(w_tile, x_tile.T, acc, out_dtype=tl.int32)
         else:
             # FP8 sums lose bits in the matrix unit, so every EXACT_DEPTH they are added up in FP32
-            # outside: equal for all plans but for the order of FP32 sums.
+            # outside, unless the plan is fast. Either way tiles of all sizes have the same bits.
             acc = tl.dot(
                 w_tile,
                 x_tile.T,
                 acc,
                 input_precision="ieee" if w_tile.dtype == tl.float32 else None,
-                max_num_imprecise_acc=DEPTH if DEPTH < EXACT_DEPTH else EXACT_DEPTH,
+                max_num_imprecise_acc=LONGEST_SUM,
             )
 
     store_tile(
@@ -210,15 +211,17 @@ def _launch(
         tiles = tuple(map(TensorDescriptor.from_tensor, tiles, sizes))
     grid, steps, constants = plan.launch(M, w, K, is_gated=is_gated)
     constants |= {"IS_BLOCKED": _is_blocked(weight), "HAS_DESCRIPTORS": has_descriptors}
+    constants["LONGEST_SUM"] = None if plan.is_fast else min(plan.depth, EXACT_DEPTH)
     gemm_kernel[grid](*tiles, w, y, scale_x, scale_w, bias, amax, M, N, K, steps, **constants)
 
 
 def library_product(
-    x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
+    x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, *, is_fast: bool = False
 ) -> Tensor | None:
     """cuBLAS's product with its bias, rounded once; None if cuBLAS does not take our scales.
 
-    NVFP4 weights are decoded first.
+    On Hopper FP8 products have the bits of `multiply` with a plan that does not cut K and is as
+    fast: `is_fast` leaves whole sums to the matrix unit. NVFP4 weights are decoded first.
     """
     if is_packed(weight):
         weight = decode(weight, dtype)
@@ -238,6 +241,7 @@ def library_product(
         scale_b=weight.scale.T,
         bias=bias,  # added in FP32, before the one rounding
         out_dtype=dtype,
+        use_fast_accum=is_fast,
     )
 
 

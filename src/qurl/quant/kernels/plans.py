@@ -16,10 +16,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from qurl.errors import EngineError
 from qurl.ops.target import Target
-from qurl.quant.formats import BLOCK, Format
-from qurl.quant.kernels.gemm import Plan
+from qurl.quant.formats import BLOCK, Format, Quantized
+from qurl.quant.kernels.gemm import Plan, library_product, multiply
+from qurl.quant.linear import Operand, Product
 
 SHIPPED = {(9, 0): "plans_h200.json"}
 """Tables of the package by compute capability, which decides whether a plan fits: it sets the
@@ -29,6 +33,8 @@ BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 8192)
 in unified flows."""
 STEPS = {"bf16": 64, "fp32": 32}
 """Input channels per step of plain numbers, 128 bytes. Without a measured plan cuBLAS has these."""
+FEW_TOKENS = 1024
+"""More than these fill a GPU with large tiles."""
 PACKED_TOKENS = 256
 """NVFP4 weights of more tokens are decoded for cuBLAS; a guess from their bytes, not measured."""
 _FIXED_TOKENS = 64
@@ -47,7 +53,8 @@ class Plans:
         self, target: Target, *, deterministic: bool = False, unified: bool = False
     ) -> None:
         """With `unified`, trainer and engine must agree to the bit for every number of tokens. Sums
-        of integers do; those of FP8 codes do if our kernel adds them up, and in one part."""
+        of integers do; those of FP8 codes do if they are added up in one part. They are fast ones:
+        their error is a tenth of the rounding's, and the same on both sides."""
         self.target = target
         self.deterministic, self.unified = deterministic, unified
         own, shipped = user_table(target.name), SHIPPED.get(target.capability or (0, 0))
@@ -62,6 +69,19 @@ class Plans:
         self.table = {key: plan for t in reversed(tables.values()) for key, plan in t.items()}
         self.choose = functools.cache(self._choose)
 
+    def multiply(
+        self, kind: str, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype
+    ) -> Product:
+        """x W^T + b by the plan of its shape; by our kernel if cuBLAS has no such product."""
+        tokens = len(x.codes if isinstance(x, Quantized) else x)
+        plan = self.choose(kind, tokens, *weight.shape)
+        if plan is None:
+            product = library_product(x, weight, bias, dtype, is_fast=self.unified)
+            if product is not None:
+                return product
+            plan = self._rule(kind, tokens, *weight.shape)
+        return multiply(x, weight, bias, dtype, plan)
+
     def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
         """The plan for x [tokens, depth] times W [channels, depth]."""
         tokens, shape = bucket_of(tokens), (channels, depth)
@@ -74,18 +94,31 @@ class Plans:
             return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind in STEPS or (kind == "nvfp4" and tokens > PACKED_TOKENS):
             return None
-        return rule_of_thumb(kind, tokens, *shape, self.target.num_sms)
+        return self._rule(kind, tokens, *shape)
 
     def _nearest(self, kind: str, tokens: int, channels: int, depth: int) -> TableKey | None:
         """The next larger number of tokens that was measured."""
         keys = [key for key in self.table if key[:3] == (kind, channels, depth)]
         return min((key for key in keys if key[3] >= tokens), default=None)
 
-    def _choose_whole(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
+    def _choose_whole(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
         """A plan that adds up a sum in one part: another number of parts has other bits."""
         # Not that of more tokens, whose large tiles would be too few.
-        plan = self.table.get((whole_kind(kind), channels, depth, tokens))
-        return plan or rule_of_small_tiles(tokens, channels, self.target.num_sms)
+        key = (whole_kind(kind), channels, depth, tokens)
+        if (plan := self.table.get(key)) is not None:
+            return dataclasses.replace(plan, is_fast=True)
+        # On Hopper cuBLAS has the bits of our kernel, and is faster where there are many tokens.
+        has_library = kind == "fp8" and self.target.capability == (9, 0)
+        if has_library and (key in self.table or tokens > FEW_TOKENS):
+            return None
+        return self._rule(kind, tokens, channels, depth)
+
+    def _rule(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
+        """A plan without measurements."""
+        num_sms = self.target.num_sms
+        if self.unified and kind.startswith("fp8"):
+            return rule_of_small_tiles(tokens, channels, num_sms)
+        return rule_of_thumb(kind, tokens, channels, depth, num_sms)
 
     def _choose_fixed(self, kind: str, tokens: int, channels: int, depth: int) -> Plan:
         """The order of a floating-point sum is the cut of K: it must not follow the batch."""
@@ -96,7 +129,7 @@ class Plans:
 
 
 def whole_kind(kind: str) -> str:
-    """Under this name the table has our best plan that does not cut K, for unified flows."""
+    """Under this name the table has the best plan that does not cut K, for unified flows."""
     return f"{kind}-unified"
 
 
@@ -125,14 +158,12 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
 
 def rule_of_small_tiles(tokens: int, channels: int, num_sms: int) -> Plan:
     """A plan that does not cut K: tiles so small that there is one for every multiprocessor."""
-    if tokens > 1024:
-        return Plan(tokens=128, channels=128, depth=BLOCK, splits=0, warps=8, stages=3)
+    if tokens > FEW_TOKENS:
+        return Plan(128, 128, BLOCK, warps=8, stages=3, is_fast=True)
     size = min(tokens, 128)
     while size > 32 and -(-tokens // size) * -(-channels // 64) < num_sms:
         size //= 2
-    return Plan(
-        tokens=size, channels=64, depth=BLOCK, splits=0, warps=4, stages=4 if size > 32 else 6
-    )
+    return Plan(size, 64, BLOCK, stages=4 if size > 32 else 6, is_fast=True)
 
 
 def kind_of(format: Format | None, target: Target) -> str:
@@ -173,11 +204,16 @@ def read_table(text: str) -> Mapping[TableKey, Choice]:
 def write_table(plans: Mapping[TableKey, Choice], about: Mapping[str, Any]) -> str:
     """`about` is a JSON object of any depth."""
     entries = {
-        ",".join(map(str, key)): None if plan is None else dataclasses.asdict(plan)
+        ",".join(map(str, key)): None if plan is None else _measured_fields(plan)
         for key, plan in sorted(plans.items())
     }
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items())
     return f'{{"about": {json.dumps(dict(about))},\n "plans": {{\n{lines}\n }}}}\n'
+
+
+def _measured_fields(plan: Plan) -> dict[str, int]:
+    """All but how sums are added up, which the flow decides."""
+    return {key: value for key, value in dataclasses.asdict(plan).items() if key != "is_fast"}
 
 
 def _parse_key(text: str) -> TableKey:

@@ -2,7 +2,7 @@
 # (To pyright neither `tl.static_range` nor what a jitted function returns can be iterated.)
 """Shared parts of row-wise kernels: reading a `Product`, making an `Operand`, quantizing a row.
 
-    finish(p) = (acc[0] + ... + acc[S - 1]) * scale_x * scale_w + bias,  rounded once to `dtype`
+    finish(p) = (acc[0] + ... + acc[S - 1]) * scale_w * scale_x + bias,  rounded once to `dtype`
 
 Every step rounds separately, as in torch, so kernels that call these functions are launched with
 `EXACT`. A quantizer reads values rounded once to the compute dtype, whether or not they went
@@ -110,10 +110,10 @@ def load_product(
         for part in tl.static_range(1, S):
             total += tl.load(source + part * stride, mask=mask, other=0)
         values = total.to(tl.float32)
-        if scale_x is not None:
-            values = values * token_scale
         if scale is not None:
             values = values * scale
+        if scale_x is not None:
+            values = values * token_scale
         if shift is not None:
             values = values + shift
         values = narrow(values, DTYPE).to(tl.float32)

@@ -35,6 +35,8 @@ class Plan:
     """Loads in flight."""
     prefetch: int = 0
     """Steps of weights to prefetch before the kernel waits for its input."""
+    is_fast: bool = False
+    """Leave whole FP8 sums to the matrix unit, which has about 14 bits for them."""
 
     @property
     def num_parts(self) -> int:
@@ -114,8 +116,8 @@ def store_tile(
     if IS_FINISHED:
         value = out.to(tl.float32)
         if scale_x is not None and not IS_BLOCKED:
-            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
             value = value * tl.load(scale_w + channels, channels < N, 0.0)[None, :]
+            value = value * tl.load(scale_x + tokens, tokens < M, 0.0)[:, None]
         if bias is not None:
             value += tl.load(bias + channels, channels < N, 0.0).to(tl.float32)[None, :]
         out = narrow(value, y.dtype.element_ty)

@@ -18,7 +18,7 @@ from qurl.ops import flash
 from qurl.ops.attention import attend_flash
 from qurl.ops.target import Target
 from qurl.quant import Quantized
-from qurl.quant.kernels.gemm import library_product, multiply, multiply_gated
+from qurl.quant.kernels.gemm import multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
 from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
@@ -153,18 +153,15 @@ class FusedOps:
 
     def _plan(self, weight: Operand, h: Operand) -> Choice:
         rows = (h.codes if isinstance(h, Quantized) else h).shape[0]
+        return self.plans.choose(self._kind(weight), rows, *weight.shape)
+
+    def _kind(self, weight: Operand) -> str:
         numbers = "bf16" if self.dtype.itemsize == 2 else "fp32"
-        kind = self.kind if isinstance(weight, Quantized) else numbers
-        return self.plans.choose(kind, rows, *weight.shape)
+        return self.kind if isinstance(weight, Quantized) else numbers
 
     def _project(self, projection: Projection, h: Operand) -> Product:
         weight, bias, adapter = projection.weight, projection.bias, projection.adapter
-        plan = self._plan(weight, h)
-        if plan is not None:
-            product = multiply(h, weight, bias, self.dtype, plan)
-        else:
-            product = library_product(h, weight, bias, self.dtype)
-        assert product is not None, "the table names the library only where it has the product"
+        product = self.plans.multiply(self._kind(weight), h, weight, bias, self.dtype)
         if adapter is None:
             return product
         assert isinstance(h, Tensor)

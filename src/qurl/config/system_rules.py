@@ -140,7 +140,7 @@ def find_system_warnings(config: Config) -> Iterator[str]:
         )
     if config.parallel.deal == "histopipe":
         yield (
-            "parallel.deal = 'histopipe': each step waits for the engine with the longest problems, "
+            "parallel.deal = 'histopipe': a step waits for the engine with the longest problems, "
             "which is slower than 'free' in our simulation (docs/systems.md)"
         )
     if sampling.budget == "e3" and config.algo.aggregation.startswith("seq-mean"):

@@ -16,9 +16,14 @@ its own. Policies:
     histopipe       groups by expected length, in turns (`qurl.sampling.histopipe`)
     without turns   the same, but an engine always gets the same group
 
-With `stale = 0`, a step begins when the one before it has been trained on. With 1, an engine goes
-on as soon as it is done, if the step before the last one has been trained on. The bubble ratio is
-1 - busy / (engines x makespan). Writes benchmarks/results/histopipe.json.
+When a step begins:
+
+    stale 0   when the one before it has been trained on
+    ahead     when the one before it is sampled, and the one before that trained on: what QuRL does
+              with `rollout.ahead = 1`
+    stale 1   as ahead, but an engine goes on as soon as it is done itself
+
+The bubble ratio is 1 - busy / (engines x makespan). Writes benchmarks/results/histopipe.json.
 """
 
 from __future__ import annotations
@@ -88,6 +93,12 @@ POLICIES: dict[str, Policy] = {
     "histopipe": assign,
 }
 
+MODES: dict[str, dict[str, int]] = {
+    "stale 0": {"stale": 0},
+    "ahead": {"stale": 1, "waits": True},
+    "stale 1": {"stale": 1},
+}
+
 
 def decode_seconds(lengths: Sequence[float]) -> float:
     """Seconds until an engine has decoded sequences of these lengths, all at once."""
@@ -137,29 +148,31 @@ def work(setting: Setting, policy: Policy, steps: Sequence) -> list[list[float]]
     return seconds
 
 
-def makespan(seconds: Sequence[Sequence[float]], train: float, stale: int) -> float:
-    """Until all steps are decoded and trained on."""
+def makespan(
+    seconds: Sequence[Sequence[float]], train: float, stale: int, waits: bool = False
+) -> float:
+    """Until all steps are decoded and trained on. `waits`: engines begin a step together."""
     free = [0.0] * len(seconds[0])
     trained = [0.0] * (stale + 1)
     """Ends of the updates before the next steps, the newest last."""
     for engines in seconds:
-        begin = trained[-1 - stale]
+        begin = max(trained[-1 - stale], max(free) if waits else 0.0)
         free = [max(end, begin) + busy for end, busy in zip(free, engines, strict=True)]
         trained = [*trained[1:], max(*free, trained[-1]) + train]
     return trained[-1]
 
 
 def simulate(setting: Setting, seed: int) -> dict[str, dict[str, float]]:
-    """Makespan and bubble ratio of each policy, with and without stale rollouts."""
+    """Makespan and bubble ratio of each policy in each mode."""
     steps = draw_steps(setting, seed)
     seconds = {name: work(setting, policy, steps) for name, policy in POLICIES.items()}
     train = setting.train_share * statistics.fmean(max(step) for step in seconds["fifo"])
     results = {}
     for name, engines in seconds.items():
         busy = sum(map(sum, engines))
-        for stale in (0, 1):
-            total = makespan(engines, train, stale)
-            results[f"{name}, stale {stale}"] = {
+        for mode, options in MODES.items():
+            total = makespan(engines, train, **options)
+            results[f"{name}, {mode}"] = {
                 "seconds": total,
                 "bubbles": 1 - busy / (setting.engines * total),
                 "busy": busy,

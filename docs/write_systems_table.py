@@ -45,6 +45,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "Shuffle-R1": {"batch.subselect": "shuffle-r1"},
     "PODS": {"batch.subselect": "pods"},
     "HistoSpec": {"rollout.drafts": "histospec", "sampling.keep_responses": True},
+    "HistoPipe": {"parallel.engines": 2, "parallel.deal": "histopipe"},
     "FP8 cache": {"quant.kv": "fp8"},
     "vLLM": {"rollout.engine": "vllm"},
 }
@@ -73,6 +74,9 @@ NOTES: Mapping[tuple[str, str], str] = {
     ): "drafts are checked with the FP8 cache too, so the log-probs are those of the actor",
     ("E3 budget", "HistoSpec"): "a problem drafts from its last group, whatever its size",
     ("BroRL", "HistoSpec"): "each piece of a group builds its own index of the last group",
+    ("E3 budget", "HistoPipe"): "engines get equal numbers of problems, not of completions; an "
+    "engine with room helps a full one",
+    ("BroRL", "HistoPipe"): "all pieces of a group are meant for one engine",
     ("E3 temperature", "HistoSpec"): "tokens are drawn at the present temperature, whatever the "
     "drafts were drawn at",
     ("ACR", "Jet-RL"): "allowed; all weights are 1, so it does nothing",

@@ -394,6 +394,9 @@ class ParallelConfig(Section):
     """Seconds after which an engine that decodes no token, or does not answer, is replaced."""
     address: str = ""
     """HOST:PORT of a Ray cluster; empty = Ray is started on this machine."""
+    deal: Literal["free", "histopipe"] = "free"
+    """Which of the `engines` gets a problem. free: the one with the fewest sequences. histopipe: by
+    the length of its earlier answers, in turns ([HistoPipe](systems.md#histopipe))."""
 
 
 @dataclass(frozen=True)

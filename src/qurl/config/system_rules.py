@@ -19,6 +19,7 @@ def find_system_mistakes(
     yield from _subselect_mistakes(config, advantage)
     yield from _budget_mistakes(config, advantage)
     yield from _draft_mistakes(config)
+    yield from _deal_mistakes(config)
     yield from _actor_mistakes(config)
     sampling, systems = config.sampling, config.systems
     if sampling.replay != "off" and objective:
@@ -88,6 +89,18 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"{few} has no room for a draft; use 3 or more"
 
 
+def _deal_mistakes(config: Config) -> Iterator[str]:
+    parallel, chosen = config.parallel, f"parallel.deal = {config.parallel.deal!r}"
+    if parallel.deal == "free":
+        return
+    if parallel.engines < 2:
+        engines = f"parallel.engines = {parallel.engines} leaves nothing to deal"
+        yield f"{chosen}: {engines}; use 2 or more engines, or 'free'"
+    if config.rollout.episode:
+        turns = f"rollout.episode = {config.rollout.episode!r} asks turn by turn"
+        yield f"{chosen} deals whole answers, and {turns}; use 'free'"
+
+
 def _actor_mistakes(config: Config) -> Iterator[str]:
     """Of what changes the actor alone."""
     quant, engine = config.quant, config.rollout.engine
@@ -124,6 +137,11 @@ def find_system_warnings(config: Config) -> Iterator[str]:
         yield (
             "correction.mode = 'auto' with sampling.replay: old groups are far from the policy, so "
             "the prox forward is made in most steps"
+        )
+    if config.parallel.deal == "histopipe":
+        yield (
+            "parallel.deal = 'histopipe': a step waits for the engine with the longest problems, "
+            "which is slower than 'free' in our simulation (docs/systems.md)"
         )
     if sampling.budget == "e3" and config.algo.aggregation.startswith("seq-mean"):
         effect = "a problem counts by the number of its completions; use 'token-mean'"

@@ -35,7 +35,8 @@ class Stream(Protocol):
         """Ask for completions of each problem: so many of each, or `params.group_size` of all.
 
         `earlier` has token ids of responses that an engine may draft from, for each problem. They
-        change how fast tokens come and not which ones, so an engine may ignore them.
+        change how fast tokens come and not which ones, so an engine may ignore them. Streams of a
+        group of engines also take `engines`, the number of the one that should get each problem.
         """
         ...
 

@@ -47,6 +47,7 @@ from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import Hooks, ProblemStream, Sampled, Sampler, Setup
+from qurl.sampling.histopipe import check_repeats
 from qurl.seeds import derive_seed
 from qurl.tasks import GeneratedTask, Task
 from qurl.tasks.joined import rewards_of
@@ -284,6 +285,7 @@ def _load_data(
     """The training task, all splits by name, and the held-out problems."""
     prompts = (policy.tokenizer, policy.model.config, choices.task)
     task = load_split(config, "train", *prompts)
+    check_repeats(config, len(task))
     held_out, data = [], {"train": task}
     if config.eval.every:
         data["eval"] = load_split(config, "eval", *prompts)

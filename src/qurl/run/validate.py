@@ -42,6 +42,7 @@ from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.sizes import measure_model
 from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import ProblemStream
+from qurl.sampling.histopipe import check_repeats
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.folder import check_folder
@@ -218,6 +219,7 @@ class Recipe:
 
     def check_training_task(self) -> str:
         self.task = task = load_split(self.config, "train", self.tokenizer, self.model_config)
+        check_repeats(self.config, len(task))
         spread = range(0, len(task), max(1, len(task) // NUM_PROMPTS))
         problems = [task[i] for i in spread[:NUM_PROMPTS]]
         ProblemStream(task, self.config.seed, self.config.sampling.select).take(1)

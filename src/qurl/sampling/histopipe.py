@@ -5,7 +5,7 @@
 
 The ranks of response lengths change little from epoch to epoch, so history foretells them. An
 engine that was late in one step is early in the next. That pays if engines need not wait for each
-other between two steps, so if rollouts may be one step old: the objective must correct for it.
+other between two steps. Ours do wait, also with `rollout.ahead = 1` (docs/systems.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qurl.config import Config
+from qurl.errors import ConfigError
 from qurl.sampling.history import History
+
+
+def check_repeats(config: Config, num_problems: int) -> None:
+    """Raise if no problem comes a second time, so that there is no history to rank by."""
+    if config.parallel.deal == "free" or config.sampling.select != "shuffle" or config.task.mix:
+        return  # others may ask a problem again within an epoch
+    algo, size = config.algo, config.batch.problems
+    rounds = algo.max_gen_rounds * algo.gen_multiple if algo.dynamic_sampling else 1
+    if config.steps * size * rounds <= num_problems:
+        raise ConfigError(
+            f"parallel.deal = 'histopipe' ranks problems by their earlier answers, and steps = "
+            f"{config.steps} with batch.problems = {size} ask each of {num_problems} problems once "
+            "at most; raise steps, or use 'free'"
+        )
+
+
+def plan(
+    indices: Sequence[int], history: History, num_engines: int, step: int
+) -> tuple[list[float], list[int]]:
+    """Expected length and engine of each problem; nothing if none was ever answered."""
+    if not any(index in history for index in indices):
+        return [], []
+    lengths = expected_lengths(indices, history)
+    return lengths, assign(lengths, num_engines, step)
 
 
 def expected_lengths(indices: Sequence[int], history: History) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
 from qurl.rollout import Engine
 from qurl.rollout.engine import Earlier, Stream
+from qurl.sampling.histopipe import plan, rank_correlation
 from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Hooks
 from qurl.sampling.stream import ProblemStream
@@ -51,6 +53,8 @@ class Sampler:
         self._rollout_seconds = self._grade_seconds = 0.0
         self._draft_counts = getattr(engine, "draft_counts", None)
         """Before this step."""
+        self._foretold: tuple[list[float], list[float]] = [], []
+        """Expected and actual mean lengths of the problems that HistoPipe dealt."""
 
     def collect(self) -> Sampled:
         """The fresh groups of the step."""
@@ -100,9 +104,14 @@ class Sampler:
         sizes = self._sizes(problems)
         cut = [_cut(p, n, sampling.chunk) for p, n in zip(problems, sizes, strict=True)]
         grading, start = Grading(self.pool), time.perf_counter()
+        expected, engines = self._plan(problems)
         with self.engine.stream(params) as rollouts:
-            earlier = self._earlier(problems, [len(pieces) for pieces in cut])
-            _submit(rollouts, [*chain(*cut)], params.group_size, earlier)
+            num_pieces = [len(pieces) for pieces in cut]
+            hints = {
+                "earlier": _repeat(self._earlier(problems), num_pieces),
+                "engines": _repeat(engines, num_pieces),
+            }
+            _submit(rollouts, [*chain(*cut)], params.group_size, hints)
             for rollout in rollouts:
                 grading.submit(rollout)
         generated = time.perf_counter()
@@ -119,15 +128,24 @@ class Sampler:
         if shape := getattr(hooks.budget, "shape", None):
             graded = shape([self.stream.index_of(p) for p in problems], graded)
         self.stream.record(graded)
+        if expected:
+            lengths = [fmean(len(c.token_ids) for c in g.rollout.completions) for g in graded]
+            self._foretold[0].extend(expected)
+            self._foretold[1].extend(lengths)
         return graded
 
-    def _earlier(self, problems: Sequence[Problem], num_pieces: Sequence[int]) -> Earlier:
-        """The last responses to each problem, for each of its pieces; none unless drafts are on."""
+    def _earlier(self, problems: Sequence[Problem]) -> Earlier:
+        """The last responses to each problem; none unless drafts are on."""
         if self.config.rollout.drafts == "off":
             return ()
-        indices = [self.stream.index_of(problem) for problem in problems]
-        known = [self.stream.history.responses(index) for index in indices]
-        return [k for k, count in zip(known, num_pieces, strict=True) for _ in range(count)]
+        return [self.stream.history.responses(self.stream.index_of(p)) for p in problems]
+
+    def _plan(self, problems: Sequence[Problem]) -> tuple[list[float], list[int]]:
+        """Expected length and engine of each problem, if HistoPipe deals them and knows any."""
+        if self.config.parallel.deal == "free":
+            return [], []
+        indices, num_engines = [*map(self.stream.index_of, problems)], self.config.parallel.engines
+        return plan(indices, self.stream.history, num_engines, self.step)
 
     def _sizes(self, problems: Sequence[Problem]) -> list[int]:
         """Completions of each problem, as the budget has them."""
@@ -160,6 +178,8 @@ class Sampler:
         if self._draft_counts is not None:
             counts = self.engine.draft_counts  # type: ignore[attr-defined]
             metrics |= counts.since(self._draft_counts).metrics()
+        if not math.isnan(agreement := rank_correlation(*self._foretold)):
+            metrics["sampling/length_rank_corr"] = agreement
         if self.overlong_cache:
             allowed = self.config.sampling.max_tokens - self.overlong_cache
             metrics["reward/overlong"] = fmean(length > allowed for length in lengths)
@@ -182,8 +202,16 @@ def _cut(problem: Problem, size: int, chunk: int) -> list[tuple[Problem, int]]:
     ]
 
 
+def _repeat(values: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Each value as often as its problem has pieces; nothing if there are no values."""
+    return [v for v, count in zip(values, counts, strict=bool(values)) for _ in range(count)]
+
+
 def _submit(
-    rollouts: Stream, asked: Sequence[tuple[Problem, int]], group_size: int, earlier: Earlier
+    rollouts: Stream,
+    asked: Sequence[tuple[Problem, int]],
+    group_size: int,
+    hints: Mapping[str, Sequence[Any]],
 ) -> None:
     problems, sizes = [problem for problem, _ in asked], [size for _, size in asked]
     known = inspect.signature(rollouts.submit).parameters
@@ -196,14 +224,18 @@ def _submit(
                 f"{max(sizes)}, and submit(problems, sizes) of the engine's stream takes no sizes; "
                 "use rollout.engine = 'local', or leave them off"
             )
-    if earlier:
-        options["earlier"] = earlier
-        if "earlier" not in known:
-            raise EngineError(
-                "rollout.drafts drafts from earlier responses, and submit(problems, sizes, "
-                "earlier) of the engine's stream takes none; use rollout.engine = 'local', or "
-                "rollout.drafts = 'off'"
-            )
+    options |= {name: hint for name, hint in hints.items() if hint}
+    if "earlier" in options and "earlier" not in known:
+        raise EngineError(
+            "rollout.drafts drafts from earlier responses, and submit(problems, sizes, "
+            "earlier) of the engine's stream takes none; use rollout.engine = 'local', or "
+            "rollout.drafts = 'off'"
+        )
+    if "engines" in options and "engines" not in known:
+        raise EngineError(
+            "parallel.deal = 'histopipe' says which engine gets a problem, and the engine of this "
+            "run is no group of engines: its stream takes no engines; use 'free'"
+        )
     rollouts.submit(problems, **options)
 
 

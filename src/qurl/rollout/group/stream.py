@@ -66,16 +66,25 @@ class GroupStream:
         self._shelves = shelves
         self._get_members, self._get_version = get_members, get_version
         self._waiting: deque[tuple[Problem, int]] = deque()
+        self._wanted: dict[str, int] = {}
+        """Number of the engine that should get a problem, by its id."""
         self._work: dict[Member, Work] = {}
         self._id = str(uuid.uuid4())
         self.is_open = True
 
     def submit(
-        self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
+        self,
+        problems: Sequence[Problem],
+        sizes: Sequence[int] = (),
+        earlier: Earlier = (),
+        engines: Sequence[int] = (),
     ) -> None:
+        """`engines`: numbers of those that should get each problem; empty if any may."""
         if earlier:
             raise EngineError("engines in other processes take no earlier responses to draft from")
         asked = pair_sizes(problems, sizes, self._params)
+        if engines:
+            self._wanted |= {p.id: engine for p, engine in zip(problems, engines, strict=True)}
         self._waiting.extend(self._lengths.order(asked))
         self._deal()
 
@@ -102,22 +111,17 @@ class GroupStream:
         return any(work.asked for work in self._work.values())
 
     def _deal(self) -> None:
-        """Hand waiting problems to the engines that have the fewest sequences."""
+        """Hand waiting problems to engines that have room."""
         members = self._get_members() if self._waiting else []
         load = {m: self._work[m].num_sequences if m in self._work else 0 for m in members}
         portions: dict[Member, list[tuple[Problem, int]]] = defaultdict(list)
-        while self._waiting:
-            member = min(load, key=lambda m: load[m])
-            if load[member] >= self._capacity:
-                break
+        for member, (problem, size) in self._match(load):
             if member not in self._work:
                 addresses = self._shelves.addresses if self._shelves else ()
                 begun = member.call("open", self._id, self._name, self._params, addresses)
                 self._work[member] = Work(begun)
-            problem, size = self._waiting.popleft()
             self._work[member].asked[problem.id].append((problem, size))
             portions[member].append((problem, size))
-            load[member] += size
         for member, portion in portions.items():
             message = pickle.dumps(portion)
             self._traffic.num_bytes += len(message)
@@ -128,6 +132,27 @@ class GroupStream:
                 member.call("submit", self._id, message)
             except (WorkerDied, TimeoutError) as error:
                 self._lose(member, error)
+
+    def _match(self, load: dict[Member, int]) -> Iterator[tuple[Member, tuple[Problem, int]]]:
+        """Waiting problems with their engines, until none has room; `load` counts sequences.
+
+        First everyone gets what should go to it. What is left goes to the engines that have the
+        fewest sequences: nobody idles while a problem waits for a busy engine, or for a dead one.
+        """
+        numbered = {member.number: member for member in load}
+        waiting, self._waiting = self._waiting, deque()
+        for entry in waiting:
+            member = numbered.get(self._wanted.get(entry[0].id, -1))
+            if member is None or load[member] >= self._capacity:
+                self._waiting.append(entry)
+                continue
+            load[member] += entry[1]
+            yield member, entry
+        while self._waiting and min(load.values()) < self._capacity:
+            member = min(load, key=lambda m: load[m])
+            entry = self._waiting.popleft()
+            load[member] += entry[1]
+            yield member, entry
 
     def _collect(self) -> Iterator[Rollout]:
         """Rollouts that have finished by now; waits a moment for the first."""

@@ -69,12 +69,14 @@ def main() -> None:
     caches = args.kv.split(",") if device.type == "cuda" else ("none",)
     for arm, kv in itertools.product(args.arms.split(","), caches):
         quant: Any = arm.removesuffix(UNIFIED)
-        if arm.endswith(UNIFIED):
+        is_unified = arm.endswith(UNIFIED)
+        if is_unified:
             precision = QuantConfig(format=quant, unified=True, kv=kv)
             policy = load_policy(args.model, ModelConfig(), device, precision).freeze_()
         else:
             policy = plain
-        engine = build_engine("local", policy.model, policy.tokenizer, quant=quant, kv=kv)
+        options: Any = {"quant": quant, "kv": kv, "unified": is_unified}
+        engine = build_engine("local", policy.model, policy.tokenizer, **options)
         if (scales := engine.sync(policy.model, version=1).kv_scales) is not None:
             set_kv_scales_(policy.model, scales)
         rollouts = engine.generate(problems, params)

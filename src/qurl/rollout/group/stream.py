@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from qurl.errors import EngineError
 from qurl.ops.shelf import Shelves, Traffic
 from qurl.rollout.engine import Earlier, pair_sizes
-from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
+from qurl.ops.ray import WorkerDied
+from qurl.rollout.group.fleet import Fleet, Member
 from qurl.rollout.group.worker import Progress
 from qurl.rollout.local.requests import LengthHistory
 from qurl.types import Problem, Rollout, SamplingParams

@@ -26,22 +26,35 @@ CASE = "grpo, reference, UAQ"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """Three CPUs, and GPUs that Ray only believes in."""
+def address():
+    """A cluster of three CPUs, and of GPUs that Ray only believes in."""
     ray.init(num_cpus=3, num_gpus=3, include_dashboard=False, log_to_driver=False)
-    yield
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
 
 @pytest.fixture
-def by_ray(tmp_path):
-    return functools.partial(start_by_ray, "local", tmp_path / "workers", 60.0)
+def by_ray(address, tmp_path):
+    return functools.partial(start_by_ray, address, tmp_path / "workers", 60.0)
 
 
-def test_two_ranks_of_ray_are_one(by_ray):
+def fail_together(post):
+    with post.ranks.agreeing(TrainingError):
+        if post.ranks.rank == 1:
+            raise TrainingError("a bad batch")
+
+
+def test_two_ranks_of_ray_are_one_until_one_fails(by_ray):
     expected = train(make(CASE))
     with lead(2, "cpu", threads=1, start=by_ray) as workers:
-        found = train(LearnerGroup(workers, functools.partial(make, CASE)))
+        group = LearnerGroup(workers, functools.partial(make, CASE))
+        found = train(group)
+        with pytest.raises(TrainingError, match="trainer rank 1: a bad batch"):
+            workers.run(fail_together)
+        assert not workers.has_failed
+        workers.run(fail_on_rank_1, 1)
+        with pytest.raises(TrainingError, match="trainer rank 1: IndexError: a bug on one rank"):
+            step(group, batches()[0], 0)
     for row, expected_row in zip(found[0], expected[0], strict=True):
         assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
     assert_close(found[2], expected[2])
@@ -51,8 +64,8 @@ def process_ids(post):
     return post.ranks.pool(os.getpid())
 
 
-def speak_and_train(post, others):
-    """Rank 1 says something, and is killed while all exchange numbers."""
+def die_on_rank_1(post):
+    """While all exchange numbers."""
     if post.ranks.rank == 1:
         os.write(2, b"I have seen the end\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -62,12 +75,11 @@ def speak_and_train(post, others):
 @pytest.mark.parametrize("kind", ["ray", "processes"])
 def test_of_three_ranks_the_killed_one_is_named(by_ray, kind):
     """The exchange of the third breaks too, and it says so."""
-    start = by_ray if kind == "ray" else None
-    with lead(3, "cpu", threads=1, start=start) as workers:
+    with lead(3, "cpu", threads=1, start=by_ray if kind == "ray" else None) as workers:
         pids = workers.run(process_ids)
         assert len(set(pids)) == 3
         with pytest.raises(RankLost, match="trainer rank 1 ") as lost:
-            workers.run(speak_and_train, pids)
+            workers.run(die_on_rank_1)
         with pytest.raises(TrainingError, match="the trainer ranks are out of step"):
             workers.run(process_ids)
     if kind == "ray":
@@ -77,32 +89,19 @@ def test_of_three_ranks_the_killed_one_is_named(by_ray, kind):
         assert "was killed by signal 9" in str(lost.value)
 
 
-def test_a_failure_that_one_rank_has_alone_names_it(by_ray):
-    with lead(2, "cpu", threads=1, start=by_ray) as workers:
-        group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
-        workers.run(fail_on_rank_1, 1)
-        with pytest.raises(TrainingError, match="trainer rank 1: IndexError: a bug on one rank"):
-            step(group, batches()[0], 0)
-
-
-def test_more_ranks_than_the_cluster_has_room_for(tmp_path):
-    start = functools.partial(start_by_ray, "local", tmp_path, 1.0)
+def test_more_ranks_than_the_cluster_has_room_for(address, tmp_path):
+    start = functools.partial(start_by_ray, address, tmp_path, 1.0)
     refused = r"parallel.trainers = 4: Ray found no room .* one CPU.* the cluster has 3"
     with pytest.raises(TrainingError, match=refused), lead(4, "cpu", start=start):
         pass
 
 
 def test_each_rank_has_a_gpu_and_the_leader_knows_its_own(monkeypatch):
-    @ray.remote(num_cpus=0)
-    def find():
-        return str(ray.get_gpu_ids()[0])
-
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with _reserve(3, "cuda", 30.0) as places:
-        found = ray.get([find.options(**place).remote() for place in places])
-        assert sorted(found) == ["0", "1", "2"]
-        assert _own_gpu(places[0]) == int(found[0])
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"7,{found[0]}")
+    with _reserve(2, "cuda", 30.0) as places:
+        first, second = (_own_gpu(place) for place in places)
+        assert first != second
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"7,{first}")
         assert _own_gpu(places[0]) == 1
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
         with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES = '7' hides"):
@@ -110,7 +109,7 @@ def test_each_rank_has_a_gpu_and_the_leader_knows_its_own(monkeypatch):
 
 
 def rank_process(run_dir):
-    """The process whose standard error is the log of rank 1."""
+    """The process whose standard error is the log of rank 1, if any."""
     log = str((run_dir / "workers" / "rank-1.log").absolute())
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -118,34 +117,31 @@ def rank_process(run_dir):
                 return int(folder.name)
         except OSError:
             continue
-    pytest.fail("no process writes the log of rank 1")
+    return None
 
 
-def test_a_run_whose_rank_is_killed_starts_again(tmp_path):
-    """With an engine in each rank's process."""
-    arm, alone, found = "dapo, int8, UAQ, reference", tmp_path / "alone", tmp_path / "ray"
-    run(words(arm, alone))
-    flags = words(arm, found, **{"parallel.trainers": 2, "parallel.address": "local"})
+def test_a_run_outlives_its_rank_and_ranks_end_with_their_driver(address, tmp_path):
+    """Each rank has an engine in its process."""
+    arm, alone, found = "one flow with an FP8 cache", tmp_path / "alone", tmp_path / "ray"
+    reference = start(words(arm, alone))
+    flags = words(arm, found, **{"parallel.trainers": 2, "parallel.address": address})
     process = start(flags)
     wait_for_rows(process, found, 4)
-    os.kill(rank_process(found), signal.SIGKILL)
-    code, errors = finish(process)
-    assert code == 0, errors
-    assert "trainer rank 1 (" in errors
+    victim = rank_process(found)
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while (other := rank_process(found)) in (None, victim) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    _, errors = finish(process)
+    assert f"process {victim}) is gone" in errors
     assert "All ranks start again from step-" in errors
+    while rank_process(found) == other and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert rank_process(found) is None, "a rank outlived its driver"
     told = [event["message"] for event in read_jsonl(found / "events.jsonl")]
     assert any("All ranks start again" in message for message in told)
+    run(flags)
+    code, errors = finish(reference)
+    assert code == 0, errors
     assert_same_run(found, alone)
-
-
-def test_ranks_end_with_their_driver(tmp_path):
-    flags = words("ppo", tmp_path, **{"parallel.trainers": 2, "parallel.address": "local"})
-    process = start(flags)
-    wait_for_rows(process, tmp_path, 1)
-    other = rank_process(tmp_path)
-    process.kill()
-    finish(process)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{other}").exists(), "a rank outlived its driver"

@@ -65,7 +65,7 @@ def _in_short(error: Exception) -> str:
     text = str(error).partition("Some common causes")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (kept or lines or [type(error).__name__])[0]
+    return (kept or lines or [type(error).__name__])[0].rstrip(". ")
 
 
 def connect(address: str) -> Any:

@@ -17,10 +17,9 @@ from qurl.errors import ConfigError, RankLost, TrainingError
 from qurl.run.directory import read_jsonl
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
+from qurl.trainer.parallel.ray import _own_gpu, _reserve, start_by_ray
 
 ray = pytest.importorskip("ray")
-
-from qurl.trainer.parallel.ray import _own_gpu, _reserve, start_by_ray
 
 CASE = "grpo, reference, UAQ"
 
@@ -128,6 +127,7 @@ def test_a_run_outlives_its_rank_and_ranks_end_with_their_driver(address, tmp_pa
     process = start(flags)
     wait_for_rows(process, found, 4)
     victim = rank_process(found)
+    assert victim is not None
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + 60
     while (other := rank_process(found)) in (None, victim) and time.monotonic() < deadline:

@@ -302,9 +302,7 @@ def _work(port: int, rank: int, *settings: Any) -> None:
     os._exit(0)  # the leader waits, and Python would tidy up for seconds
 
 
-def _follow(
-    store: dist.Store, rank: int, size: int, device: str, threads: int, gpu: int
-) -> None:
+def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int, gpu: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if threads:

@@ -56,12 +56,12 @@ class RankWorker:
         with answering(self._store, self._rank):
             self._post = join(self._store, self._rank, size, device, gpu=0)  # it sees no other
 
-    def obey(self, message: bytes) -> None:
+    def obey(self, message: bytes | None) -> None:
         with answering(self._store, self._rank):
-            obey(self._post, message)
-
-    def leave(self) -> None:
-        leave(self._post)
+            if message is None:
+                leave(self._post)
+            else:
+                obey(self._post, message)
 
 
 class RayFollowers:
@@ -77,8 +77,7 @@ class RayFollowers:
         return cloudpickle.dumps(command)
 
     def send(self, message: bytes | None, control: Any) -> None:
-        call = ("leave",) if message is None else ("obey", message)
-        self._calls = {rank: handle.call(*call) for rank, handle in self._handles.items()}
+        self._calls = {rank: handle.call("obey", message) for rank, handle in self._handles.items()}
         if message is None:
             wait(self._calls.values(), timeout=GENTLE_SECONDS)
 
@@ -142,7 +141,7 @@ def _await_start(handles: Mapping[int, RayHandle], port: int, seconds: float) ->
 
 @contextmanager
 def _reserve(size: int, device: str, seconds: float) -> Iterator[list[dict[str, Any]]]:
-    """Options of Ray for the process of each rank, which put it into the place that it has."""
+    """Options of Ray for the process of each rank, which put it into the place reserved for it."""
     import ray
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -160,13 +159,8 @@ def _reserve(size: int, device: str, seconds: float) -> Iterator[list[dict[str, 
                 f"parallel.timeout = {seconds:g} s. Each takes one {kind}, the first one of this "
                 f"machine ({here}); the cluster has {found:g}. `ray status` says what is free"
             )
-        yield [
-            {f"num_{kind.lower()}s": 1, "scheduling_strategy": strategy}
-            for strategy in (
-                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-                for rank in range(size)
-            )
-        ]
+        places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
+        yield [{f"num_{kind.lower()}s": 1, "scheduling_strategy": place} for place in places]
     finally:
         remove_placement_group(group)
 

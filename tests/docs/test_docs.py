@@ -358,8 +358,8 @@ def test_the_ray_job_and_the_image_agree():
     parallel, pod = load_config(None, flags).parallel, pods[1]["containers"][0]
     replicas = {cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas")}
     gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
-    assert {parallel.engines} == {gpus * count for count in replicas}
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0", "its GPUs train"
+    assert {parallel.trainers + parallel.engines} == {gpus * (1 + count) for count in replicas}
+    assert "num-gpus" not in cluster["headGroupSpec"]["rayStartParams"], "Ray places trainers there"
     image = (ROOT / "Dockerfile").read_text()
     assert f"ARG RAY=ray[default]=={cluster['rayVersion']}\n" in image
     base = re.search(r"^FROM (\S+)$", image, re.MULTILINE)[1]

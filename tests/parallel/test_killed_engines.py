@@ -24,7 +24,8 @@ from qurl.types import Problem, SamplingParams
 
 pytest.importorskip("ray")
 
-from qurl.rollout.group.ray import connect, starter
+from qurl.ops.ray import connect
+from qurl.rollout.group.ray import starter
 
 PARAMS = SamplingParams(max_tokens=30, seed=3, group_size=2)
 PROBLEMS = [Problem(str(i), [1, 2, 3 + i], "") for i in range(12)]

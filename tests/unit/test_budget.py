@@ -448,6 +448,9 @@ def test_the_peak_of_a_rank_is_its_step_or_its_start():
     trainer, engine = (f(apart, measure_model(apart)) for f in (memory_rows, engine_rows))
     expected = peak_memory(apart, trainer) + 2 * sum(engine.values())
     assert machine_memory(apart, measure_model(apart)) == expected
+    far = recipe(parallel={"trainers": 4, "colocate": False, "address": "head:6379"})
+    driver = peak_memory(far, memory_rows(far, measure_model(far)))
+    assert machine_memory(far, measure_model(far)) == driver + 4 * 39_328
     checkpointed = recipe(parallel={"trainers": 4}, model={"gradient_checkpointing": True})
     size = measure_qwen(*QWEN_7B)
     copies = [memory_rows(c, size, is_cuda=True)["BF16 copies"] for c in (config, checkpointed)]

@@ -12,9 +12,10 @@ import torch
 from models import tiny_llama, tiny_policy
 
 from qurl.errors import EngineError, SyncError
+from qurl.ops.ray import WorkerDied
 from qurl.rollout import build_engine
 from qurl.rollout.group.engine import EngineGroup
-from qurl.rollout.group.fleet import MOST_DEATHS, Fleet, WorkerDied
+from qurl.rollout.group.fleet import MOST_DEATHS, Fleet
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, EngineWorker
 from qurl.run.colocated import ColocatedEngines

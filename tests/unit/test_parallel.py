@@ -438,6 +438,14 @@ def test_what_is_not_built_for_shards_is_refused_by_name(section, named):
         check_combinations(config, "recipe")
 
 
+def test_the_driver_of_several_trainers_is_no_client_of_ray():
+    from qurl.config import check_combinations
+
+    config = build_config({"parallel": {"trainers": 2, "address": "ray://head:10001"}})
+    with pytest.raises(ConfigError, match=r"'ray://head:10001' .* must be on a machine of the"):
+        check_combinations(config, "recipe")
+
+
 def test_tied_embeddings_are_one_weight(workers):
     """The head and the embedding are one parameter, whose gradient has two parts."""
     expected = train(make_tied())

@@ -299,6 +299,12 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         )
     if (trainers := config.parallel.trainers) == 1:
         return
+    if parallel.address.startswith("ray://"):
+        yield (
+            f"parallel.address = {parallel.address!r} with parallel.trainers = {trainers}: the "
+            "first trainer is the driver and must be on a machine of the cluster; run qurl there, "
+            "with HOST:PORT of its head or 'auto'"
+        )
     is_set = {
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,

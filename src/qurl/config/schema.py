@@ -391,9 +391,11 @@ class ParallelConfig(Section):
     min_engines: Count = 1
     """The run stops when fewer engines are left."""
     timeout: Positive = 300.0
-    """Seconds after which an engine that decodes no token, or does not answer, is replaced."""
+    """Seconds after which an engine that decodes no token, or does not answer, is replaced.
+    Trainers that Ray starts have as long to begin."""
     address: str = ""
-    """HOST:PORT of a Ray cluster; empty = Ray is started on this machine."""
+    """HOST:PORT of a Ray cluster, or "auto", which starts engines and trainers; "local" = Ray is
+    started on this machine. Empty = the same for engines, and trainers are plain processes."""
     deal: Literal["free", "histopipe"] = "free"
     """Which of the `engines` gets a problem. free: the one with the fewest sequences. histopipe: by
     the length of its earlier answers, in turns ([HistoPipe](systems.md#histopipe))."""

@@ -42,7 +42,7 @@ from qurl.run.checkpoint import (
 )
 from qurl.run.choices import Choices
 from qurl.run.directory import INITIAL, Run
-from qurl.run.engines import build_actor, open_place
+from qurl.run.engines import LOGS, build_actor, open_place
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
@@ -56,6 +56,7 @@ from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import GroupTracker, LearnerGroup, lead_learners
 from qurl.trainer.parallel.processes import follow, is_follower, num_launched
+from qurl.trainer.parallel.ray import start_by_ray
 from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
@@ -169,7 +170,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
     made_of = (config, initial, checkpoint, choices.objective, advantage)
     make = functools.partial(make_learner, *made_of)
     with ExitStack() as stack:
-        learner = stack.enter_context(_open_learner(config, device, make))
+        learner = stack.enter_context(_open_learner(config, run, device, make))
         policy = learner.policy
         task, data, held_out = _load_data(config, policy, choices, run)
         prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
@@ -257,12 +258,16 @@ def make_learner(
 
 
 def _open_learner(
-    config: Config, device: torch.device, make: Callable[[], Learner]
+    config: Config, run: Run, device: torch.device, make: Callable[[], Learner]
 ) -> AbstractContextManager[AnyLearner]:
     """A learner in this process, or on as many ranks as the recipe asks for."""
-    if config.parallel.trainers == 1:
+    parallel, start = config.parallel, None
+    if parallel.trainers == 1:
         return nullcontext(make())
-    return lead_learners(config.parallel.trainers, device, config.threads, make)
+    if parallel.address:
+        where = (parallel.address, run.path / LOGS, parallel.timeout)
+        start = functools.partial(start_by_ray, *where)
+    return lead_learners(parallel.trainers, device, config.threads, make, start)
 
 
 def follow_driver(config: Config) -> bool:

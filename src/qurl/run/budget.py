@@ -10,6 +10,7 @@ import torch
 from qurl.config import Config
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
+from qurl.ops.ray import HERE
 from qurl.quant import get_format
 from qurl.run.cards import Card
 from qurl.run.shares import (
@@ -129,13 +130,15 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
 def machine_memory(config: Config, size: ModelSize) -> float:
     """Bytes at the peak of what all processes share: a machine's memory, where they have no GPUs.
 
-    Engines of a Ray cluster may be elsewhere, and do not count.
+    Trainers and engines of a Ray cluster may be elsewhere, and do not count.
     """
-    rows = memory_rows(config, size, is_cuda=False)
-    others = (config.parallel.trainers - 1) * peak_memory(config, follower_rows(config, rows))
-    num_here = 0 if config.parallel.address else config.parallel.engines
-    engines = num_here * sum(engine_rows(config, size, is_cuda=False).values()) if num_here else 0.0
-    return peak_memory(config, rows) + others + engines + driver_bytes(config, size)
+    rows, parallel = memory_rows(config, size, is_cuda=False), config.parallel
+    total = peak_memory(config, rows) + driver_bytes(config, size)
+    if parallel.address not in HERE:
+        return total
+    if parallel.engines:
+        total += parallel.engines * sum(engine_rows(config, size, is_cuda=False).values())
+    return total + (parallel.trainers - 1) * peak_memory(config, follower_rows(config, rows))
 
 
 def driver_bytes(config: Config, size: ModelSize) -> float:

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from qurl.errors import EngineError, QurlError, SyncError
+from qurl.ops.ray import WorkerDied
 from qurl.ops.shelf import Shelves, Traffic
 from qurl.quant.shipment import Shipment
 from qurl.rollout.canary import as_shipment
 from qurl.rollout.engine import generate
-from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
+from qurl.rollout.group.fleet import Fleet, Member
 from qurl.rollout.group.stream import GroupStream
 from qurl.rollout.group.worker import EngineSpec, Question
 from qurl.rollout.local.requests import LengthHistory

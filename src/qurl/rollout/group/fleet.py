@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from qurl.errors import EngineError
+from qurl.ops.ray import WorkerDied
 from qurl.quant.shipment import Packing
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec
@@ -24,10 +25,6 @@ CONNECT_SECONDS = 60.0
 """How long the ends of a wire wait for each other, and for each tensor."""
 MOST_DEATHS = 3
 """After so many deaths in a row an engine is not started again."""
-
-
-class WorkerDied(Exception):
-    """A worker is not there any more; the message says why."""
 
 
 class Handle(Protocol):

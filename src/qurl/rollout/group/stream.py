@@ -16,9 +16,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from qurl.errors import EngineError
+from qurl.ops.ray import WorkerDied
 from qurl.ops.shelf import Shelves, Traffic
 from qurl.rollout.engine import Earlier, pair_sizes
-from qurl.rollout.group.fleet import Fleet, Member, WorkerDied
+from qurl.rollout.group.fleet import Fleet, Member
 from qurl.rollout.group.worker import Progress
 from qurl.rollout.local.requests import LengthHistory
 from qurl.types import Problem, Rollout, SamplingParams

@@ -6,10 +6,8 @@ come in on other threads, in any order: a worker answers while its engine comput
 
 from __future__ import annotations
 
-import os
 import pickle
 import queue
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl.ops.ray import describe_process, redirect_stderr
 from qurl.ops.shelf import Address as ShelfAddress
 from qurl.ops.shelf import shelve
 from qurl.quant.shipment import Chunk, Packing
@@ -87,10 +86,10 @@ class EngineWorker:
     """Lives in the other process."""
 
     def __init__(self, threads: int = 0, log: str | None = None, gpu: int | None = None) -> None:
-        """`log`: a file for what this process writes to stderr, its last words among it. `gpu`:
-        number of the one to use, where several are in sight."""
+        """`log`: a file for what this process writes to stderr. `gpu`: number of the one to use,
+        where several are in sight."""
         if log is not None:
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
+            redirect_stderr(log)
         self._engines: dict[str, Any] = {}
         self._device, self._gpu = torch.device("cpu"), gpu
         self._wire: Wire | None = None
@@ -101,7 +100,7 @@ class EngineWorker:
         self._plays: dict[str, Play] = {}
 
     def describe(self) -> str:
-        return f"{socket.gethostname()}, process {os.getpid()}"
+        return describe_process()
 
     def build(self, name: str, spec: EngineSpec) -> Packing:
         """Make an engine without weights; returns how it wants them."""
@@ -243,12 +242,3 @@ class Play:
 def _submit(stream: Any, asked: Asked) -> None:
     if asked:
         stream.submit([problem for problem, _ in asked], [size for _, size in asked])
-
-
-def last_words(log: str | None, count: int = 5) -> str:
-    """The last lines of what a worker wrote."""
-    try:
-        with open(log or "", errors="replace") as file:
-            return "\n".join(file.read().rstrip().splitlines()[-count:])
-    except OSError:
-        return ""

@@ -36,7 +36,7 @@ from qurl.trainer.batches import deal, outline, rows_of
 from qurl.trainer.learner import CRITIC, Learner, step_minibatches
 from qurl.trainer.parallel import dealing
 from qurl.trainer.parallel.dealing import Dealt
-from qurl.trainer.parallel.processes import Post, Workers, lead
+from qurl.trainer.parallel.processes import Post, Start, Workers, lead
 from qurl.trainer.parallel.sharding import shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
@@ -174,9 +174,13 @@ class GroupTracker:
 
 @contextmanager
 def lead_learners(
-    size: int, device: torch.device, threads: int, make: Callable[[], Learner]
+    size: int,
+    device: torch.device,
+    threads: int,
+    make: Callable[[], Learner],
+    start: Start | None = None,
 ) -> Iterator[LearnerGroup]:
-    with lead(size, device.type, threads) as workers:
+    with lead(size, device.type, threads, start) as workers:
         yield LearnerGroup(workers, make)
 
 

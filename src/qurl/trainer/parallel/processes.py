@@ -1,8 +1,9 @@
 """Processes that call the same functions at the same time; the one that leads them is rank 0.
 
-They are started here (`torch.multiprocessing`), or by torchrun on any number of machines. The
-leader sends a function and its arguments over a process group of its own (gloo), calls the function
-itself, and returns what it returns. Weights and gradients take the default group.
+They are started here (`torch.multiprocessing`), or on any number of machines by torchrun or by Ray
+(`ray`). The leader sends a function and its arguments over a process group of its own (gloo) or
+over Ray, calls the function itself, and returns what it returns. Weights and gradients take the
+default group.
 
 A rank whose failure the others do not share cannot go on: they wait for it in some exchange. It
 writes the cause into the store and ends, which breaks the exchanges of the others, and the leader
@@ -18,10 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,11 @@ LOCALHOST = "127.0.0.1"
 STARTED = "qurl/started"
 """Keys of the store under which ranks say that they have begun."""
 FAILURE = "qurl/failure"
-"""Key of the store that names the rank that failed first, and why."""
+"""Key of the store that names the rank that failed first, and why; each that fails adds its own."""
+NEWS_SECONDS = 5.0
+"""How long the leader waits for the news of a death that has broken its exchange."""
+GENTLE_SECONDS = 10.0
+"""How long ranks may take to end by themselves."""
 PATIENCE = timedelta(days=30)
 """How long a rank waits for its next command: rollouts and suspended jobs take long."""
 SIGNALS = (
@@ -45,6 +50,7 @@ SIGNALS = (
 """What terminals and schedulers send to all processes of a job; the leader decides what to do."""
 Function = Callable[..., Any]
 """Its first argument is the `Post` of the process that calls it."""
+Command = tuple[Function, tuple[Any, ...]]
 
 
 @dataclass
@@ -75,12 +81,42 @@ class Post:
         return pickle.loads(own[0])
 
 
+class Followers(Protocol):
+    """Ranks 1 and up, as their leader sees them, whoever started them."""
+
+    def dumps(self, command: Command) -> bytes: ...
+
+    def send(self, message: bytes | None, control: Any) -> None:
+        """Have all of them `obey` a pickled command; None ends them. `control` is their group."""
+        ...
+
+    def find_ended(self) -> dict[int, str]:
+        """How those ended that are known to have, by rank."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the leader needs of a group whose other ranks have begun."""
+
+    store: dist.Store
+    followers: Followers
+    gpu: int = 0
+    """The leader's."""
+
+
+Start = Callable[[int, str, int], AbstractContextManager[Started]]
+"""Starts ranks 1 and up of so many, on cpu or cuda, with so many threads, and ends them."""
+
+
 class Workers:
     """The group, seen from its leader."""
 
-    def __init__(self, post: Post, store: dist.Store, processes: dict[int, Any]) -> None:
+    def __init__(self, post: Post, store: dist.Store, followers: Followers) -> None:
         self.post = post
-        self._store, self._processes = store, processes
+        self._store, self._followers = store, followers
         self._failure: str | None = None
 
     @property
@@ -96,10 +132,10 @@ class Workers:
         """
         if self._failure is not None:
             raise TrainingError(f"the trainer ranks are out of step: {self._failure}")
-        message = _pickle(function, arguments)
+        message = self._pickle(function, arguments)
         try:
             self.post.traffic.num_bytes += len(message)
-            dist.broadcast_object_list([message], src=0, group=self.post.ranks.control)
+            self._followers.send(message, self.post.ranks.control)
             return function(self.post, *arguments)
         except BaseException as error:
             is_ours = isinstance(error, QurlError)
@@ -108,69 +144,117 @@ class Workers:
             self._failure = f"{type(error).__name__}: {error}"
             if is_ours or not isinstance(error, Exception):
                 raise
-            if (cause := self._find_cause()) is None:
+            if (found := self._find_cause()) is None:
                 raise
-            self._failure = cause
-            was_killed = not self._store.check([FAILURE])
-            raise (RankLost if was_killed else TrainingError)(
-                f"{cause}. The other ranks cannot go on without it; the same command resumes from "
-                "the newest checkpoint"
+            kind, self._failure = found
+            raise kind(
+                f"{self._failure}. The other ranks cannot go on without it; the same command "
+                "resumes from the newest checkpoint"
             ) from error
 
-    def _find_cause(self) -> str | None:
-        """Which other rank failed, and why; None if none is known to have."""
-        ended = [rank for rank, process in self._processes.items() if _has_ended(process)]
+    def _find_cause(self) -> tuple[type[TrainingError], str] | None:
+        """What became of the rank that failed first; None if none is known to have failed.
+
+        One that was killed reports nothing, while those do whose exchanges it broke.
+        """
+        deadline = time.monotonic() + NEWS_SECONDS  # exchanges break a moment before
+        while True:
+            ended = self._followers.find_ended()
+            for rank, how in ended.items():
+                if not self._store.check([f"{FAILURE}/{rank}"]):
+                    return RankLost, f"trainer rank {rank} {how}"
+            if len(ended) == self.post.ranks.size - 1 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
         if self._store.check([FAILURE]):
-            return self._store.get(FAILURE).decode()
-        for rank in ended:
-            code = self._processes[rank].exitcode
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            return f"trainer rank {rank} {how}"
+            return TrainingError, self._store.get(FAILURE).decode()
         return None
+
+    def _pickle(self, function: Function, arguments: tuple[Any, ...]) -> bytes:
+        try:
+            return self._followers.dumps((function, arguments))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"parallel.trainers > 1 sends parts of a run to other processes, and one cannot be "
+                f"sent: {error}. Define your objective at the top of a module"
+            ) from error
 
     def close(self) -> None:
         """End the other ranks: gently, or after a failure at once."""
         if self._failure is None:
             with suppress(RuntimeError):  # one that is gone already
-                dist.broadcast_object_list([None], src=0, group=self.post.ranks.control)
-        for process in self._processes.values():
-            process.join(timeout=10 if self._failure is None else 0)
-            process.kill()
-            process.join()
+                self._followers.send(None, self.post.ranks.control)
+        self._followers.kill()
         self.post.held.clear()
         dist.destroy_process_group()
 
 
-def _has_ended(process: Any) -> bool:
-    process.join(timeout=1)  # an exchange breaks a moment before the process is gone
-    return process.exitcode is not None
+@contextmanager
+def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -> Iterator[Workers]:
+    """Start `size - 1` processes and lead them; under torchrun, lead those that it started.
+
+    `device` is cpu or cuda, `threads` are torch's. `start` is `spawn` if not given.
+    """
+    if dist.is_torchelastic_launched():
+        start = _take_launched
+    with (start or spawn)(size, device, threads) as started:
+        post = join(started.store, 0, size, device, started.gpu)
+        workers = Workers(post, started.store, started.followers)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+class Spawned:
+    """See `Followers`: processes that read commands off the control group."""
+
+    def __init__(self, processes: Mapping[int, Any]) -> None:
+        """Those of torchrun are not known here, which ends them itself."""
+        self._processes = processes
+
+    def dumps(self, command: Command) -> bytes:
+        return pickle.dumps(command)
+
+    def send(self, message: bytes | None, control: Any) -> None:
+        dist.broadcast_object_list([message], src=0, group=control)
+        for process in self._processes.values() if message is None else ():
+            process.join(timeout=GENTLE_SECONDS)
+
+    def find_ended(self) -> dict[int, str]:
+        codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        return {
+            rank: f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            for rank, code in codes.items()
+            if code is not None
+        }
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join()
 
 
 @contextmanager
-def lead(size: int, device: str, threads: int = 0) -> Iterator[Workers]:
-    """Start `size - 1` processes and lead them; under torchrun, lead those that it started.
+def _take_launched(size: int, device: str, threads: int) -> Iterator[Started]:
+    store, _, _ = next(dist.rendezvous("env://"))
+    yield Started(store, Spawned({}), _launched_gpu())
 
-    `device` is cpu or cuda, where each rank takes the GPU of its number; `threads` are torch's.
-    """
-    processes: dict[int, Any] = {}
-    if dist.is_torchelastic_launched():
-        store, _, _ = next(dist.rendezvous("env://"))
-    else:
-        _check_devices(size, device)
-        store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, size):
-            target = (store.port, rank, size, device, threads)
-            processes[rank] = context.Process(target=_work, args=target, daemon=True)
-            processes[rank].start()
-    workers = None
+
+@contextmanager
+def spawn(size: int, device: str, threads: int) -> Iterator[Started]:
+    """Processes of this machine; each rank takes the GPU of its number."""
+    _check_devices(size, device)
+    store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    context, processes = multiprocessing.get_context("spawn"), {}
+    for rank in range(1, size):
+        target = (store.port, rank, size, device, threads)
+        processes[rank] = context.Process(target=_work, args=target, daemon=True)
+        processes[rank].start()
     try:
         _await_start(store, processes)
-        workers = Workers(_join(store, 0, size, device), store, processes)
-        yield workers
+        yield Started(store, Spawned(processes))
     finally:
-        if workers is not None:
-            workers.close()
         for process in processes.values():
             process.kill()
 
@@ -204,51 +288,72 @@ def is_follower() -> bool:
 def follow(device: str, threads: int = 0) -> None:
     """Do what the leader says, until it ends the group."""
     store, rank, size = next(dist.rendezvous("env://"))
-    _follow(store, rank, size, device, threads)
+    _follow(store, rank, size, device, threads, _launched_gpu())
+
+
+def _launched_gpu() -> int:
+    return int(os.environ["LOCAL_RANK"])
 
 
 def _work(port: int, rank: int, *settings: Any) -> None:
     store = dist.TCPStore(LOCALHOST, port, is_master=False)
     store.set(f"{STARTED}/{rank}", "")
-    _follow(store, rank, *settings)
+    _follow(store, rank, *settings, gpu=rank)
     os._exit(0)  # the leader waits, and Python would tidy up for seconds
 
 
-def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int) -> None:
+def _follow(store: dist.Store, rank: int, size: int, device: str, threads: int, gpu: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if threads:
         torch.set_num_threads(threads)
-    try:
-        post = _join(store, rank, size, device)
+    with answering(store, rank):
+        post = join(store, rank, size, device, gpu)
+        message: list[Any] = [None]
         while True:
-            message: list[Any] = [None]
             dist.broadcast_object_list(message, src=0, group=post.ranks.control)
             if message[0] is None:
                 break
-            function, arguments = pickle.loads(message[0])
-            try:
-                function(post, *arguments)
-            except QurlError as error:
-                if not error.is_agreed:
-                    raise
-            del function, arguments
-    # Whatever it is, nobody else will report it, and the leader must not wait for this rank.
-    except BaseException as error:
-        _report(store, rank, error)
-        os._exit(1)
+            obey(post, message[0])
+    leave(post)
+
+
+def obey(post: Post, message: bytes) -> None:
+    """Call a function of the leader; an error that all ranks raise together is the leader's."""
+    function, arguments = pickle.loads(message)
+    try:
+        function(post, *arguments)
+    except QurlError as error:
+        if not error.is_agreed:
+            raise
+
+
+def leave(post: Post) -> None:
     post.held.clear()
     dist.destroy_process_group()
 
 
+@contextmanager
+def answering(store: dist.Store, rank: int) -> Iterator[None]:
+    """End this process on any error inside, after a report."""
+    try:
+        yield
+    # Whatever it is, nobody else will report it, and the leader must not wait for this rank.
+    except BaseException as error:
+        _report(store, rank, error)
+        os._exit(1)
+
+
 def _report(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Tell the cause to the others, unless it is that one of them has failed before."""
+    """Tell the cause to the others; it stands for all, if it is the first."""
     is_ours = isinstance(error, QurlError)
     cause = f"trainer rank {rank}: {error if is_ours else f'{type(error).__name__}: {error}'}"
     try:
         is_first = not store.check([FAILURE])
         if is_first:
             store.set(FAILURE, cause)
+        store.set(f"{FAILURE}/{rank}", "")
+        store.check([FAILURE])  # `set` itself waits for no answer
     except (RuntimeError, OSError):  # the leader is gone, and its store with it
         return
     if is_first and not is_ours:
@@ -256,11 +361,12 @@ def _report(store: dist.Store, rank: int, error: BaseException) -> None:
         sys.stderr.flush()
 
 
-def _join(store: dist.Store, rank: int, size: int, device: str) -> Post:
+def join(store: dist.Store, rank: int, size: int, device: str, gpu: int) -> Post:
+    """Become a rank of the group; returns when all others have."""
     backend = "gloo"
     if device == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(gpu)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     control = dist.new_group(backend="gloo", timeout=PATIENCE)
     return Post(Ranks(rank, size, control))
@@ -270,15 +376,5 @@ def _check_devices(size: int, device: str) -> None:
     if device == "cuda" and (found := torch.cuda.device_count()) < size:
         raise ConfigError(
             f"parallel.trainers = {size} needs as many GPUs, and this machine has {found}; lower "
-            "it, or start the ranks on several machines with torchrun"
+            "it, or start the ranks on several machines, with Ray (parallel.address) or torchrun"
         )
-
-
-def _pickle(function: Function, arguments: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((function, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"parallel.trainers > 1 sends parts of a run to other processes, and one cannot be "
-            f"sent: {error}. Define your objective at the top of a module"
-        ) from error

@@ -41,9 +41,12 @@ STEP_PAIRS = (("fp8", "int8"), ("grpo-int8", "grpo-bf16"))
 """Whole steps of one build. PPO in BF16 was timed with an earlier one, whose updates took longer:
 against it, errors are 0.10 (int8) and 0.04 (fp8)."""
 
-SUPERSEDED = ("1.5B fp8-unified-dgrad 256x16+1024", "1.5B fp8-unified-dgrad+kv 256x16+1024 equal")
-"""An update from before unified FP8 products got a fixed order of sums, which made them slower, and
-a step from before they got plans of their own."""
+SUPERSEDED = (
+    "1.5B fp8-unified-dgrad 256x16+1024",
+    "1.5B fp8-unified-dgrad+kv 256x16+1024 equal",
+    "7B fp8-unified-dgrad 128x16+1024 equal",
+)
+"""An update and steps with other FP8 products than today's."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def read_bench_steps(
     found = {}
     for key, entries in json.loads((RESULTS / "step.json").read_text())["results"].items():
         model, arm, batch, lengths = key.split()
-        if lengths != "equal" or key in SUPERSEDED:
+        if lengths != "equal" or key in SUPERSEDED or arm.startswith("trl"):
             continue
         for entry in entries[-1:] if is_newest else entries:
             settings = f"{entry['settings']['keys']} {entry['settings']['microbatch_tokens']}"

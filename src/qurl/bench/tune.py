@@ -7,7 +7,6 @@ saved at once, so a command that is killed loses little.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -37,10 +36,10 @@ from qurl.quant.kernels.plans import (
 )
 from qurl.run.machine import describe_machine
 
-KINDS = ("int8", "fp8", "nvfp4", "bf16")
+KINDS = ("int8", "fp8", whole_kind("fp8"), "nvfp4", "bf16")
 MOST_COMPILERS = 12
-HEAD = "kind  role          N       K      M       us  library    uncut  plan"
-ROW = "{kind:5} {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {uncut:>7}  {plan}"
+HEAD = "kind         role          N       K      M       us  library  plan"
+ROW = "{kind:11}  {role:7}  {N:6}  {K:6}  {M:5}  {us:7.1f}  {library:>7}  {plan}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Tune:
     model: str = "1.5B,7B"
     """Shapes of Qwen2.5: tiny, 0.5B, 1.5B, 3B, 7B, 14B; several with commas."""
     kind: str = ",".join(KINDS)
-    """Numbers to multiply: int8, fp8, nvfp4, bf16; several with commas."""
+    """Numbers to multiply: int8, fp8, fp8-unified (where trainer and engine share their products),
+    nvfp4, bf16; several with commas."""
     tokens: str = ",".join(map(str, BUCKETS))
     """Numbers of tokens: 16, 32, 64, 128, 256, 512, 1024, 8192; several with commas."""
     table: Path | None = None
@@ -74,23 +74,16 @@ class Tuning:
         return products.measure(setup, choices)
 
     def save(self, problem: Gemm, times: Times) -> None:
-        """Add the best plan to the table, and keep those of other products.
-
-        For FP8 the best plan that does not cut K is added too, for unified flows.
-        """
+        """Add the best plan to the table, and keep those of other products."""
         best = products.best_of(times)
         plans = {**known_plans(self.table, self.machine), problem.table_key: best}
-        whole = products.whole_of(times)
-        if whole and problem.kind == "fp8":
-            renamed = dataclasses.replace(problem, kind=whole_kind(problem.kind))
-            plans[renamed.table_key] = products.best_of(whole)
         replace_text(self.table, write_table(plans, self.machine))
 
 
 def run_tune(options: Tune) -> None:
     """Measure every product, print a row for each and save its plan."""
     groups = list_problems(options)
-    device = find_gpu(any(problem.kind == "fp8" for group in groups for problem in group))
+    device = find_gpu(any(p.kind.startswith("fp8") for group in groups for p in group))
     machine = describe_machine(device)
     table = options.table or user_table(machine["device"])
     known = {**Plans(Target.of(device)).table, **known_plans(table, machine)}
@@ -167,11 +160,10 @@ def measure_group(session: Tuning, problems: Sequence[Gemm]) -> None:
         if ahead[problem]:
             times = {**times, **session.measure(problem, ahead[problem])}
             session.save(problem, times)
-        best, library, whole = products.best_of(times), times.get(None), products.whole_of(times)
+        best, library = products.best_of(times), times.get(None)
         figures = {
             "us": times[best],
             "library": "-" if library is None else f"{library:.1f}",
-            "uncut": f"{min(whole.values()):.1f}" if whole else "-",
             "plan": "library" if best is None else " ".join(map(str, asdict(best).values())),
         }
         print(ROW.format(**asdict(problem), **figures), flush=True)

@@ -38,6 +38,7 @@ from qurl.trainer.policy import (
     Untrained,
     hidden_states,
     load_model,
+    load_policy,
     load_trained_policy,
 )
 from qurl.trainer.unified import unify_
@@ -551,6 +552,17 @@ def test_damage_to_a_coded_base_or_an_adapter_in_the_engine_is_found():
     view.weight.codes[0, 3] += 1
     with pytest.raises(SyncError, match=r"layer 1 .* codes of the trainer's base"):
         engine._sync.check(0)
+
+
+def test_weights_are_not_widened_before_they_are_coded(tmp_path):
+    """The codes are the same, and main memory need not hold 4 bytes a weight."""
+    tiny_llama().bfloat16().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    assert load_model(tmp_path, is_narrow=True).dtype == torch.bfloat16
+    policy = load_policy(tmp_path, ModelConfig(**LORA, base="nvfp4"), CPU)
+    wide = Policy(load_model(tmp_path), None, ModelConfig(**LORA, base="nvfp4"), CPU)
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert torch.equal(logits(policy.model), logits(wide.model))
 
 
 def test_saved_adapters_name_the_format_of_their_base(tmp_path):

@@ -86,4 +86,5 @@ def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
 def code_base_(model: Any, format: str, device: torch.device) -> None:
     """Replace the projections of a model by frozen ones in codes on `device`, one at a time."""
     for name, layer in list(projections(model)):
-        model.set_submodule(name, CodedLinear(layer, get_format(format), device))
+        if not isinstance(layer, CodedLinear):
+            model.set_submodule(name, CodedLinear(layer, get_format(format), device))

@@ -99,6 +99,8 @@ class Policy:
         """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
         if config.base != "full":  # before it takes the device's memory
             code_base_(model, config.base, device)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
         self.model = model.to(device)
         self.tokenizer = tokenizer
         self.device = device
@@ -219,7 +221,9 @@ def load_policy(
     quant: QuantConfig = PLAIN,
     **options: bool,
 ) -> Policy:
-    return Policy(load_model(path), load_tokenizer(path), config, device, quant, **options)
+    # What is coded need not be FP32 before: 32B would take 131 GB of main memory.
+    model = load_model(path, is_narrow=config.base != "full")
+    return Policy(model, load_tokenizer(path), config, device, quant, **options)
 
 
 def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
@@ -261,10 +265,11 @@ def load_empty_model(path: str | Path) -> Any:
         )
 
 
-def load_model(path: str | Path, key: str = "model.path") -> Any:
+def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = False) -> Any:
     """A causal LM of transformers, in FP32, with all its weights; `key` is what errors name.
 
-    A folder of adapters gives the model that they are for, with them merged into its weights.
+    `is_narrow` leaves weights in the dtype of their files. A folder of adapters gives the model
+    that they are for, with them merged into its weights, always in FP32.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -273,7 +278,8 @@ def load_model(path: str | Path, key: str = "model.path") -> Any:
     with _loading(path, key, "weights"):
         load: Any = AutoModelForCausalLM.from_pretrained
         options = {"output_loading_info": True, "trust_remote_code": False}
-        model, info = load(base_of(path), dtype=torch.float32, **options)
+        dtype = "auto" if is_narrow and base_of(path) == path else torch.float32
+        model, info = load(base_of(path), dtype=dtype, **options)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)

@@ -3,6 +3,7 @@ processes, killed with signal 9."""
 
 import pickle
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from models import tiny_llama, tiny_policy
 
+from qurl.config import build_config
 from qurl.errors import EngineError, SyncError
 from qurl.ops.ray import WorkerDied
 from qurl.rollout import build_engine
@@ -19,6 +21,7 @@ from qurl.rollout.group.fleet import MOST_DEATHS, Fleet
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, EngineWorker
 from qurl.run.colocated import ColocatedEngines
+from qurl.run.engines import choose_carrier
 from qurl.trainer.parallel.processes import Post
 from qurl.trainer.ranks import Ranks
 from qurl.types import Problem, SamplingParams
@@ -265,8 +268,58 @@ def test_an_error_of_the_engine_is_raised_here(yard):
         group.generate(PROBLEMS, SamplingParams(max_tokens=10**6))
 
 
-def test_a_chunk_that_is_damaged_on_its_way_is_found(monkeypatch):
-    switchboard, cpu = Switchboard(10.0), torch.device("cpu")
+@pytest.fixture
+def file_system():
+    """Names instead of file descriptors, so that memory can be found by pickled tensors alone."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_members_that_share_memory_read_the_senders(file_system):
+    """Main memory stands for that of a GPU. The sender waits until a chunk has been read."""
+    switchboard = Switchboard(20.0, "ipc")
+    address, events, found = switchboard.next_address(), [], []
+    cpu = torch.device("cpu")
+
+    def receive():
+        for chunk in Wire(address, 1, 2, cpu).receive():
+            found.append({name: tensor.clone() for name, tensor in chunk.items()})
+            time.sleep(0.2)
+            events.append("read")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    wire = Wire(address, 0, 2, cpu)
+    chunks = [{"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, {"c": torch.zeros(2)}]
+    for chunk in chunks:
+        wire.send(chunk)
+        events.append("sent")
+    wire.send({})
+    thread.join(20.0)
+    assert events == ["read", "sent", "read", "sent"]
+    assert wire.num_bytes == 4 * (12 + 5 + 2)
+    for chunk, copy in zip(chunks, found, strict=True):
+        assert all(torch.equal(copy[name], chunk[name]) for name in chunk)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engines", "address", "carrier"),
+    [
+        *[(0, 1, "", "gloo"), (1, 1, "", "ipc"), (2, 1, "", "nccl"), (2, 2, "", "ipc")],
+        (1, 2, "head:6379", "nccl"),
+    ],
+)
+def test_the_carrier_follows_from_who_has_a_gpu(num_gpus, engines, address, carrier, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    config = build_config({"parallel": {"engines": engines, "address": address}})
+    assert choose_carrier(config, num_gpus) == carrier
+
+
+@pytest.mark.parametrize("carrier", ["gloo", "ipc"])
+def test_a_chunk_that_is_damaged_on_its_way_is_found(carrier, monkeypatch, file_system):
+    switchboard, cpu = Switchboard(10.0, carrier), torch.device("cpu")
     address = switchboard.next_address()
     caught = []
 

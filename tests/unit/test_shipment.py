@@ -12,7 +12,7 @@ from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError
 from qurl.quant import get_format, quantize, shipment
 from qurl.quant.linear import projections
-from qurl.quant.shipment import Packing, checksum, mismatches, save_chunk, saved_weights
+from qurl.quant.shipment import Packing, checksums, mismatches, save_chunk, saved_weights
 from qurl.rollout import build_engine
 from tests.models import SHAPE, tiny_llama, tiny_policy
 
@@ -89,14 +89,16 @@ def test_checksums_see_changed_values_and_moved_rows(dtype):
     changed = tensor.clone()
     changed[2, 3] += 1
     others = [changed, tensor.roll(1, 0), tensor.roll(1, 1), tensor.flip(0), -tensor]
-    assert len({tuple(checksum(t)) for t in (tensor, *others)}) == 6
-    assert checksum(tensor) == checksum(tensor.clone())
-    assert checksum(tensor.T.contiguous().T) == checksum(tensor)
+    sums = checksums({str(i): t for i, t in enumerate((tensor, *others))})
+    assert len(set(map(tuple, sums.values()))) == 6
+    alike = checksums({"0": tensor.clone(), "1": tensor.T.contiguous().T})
+    assert list(alike.values()) == 2 * [sums["0"]]
+    assert checksums({}) == {}
 
 
 def test_what_did_not_arrive_is_named(tmp_path):
     chunk = {"a": torch.ones(3), "b": torch.ones(2, 2), "tied": torch.tensor(1.0)}
-    sums = shipment.checksums(chunk)
+    sums = checksums(chunk)
     save_chunk({**chunk, "tied": chunk["a"][0]}, tmp_path / "chunk")
     assert mismatches(load_file(tmp_path / "chunk"), sums) == []
     assert mismatches({**chunk, "b": 2 * chunk["b"]}, sums) == ["b"]

@@ -142,16 +142,21 @@ def _layer_of(name: str) -> str:
     return found.group() if (found := re.match(r".*?\.\d+(?=\.)", name)) else ""
 
 
-def checksum(tensor: Tensor) -> list[int]:
-    """Two sums of a tensor's bits that change if a value, a row or a column does or moves."""
+def checksums(chunk: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Two sums of each tensor's bits that change if a value, a row or a column does or moves."""
+    if not chunk:
+        return {}
+    device = next(iter(chunk.values())).device
+    sums = torch.stack([_checksum(tensor).to(device) for tensor in chunk.values()])
+    return dict(zip(chunk, sums.tolist(), strict=True))  # a GPU is waited for once
+
+
+def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     grid = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
     sums = (grid.sum(1, dtype=torch.int64), grid.sum(0, dtype=torch.int64))
-    return [int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums]
-
-
-def checksums(chunk: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    return {name: checksum(tensor) for name, tensor in chunk.items()}
+    weighted = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
+    return torch.stack(weighted)
 
 
 def mismatches(chunk: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> list[str]:

@@ -57,7 +57,8 @@ def check_engine_group(size: int, device: torch.device) -> Iterator[Finding]:
             starter("", Path(folder), threads=torch.get_num_threads(), gpus=gpus),
             min_engines=count,  # so that a sync waits for the replacement
             timeout=SECONDS,
-            nccl_device=torch.device("cuda", 0) if gpus else None,
+            device=torch.device("cuda", 0) if gpus else torch.device("cpu"),
+            carrier="nccl" if gpus else "gloo",
         )
         try:
             yield from check_fleet(fleet, device)

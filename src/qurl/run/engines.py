@@ -18,6 +18,7 @@ from qurl.rollout import Engine, build_engine
 from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import Fleet
+from qurl.rollout.group.wire import Carrier
 from qurl.rollout.group.worker import EngineSpec
 from qurl.rollout.local import LocalEngine
 from qurl.run.choices import Choices, check_engine
@@ -66,18 +67,27 @@ def _open_fleet(config: Config, run: Run) -> Fleet:
     from qurl.rollout.group.ray import starter
 
     parallel, gpus = config.parallel, _engine_gpus(config)
-    # NCCL wants a GPU for each member, and the trainer is one of them.
-    num_members = parallel.trainers + parallel.engines
-    has_own = bool(parallel.address) or num_members <= torch.cuda.device_count()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     start = starter(parallel.address, run.path / LOGS, threads=config.threads, gpus=gpus)
     return Fleet(
         parallel.engines,
         start,
         min_engines=parallel.min_engines,
         timeout=parallel.timeout,
-        nccl_device=torch.device("cuda", torch.cuda.current_device()) if gpus and has_own else None,
+        device=device,
+        carrier=choose_carrier(config, len(gpus)),
         notify=lambda message: run.event("warning", message),
     )
+
+
+def choose_carrier(config: Config, num_gpus: int) -> Carrier:
+    """How weights get to engines in other processes, which have so many GPUs of this machine."""
+    if not num_gpus:
+        return "gloo"
+    # NCCL wants a GPU for each member, and the trainer is one of them.
+    num_members = config.parallel.trainers + config.parallel.engines
+    has_own = bool(config.parallel.address) or num_members <= torch.cuda.device_count()
+    return "nccl" if has_own else "ipc"
 
 
 def _engine_gpus(config: Config) -> list[int]:

@@ -18,9 +18,10 @@ import torch
 from qurl.errors import EngineError
 from qurl.ops.ray import WorkerDied
 from qurl.quant.shipment import Packing
-from qurl.rollout.group.wire import Switchboard, Wire
+from qurl.rollout.group.wire import Carrier, Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec
 
+CPU = torch.device("cpu")
 CONNECT_SECONDS = 60.0
 """How long the ends of a wire wait for each other, and for each tensor."""
 MOST_DEATHS = 3
@@ -82,18 +83,17 @@ class Fleet:
         *,
         min_engines: int = 1,
         timeout: float = 300.0,
-        nccl_device: torch.device | None = None,
+        device: torch.device = CPU,
+        carrier: Carrier = "gloo",
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`nccl_device` from which weights are sent, if every engine has a GPU of its own; None:
-        through main memory."""
+        """`device` from which weights are sent, by `carrier` (`wire`)."""
         self._start, self.timeout, self.min_engines = start, timeout, min_engines
         self.notify = notify
         self._specs: dict[str, EngineSpec] = {}
         self._causes: list[str] = []
-        self._device = nccl_device or torch.device("cpu")
-        patience = min(CONNECT_SECONDS, timeout)
-        self._switchboard = Switchboard(patience, nccl_device is not None)
+        self._device = device
+        self._switchboard = Switchboard(min(CONNECT_SECONDS, timeout), carrier)
         self._wire: tuple[Wire, list[Handle | None]] | None = None
         """With the workers that it goes to."""
         self.members = [self._fill(number) for number in range(size)]

@@ -2,27 +2,35 @@
 others receive.
 
     header   names, shapes, dtypes and checksums of a chunk; none at the end
-    tensors  one after the other
+    tensors  one after the other, or with "ipc" only where they are
 
 It is a process group of its own, made for this purpose and thrown away when a member dies: the
-trainer's groups know nothing of it. NCCL on GPUs, gloo in main memory.
+trainer's groups know nothing of it. Its carrier is one of
+
+    gloo   through main memory
+    nccl   between GPUs, each member on its own
+    ipc    where members share the GPUs of a machine: they read the sender's memory
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing  # teaches ForkingPickler what tensors are
 from torch import Tensor
 
 from qurl.errors import SyncError
 from qurl.ops.shelf import own_host
 from qurl.quant.shipment import Chunk, checksums, mismatches
+
+Carrier = Literal["gloo", "nccl", "ipc"]
 
 
 @dataclass(frozen=True)
@@ -35,21 +43,21 @@ class Address:
     """Of this wire, since one store serves many."""
     seconds: float
     """How long each waits for the others."""
-    is_nccl: bool = False
-    """Between GPUs, each member on its own; else through main memory."""
+    carrier: Carrier = "gloo"
 
 
 class Switchboard:
     """The sender's store, at which members of one wire after the other meet."""
 
-    def __init__(self, seconds: float, is_nccl: bool = False) -> None:
+    def __init__(self, seconds: float, carrier: Carrier = "gloo") -> None:
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        self._seconds, self._is_nccl, self._count = seconds, is_nccl, 0
+        self._seconds, self._count = seconds, 0
+        self._carrier: Carrier = carrier
 
     def next_address(self) -> Address:
         self._count += 1
         name = f"wire-{self._count}"
-        return Address(own_host(), self._store.port, name, self._seconds, self._is_nccl)
+        return Address(own_host(), self._store.port, name, self._seconds, self._carrier)
 
 
 class Wire:
@@ -60,9 +68,10 @@ class Wire:
         patience = timedelta(seconds=address.seconds)
         meeting = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience)
         store = dist.PrefixStore(address.name, meeting)
-        self.device, self.num_bytes = device if address.is_nccl else torch.device("cpu"), 0
+        self._carrier, self.num_bytes = address.carrier, 0
+        self.device = torch.device("cpu") if address.carrier == "gloo" else device
         self._group: Any
-        if address.is_nccl:
+        if address.carrier == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = patience
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -72,42 +81,69 @@ class Wire:
 
     def send(self, chunk: Chunk) -> None:
         """An empty chunk ends the shipment."""
-        described = {name: (tuple(x.shape), str(x.dtype)) for name, x in chunk.items()}
-        header = json.dumps((described, checksums(chunk))).encode()
+        sums = checksums(chunk)
+        tensors = {name: x.detach().to(self.device).contiguous() for name, x in chunk.items()}
+        described: dict[str, Any] = tensors
+        if self._carrier != "ipc":
+            described = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+        header = ForkingPickler.dumps((described, sums))  # of a tensor, where its memory is
         self._broadcast(torch.tensor([len(header)]))
         self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        for tensor in chunk.values():
-            self._broadcast(_as_bytes(tensor.detach().to(self.device).contiguous()))
+        if self._carrier == "ipc" and tensors:
+            self._meet()  # the others have read them
+        for tensor in tensors.values():
             self.num_bytes += tensor.nbytes
+            if self._carrier != "ipc":
+                self._broadcast(_as_bytes(tensor))
 
     def receive(self) -> Iterator[Chunk]:
-        """All chunks of a shipment; raises after the last if one was not what was sent."""
+        """All chunks of a shipment; raises after the last if one was not what was sent.
+
+        A chunk may be gone when the next one is asked for.
+        """
         wrong: list[str] = []
         while True:
             length = self._broadcast(torch.zeros(1, dtype=torch.int64))
             header = self._broadcast(torch.empty(int(length), dtype=torch.uint8))
-            described, sums = json.loads(bytes(header.tolist()))
+            described, sums = pickle.loads(header.numpy().tobytes())
             if not described and wrong:
                 raise SyncError(f"{', '.join(wrong[:3])} arrived damaged")
             if not described:
                 return
-            chunk: Chunk = {}
-            for name, (shape, dtype) in described.items():
-                dtype = getattr(torch, dtype.removeprefix("torch."))
-                chunk[name] = torch.empty(shape, dtype=dtype, device=self.device)
-                self._broadcast(_as_bytes(chunk[name]))
+            chunk = {name: self._take(found) for name, found in described.items()}
             wrong += mismatches(chunk, sums)
             yield chunk
+            if self._carrier == "ipc":
+                chunk.clear()
+                self._meet()
+
+    def _take(self, described: Any) -> Tensor:
+        """A tensor of a chunk; with "ipc" it is the sender's own."""
+        if self._carrier == "ipc":
+            return described
+        shape, dtype = described
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._broadcast(_as_bytes(tensor))
+        return tensor
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """From rank 0 to all others, in place."""
-        carried = tensor.to(self.device)  # headers live in main memory, NCCL does not
+        # Headers live in main memory, which NCCL does not reach.
+        carried = tensor.to(self.device) if self._carrier == "nccl" else tensor
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([carried], options).wait()
+        self._finish()
+        return carried.to(tensor.device)
+
+    def _meet(self) -> None:
+        """Wait until all members have finished what they do with the sender's memory."""
+        self._finish()
+        self._group.barrier(dist.BarrierOptions()).wait()
+
+    def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return carried.to(tensor.device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qurl.errors import SyncError
 from qurl.quant import Quantized
-from qurl.quant.shipment import Packing, Shipment, checksum
+from qurl.quant.shipment import Packing, Shipment, checksums, mismatches
 from qurl.rollout.local.architecture import NORMS
 from qurl.rollout.local.weights import Weights
 
@@ -34,8 +34,9 @@ class Receiver:
         )
         self._targets: dict[str, Tensor] = {}
         self._codes: set[str] = set()
-        self._written: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Dtype and checksum of what arrived."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._sums: dict[str, list[int]] = {}
+        """Dtypes and checksums of what arrived."""
         self._has_loaded = False
 
     @torch.no_grad()
@@ -43,33 +44,34 @@ class Receiver:
         """Write all weights; returns the share of codes that changed, 0 the first time."""
         if not self._targets:
             self._plan()
-        self._written, weights = {}, self._weights
-        num_flips = num_codes = 0
+        self._sums, self._dtypes, weights = {}, {}, self._weights
+        flips, num_codes = torch.zeros((), dtype=torch.int64, device=weights.device), 0
         for chunk in shipment.pack(self.packing):
+            self._sums |= checksums(chunk)
             for name, tensor in chunk.items():
-                num_flips += self._write(name, tensor)
+                flips += self._write(name, tensor)
                 num_codes += tensor.numel() * (name in self._codes)
-        if HEAD not in self._written and EMBEDDING in self._written:  # it is tied
-            self._write(HEAD, self._targets[EMBEDDING].to(weights.dtype))
-        if missing := self._targets.keys() - self._written.keys():
+        if HEAD not in self._sums and EMBEDDING in self._sums:  # it is tied
+            head = {HEAD: self._targets[EMBEDDING].to(weights.dtype)}
+            self._sums |= checksums(head)
+            self._write(HEAD, head[HEAD])
+        if missing := self._targets.keys() - self._sums.keys():
             raise SyncError(f"the shipment lacks {', '.join(sorted(missing)[:3])}")
         weights.embedding, weights.lm_head = self._targets[EMBEDDING], self._targets[HEAD]
         had_loaded, self._has_loaded = self._has_loaded, True
-        return num_flips / max(1, num_codes) if had_loaded else 0.0
+        return int(flips) / max(1, num_codes) if had_loaded else 0.0
 
     @torch.no_grad()
     def check(self, version: int) -> None:
         """Compare every weight in the engine with what arrived."""
-        written, targets = self._written, self._targets
-        found = {n: checksum(targets[n].to(dtype)) for n, (dtype, _) in written.items()}
-        wrong = [n for n, (_, expected) in written.items() if found[n] != expected]
-        if wrong:
+        kept = {name: self._targets[name].to(dtype) for name, dtype in self._dtypes.items()}
+        if wrong := mismatches(kept, self._sums):
             raise SyncError(
                 f"sync of version {version} failed: {', '.join(wrong[:3])} in the engine "
                 f"{'is' if len(wrong) == 1 else 'are'} not what was shipped"
             )
 
-    def _write(self, name: str, tensor: Tensor) -> int:
+    def _write(self, name: str, tensor: Tensor) -> Tensor | int:
         """Returns how many codes have changed."""
         target = self._targets.get(name)
         if name in (EMBEDDING, HEAD) and target is None:
@@ -81,10 +83,10 @@ class Receiver:
             raise SyncError(f"the engine has {has} for {name} {list(tensor.shape)}")
         # Compared as numbers: a zero that changes its sign is no flip.
         is_coded, arrived = name in self._codes, tensor.to(target.device)
-        num_flips = int((target.float() != arrived.float()).sum()) if is_coded else 0
+        flips = (target.float() != arrived.float()).sum() if is_coded else 0
         target.copy_(arrived)
-        self._written[name] = tensor.dtype, checksum(arrived)
-        return num_flips
+        self._dtypes[name] = tensor.dtype
+        return flips
 
     def _plan(self) -> None:
         """Where each weight goes; embedding and head follow when they arrive."""

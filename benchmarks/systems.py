@@ -23,7 +23,7 @@ from random import Random
 
 import torch
 
-from benchmarks.measured import evals_by_updates
+from benchmarks.measured import evals_by_updates, student_interval
 from benchmarks.scripts import DEMO, RESULTS, ROOT, train_demo, write_problems, write_result
 from qurl.bench.record import describe_machine
 from qurl.config import load_config
@@ -172,22 +172,38 @@ def cost(run: dict, target: float, what: str) -> float | None:
 
 
 def make_table(result: dict) -> str:
-    """Costs relative to `grpo` of the same seed, mean over seeds [lowest, highest]."""
+    """Accuracies less that of `grpo` of the same seed with 95 % intervals over seeds; costs relative
+    to it, mean over seeds [lowest, highest]."""
     runs = {(run["arm"], run["seed"]): run for run in result["runs"] if run["curve"]}
     heads = [f"{what} to {t:.0%}" for t in TARGETS for what in ("sampled", "trained", "seconds")]
-    lines = ["| arm | seeds | final accuracy | " + " | ".join(heads) + " |"]
-    lines.append("|---" * (len(heads) + 3) + "|")
+    lines = ["| arm | seeds | final accuracy | less grpo's | " + " | ".join(heads) + " |"]
+    lines.append("|---" * (len(heads) + 4) + "|")
     for arm in dict.fromkeys(arm for arm, _ in runs):
         seeds = [seed for name, seed in runs if name == arm]
-        finals = [
-            statistics.fmean(p["accuracy"] for p in runs[arm, s]["curve"][-3:]) for s in seeds
-        ]
-        cells = [arm, str(len(seeds)), spread(finals)]
+        finals = [final_accuracy(runs[arm, seed]) for seed in seeds]
+        cells = [arm, str(len(seeds)), spread(finals), difference(runs, arm, seeds)]
         for target in TARGETS:
             for what in ("sampled_tokens", "trained_tokens", "seconds"):
                 cells.append(compare(runs, arm, seeds, target, what))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def final_accuracy(run: dict) -> float:
+    """Of the last three evaluations."""
+    return statistics.fmean(point["accuracy"] for point in run["curve"][-3:])
+
+
+def difference(runs: dict, arm: str, seeds: list[int]) -> str:
+    found = [
+        final_accuracy(runs[arm, seed]) - final_accuracy(runs["grpo", seed])
+        for seed in seeds
+        if ("grpo", seed) in runs
+    ]
+    if arm == "grpo" or len(found) < 3:
+        return "-"
+    low, high = student_interval(found)
+    return f"{statistics.fmean(found):+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def compare(runs: dict, arm: str, seeds: list[int], target: float, what: str) -> str:

@@ -172,8 +172,8 @@ def cost(run: dict, target: float, what: str) -> float | None:
 
 
 def make_table(result: dict) -> str:
-    """Accuracies less that of `grpo` of the same seed with 95 % intervals over seeds; costs relative
-    to it, mean over seeds [lowest, highest]."""
+    """Final accuracies less those of `grpo` with 95 % intervals over seeds, and costs relative to
+    it, mean over seeds [lowest, highest]; both of the same seed."""
     runs = {(run["arm"], run["seed"]): run for run in result["runs"] if run["curve"]}
     heads = [f"{what} to {t:.0%}" for t in TARGETS for what in ("sampled", "trained", "seconds")]
     lines = ["| arm | seeds | final accuracy | less grpo's | " + " | ".join(heads) + " |"]

@@ -62,8 +62,9 @@ ARMS = {
     },
 }
 CLOCKS = ("timing_s/", "perf/", "sync/seconds", "sync/bytes", "parallel/")
-UNSTEADY = (*CLOCKS, "critic/vf_explained_var")
-"""Explained variance is 0 / 0 in steps in which all rewards are equal."""
+UNSTEADY = (*CLOCKS, "critic/vf_explained_var", "sync/canary_gap")
+"""Explained variance is 0 / 0 in steps in which all rewards are equal. The canary's gap is that of
+one token, to which another order of sums may give another code."""
 
 
 def words(arm, run_dir, **more):

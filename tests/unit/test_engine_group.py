@@ -19,6 +19,7 @@ from qurl.ops.ray import WorkerDied
 from qurl.rollout import build_engine
 from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import MOST_DEATHS, Fleet
+from qurl.rollout.group.ray import starter
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, EngineWorker
 from qurl.run.colocated import ColocatedEngines
@@ -341,16 +342,34 @@ def test_an_engine_says_why_it_cannot_receive():
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "engines", "address", "carrier"),
+    ("num_gpus", "trainers", "engines", "address", "carrier"),
     [
-        *[(0, 1, "", "gloo"), (1, 1, "", "ipc"), (2, 1, "", "nccl"), (2, 2, "", "ipc")],
-        *[(1, 2, "head:6379", "nccl"), (1, 1, "local", "ipc"), (2, 2, "auto", "nccl")],
+        *[(0, 1, 1, "", "gloo"), (1, 1, 1, "", "ipc"), (2, 1, 1, "", "nccl")],
+        *[(2, 1, 2, "", "ipc"), (1, 1, 2, "head:6379", "nccl"), (2, 1, 2, "auto", "nccl")],
+        *[(1, 1, 1, "local", "ipc"), (4, 2, 2, "local", "nccl"), (2, 2, 2, "local", "nccl")],
     ],
 )
-def test_the_carrier_follows_from_who_has_a_gpu(num_gpus, engines, address, carrier, monkeypatch):
+def test_the_carrier_follows_from_who_has_a_gpu(
+    num_gpus, trainers, engines, address, carrier, monkeypatch
+):
+    """Ray on this machine does not know the GPU of a single trainer, and would give it away."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
-    config = build_config({"parallel": {"engines": engines, "address": address}})
-    assert choose_carrier(config, num_gpus) == carrier
+    parallel = {"trainers": trainers, "engines": engines, "address": address}
+    assert choose_carrier(build_config({"parallel": parallel}), num_gpus) == carrier
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_an_engine_has_a_gpu_by_number_or_from_ray(reserves, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr("qurl.rollout.group.ray.connect", lambda address: None)
+    monkeypatch.setattr(
+        "qurl.rollout.group.ray.start_actor",
+        lambda kind, inputs, **options: found.append((inputs["gpu"], options["num_gpus"])),
+    )
+    start = starter("local", tmp_path, gpus=[2, 3], reserves=reserves)
+    for number in range(3):
+        start(number)
+    assert found == ([(None, 1)] * 3 if reserves else [(2, 0), (3, 0), (2, 0)])
 
 
 @pytest.mark.parametrize("carrier", ["gloo", "ipc"])

@@ -4,6 +4,7 @@ processes, killed with signal 9."""
 import pickle
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from qurl.ops.ray import WorkerDied
 from qurl.rollout import build_engine
 from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import MOST_DEATHS, Fleet
+from qurl.rollout.group.ray import starter
 from qurl.rollout.group.wire import Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec, EngineWorker
 from qurl.run.colocated import ColocatedEngines
@@ -278,43 +280,96 @@ def file_system():
 
 
 def test_members_that_share_memory_read_the_senders(file_system):
-    """Main memory stands for that of a GPU. The sender waits until a chunk has been read."""
+    """Main memory stands for that of a GPU. The sender waits until a chunk has been read, and let
+    go of: it could not use the memory again."""
     switchboard = Switchboard(20.0, "ipc")
-    address, events, found = switchboard.next_address(), [], []
+    address, events, found, lent = switchboard.next_address(), [], [], []
     cpu = torch.device("cpu")
 
     def receive():
         for chunk in Wire(address, 1, 2, cpu).receive():
             found.append({name: tensor.clone() for name, tensor in chunk.items()})
+            lent.extend(map(weakref.ref, chunk.values()))
             time.sleep(0.2)
             events.append("read")
 
     thread = threading.Thread(target=receive)
     thread.start()
     wire = Wire(address, 0, 2, cpu)
-    chunks = [{"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}, {"c": torch.zeros(2)}]
+    scalar, codes = torch.tensor(7.0), torch.arange(5, dtype=torch.int8)
+    weight = torch.arange(12.0).view(3, 4)
+    chunks = [{"codes": codes, "weight": weight.T, "scalar": scalar}, {"half": weight.bfloat16()}]
+    chunks.append({"larger": torch.arange(5000.0)})
     for chunk in chunks:
         wire.send(chunk)
         events.append("sent")
+        assert not any(reference() is not None for reference in lent)
+    assert not any(tensor.is_shared() for chunk in chunks for tensor in chunk.values())
     wire.send({})
     thread.join(20.0)
-    assert events == ["read", "sent", "read", "sent"]
-    assert wire.num_bytes == 4 * (12 + 5 + 2)
+    assert events == ["read", "sent"] * 3
+    assert wire.num_bytes == 5 + 4 * (12 + 1) + 2 * 12 + 4 * 5000
     for chunk, copy in zip(chunks, found, strict=True):
         assert all(torch.equal(copy[name], chunk[name]) for name in chunk)
+        assert all(copy[name].dtype == chunk[name].dtype for name in chunk)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_that_shares_memory_samples_alike(size, yard, expected, file_system):
+    group = yard.group(tiny_llama(), size=size, carrier="ipc")
+    for version, model in enumerate((tiny_llama(), tiny_llama(seed=1))):
+        group.sync(model, version=version)
+        assert not any(parameter.is_shared() for parameter in model.parameters())
+        assert texts(group.generate(PROBLEMS, PARAMS)) == texts(expected[version])
+
+
+class Unable(EngineWorker):
+    """One that cannot read what is sent."""
+
+    def begin_sync(self, name, version, dtype):
+        wire: Any = self._wire
+        wire._take = lambda described: (_ for _ in ()).throw(RuntimeError("no memory is left"))
+        super().begin_sync(name, version, dtype)
+
+
+def test_an_engine_says_why_it_cannot_receive():
+    """The sender only sees that nobody takes what it sends."""
+    yard = Yard(Unable)
+    group = yard.group(tiny_llama(), size=1, timeout=0.5)
+    with pytest.raises(SyncError, match=r"failed 5 times.*RuntimeError: no memory is left"):
+        group.sync(tiny_llama(), version=0)
+    assert all("RuntimeError: no memory is left" in event for event in yard.events)
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "engines", "address", "carrier"),
+    ("num_gpus", "trainers", "engines", "address", "carrier"),
     [
-        *[(0, 1, "", "gloo"), (1, 1, "", "ipc"), (2, 1, "", "nccl"), (2, 2, "", "ipc")],
-        (1, 2, "head:6379", "nccl"),
+        *[(0, 1, 1, "", "gloo"), (1, 1, 1, "", "ipc"), (2, 1, 1, "", "nccl")],
+        *[(2, 1, 2, "", "ipc"), (1, 1, 2, "head:6379", "nccl"), (2, 1, 2, "auto", "nccl")],
+        *[(1, 1, 1, "local", "ipc"), (4, 2, 2, "local", "nccl"), (2, 2, 2, "local", "nccl")],
     ],
 )
-def test_the_carrier_follows_from_who_has_a_gpu(num_gpus, engines, address, carrier, monkeypatch):
+def test_the_carrier_follows_from_who_has_a_gpu(
+    num_gpus, trainers, engines, address, carrier, monkeypatch
+):
+    """Ray on this machine does not know the GPU of a single trainer, and would give it away."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
-    config = build_config({"parallel": {"engines": engines, "address": address}})
-    assert choose_carrier(config, num_gpus) == carrier
+    parallel = {"trainers": trainers, "engines": engines, "address": address}
+    assert choose_carrier(build_config({"parallel": parallel}), num_gpus) == carrier
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_an_engine_has_a_gpu_by_number_or_from_ray(reserves, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr("qurl.rollout.group.ray.connect", lambda address: None)
+    monkeypatch.setattr(
+        "qurl.rollout.group.ray.start_actor",
+        lambda kind, inputs, **options: found.append((inputs["gpu"], options["num_gpus"])),
+    )
+    start = starter("local", tmp_path, gpus=[2, 3], reserves=reserves)
+    for number in range(3):
+        start(number)
+    assert found == ([(None, 1)] * 3 if reserves else [(2, 0), (3, 0), (2, 0)])
 
 
 @pytest.mark.parametrize("carrier", ["gloo", "ipc"])

@@ -265,9 +265,11 @@ def test_on_hopper_the_library_has_our_bits(shape, has_bias, tokens):
     assert not torch.equal(y, exact)
 
 
-def test_our_kernel_has_the_products_that_the_library_has_not(monkeypatch):
-    x, w, bias = operands("fp8", 16, 72, 128)
-    plans = Plans(H200, unified=True)
+@pytest.mark.parametrize("is_unified", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 17])
+def test_our_kernel_has_the_products_that_the_library_has_not(tokens, is_unified, monkeypatch):
+    x, w, bias = operands("fp8", tokens, 72, 128)
+    plans = Plans(H200, unified=is_unified)
     monkeypatch.setattr(plans, "choose", lambda *shape: None)
     y = finish(plans.multiply("fp8", x, w, bias, BF16))
     assert torch.equal(y, finish(multiply(x, w, bias, BF16, Plan(16, 64, 128))))

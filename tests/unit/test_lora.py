@@ -565,6 +565,13 @@ def test_weights_are_not_widened_before_they_are_coded(tmp_path):
     assert torch.equal(logits(policy.model), logits(wide.model))
 
 
+def test_weights_are_not_rounded_to_a_dtype_that_only_the_config_names(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    assert load_model(tmp_path, is_narrow=True).dtype == torch.float32
+
+
 def test_saved_adapters_name_the_format_of_their_base(tmp_path):
     """A merged model is what the run computed with."""
     tiny_llama().save_pretrained(tmp_path / "base")

@@ -1,6 +1,9 @@
 """What a sync sends to vLLM, without vLLM."""
 
 import sys
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from qurl.quant import get_format, quantize, shipment
 from qurl.quant.linear import projections
 from qurl.quant.shipment import Packing, checksums, mismatches, save_chunk, saved_weights
 from qurl.rollout import build_engine
+from qurl.rollout.local.receive import Receiver
+from qurl.rollout.vllm.engine import VllmEngine
 from tests.models import SHAPE, tiny_llama, tiny_policy
 
 INT8 = get_format("int8")
@@ -103,6 +108,37 @@ def test_what_did_not_arrive_is_named(tmp_path):
     assert mismatches(load_file(tmp_path / "chunk"), sums) == []
     assert mismatches({**chunk, "b": 2 * chunk["b"]}, sums) == ["b"]
     assert mismatches({"b": chunk["b"], "tied": chunk["tied"]}, sums) == ["a"]
+
+
+def test_vllm_gets_copies_since_it_keeps_parts_of_a_layer_longer_than_a_chunk_is_lent(tmp_path):
+    engine: Any = SimpleNamespace(_is_remote=False)
+    chunk = {"weight": torch.arange(6.0)}
+    given = VllmEngine._wrap(engine, chunk, tmp_path)
+    chunk["weight"].zero_()
+    chunk.clear()
+    assert torch.equal(given["weights"]["weight"], torch.arange(6.0))
+
+
+def test_our_engine_lets_go_of_a_chunk_before_it_asks_for_the_next(monkeypatch):
+    """The memory may be the sender's."""
+    monkeypatch.setattr(shipment, "CHUNK_BYTES", 2000)
+    model, num_chunks = tiny_llama(), 0
+    engine: Any = build_engine("local", model, None, quant="int8")
+
+    def lend(packing):
+        nonlocal num_chunks
+        for packed in packing.pack(model):
+            chunk = {name: tensor.clone() for name, tensor in packed.items()}
+            lent = [weakref.ref(tensor) for tensor in chunk.values()]
+            num_chunks += 1
+            yield chunk
+            chunk.clear()
+            assert [reference() for reference in lent] == [None] * len(lent)
+
+    receiver = Receiver(model, engine.weights, full_layers=0)
+    receiver.load_(SimpleNamespace(pack=lend))
+    receiver.check(0)
+    assert num_chunks > 3
 
 
 def test_vllm_must_be_installed(monkeypatch):

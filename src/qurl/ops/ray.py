@@ -82,8 +82,7 @@ def connect(address: str) -> Any:
         options["address"] = address
     if address in HERE:
         options["include_dashboard"] = False
-    if not address:
-        # Workers choose their GPU by number; Ray would hide all of them.
+        # Workers may choose their GPU by number; Ray would hide all of them.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(**options)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qurl.config import Config
 from qurl.ops.device import pick_device
+from qurl.ops.ray import HERE
 from qurl.ops.shelf import Shelves
 from qurl.plugins import is_users_own, load_plugin
 from qurl.rollout import Engine, build_engine
@@ -26,6 +27,7 @@ from qurl.run.colocated import ColocatedEngines
 from qurl.run.directory import Run
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import LearnerGroup
+from qurl.trainer.parallel.processes import num_launched
 from qurl.trainer.policy import Policy
 
 Place = Callable[[Policy, str, Mapping[str, Any]], Engine]
@@ -68,7 +70,8 @@ def _open_fleet(config: Config, run: Run) -> Fleet:
 
     parallel, gpus = config.parallel, _engine_gpus(config)
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
-    start = starter(parallel.address, run.path / LOGS, threads=config.threads, gpus=gpus)
+    options = {"threads": config.threads, "gpus": gpus, "reserves": _reserves(config)}
+    start = starter(parallel.address, run.path / LOGS, **options)
     return Fleet(
         parallel.engines,
         start,
@@ -86,8 +89,18 @@ def choose_carrier(config: Config, num_gpus: int) -> Carrier:
         return "gloo"
     # NCCL wants a GPU for each member, and the trainer is one of them.
     num_members = config.parallel.trainers + config.parallel.engines
-    has_own = bool(config.parallel.address) or num_members <= torch.cuda.device_count()
+    has_own = _reserves(config) or num_members <= torch.cuda.device_count()
     return "nccl" if has_own else "ipc"
+
+
+def _reserves(config: Config) -> bool:
+    """Whether engines ask Ray for GPUs: in a cluster, or where it has reserved the trainers'.
+
+    If it is started here for engines alone, it takes the GPUs of the trainers for free.
+    """
+    parallel = config.parallel
+    has_trainers = parallel.trainers > 1 and num_launched() is None
+    return bool(parallel.address) and (parallel.address not in HERE or has_trainers)
 
 
 def _engine_gpus(config: Config) -> list[int]:

@@ -277,9 +277,14 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key, "weights"):
         load: Any = AutoModelForCausalLM.from_pretrained
-        options = {"output_loading_info": True, "trust_remote_code": False}
-        dtype = "auto" if is_narrow and base_of(path) == path else torch.float32
-        model, info = load(base_of(path), dtype=dtype, **options)
+        options: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": False}
+        options["dtype"] = torch.float32
+        if is_narrow and base_of(path) == path:
+            # The dtype that a config names may be another than that of the files.
+            config = load_model_config(path)
+            config.dtype = None
+            options |= {"config": config, "dtype": "auto"}
+        model, info = load(base_of(path), **options)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)

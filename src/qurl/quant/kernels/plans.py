@@ -79,7 +79,7 @@ class Plans:
             product = library_product(x, weight, bias, dtype, is_fast=self.unified)
             if product is not None:
                 return product
-            plan = self._rule(kind, tokens, *weight.shape)
+            plan = self._rule(kind, bucket_of(tokens), *weight.shape)
         return multiply(x, weight, bias, dtype, plan)
 
     def _choose(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:

@@ -35,6 +35,8 @@ from qurl.types import KVScales, Problem, Rollout, SamplingParams, SyncReport
 
 ATTEMPTS = 5
 """How often a sync is tried, if engines die in the midst of it."""
+FAILURE_SECONDS, ANSWER_SECONDS = 2.0, 10.0
+"""How long engines are asked why, and how long they may take to answer before they are replaced."""
 
 
 class EngineGroup:
@@ -76,7 +78,7 @@ class EngineGroup:
         return self._sync(as_shipment(source), version)
 
     def _sync(self, shipment: Shipment, version: int) -> SyncReport:
-        self._source, self.version = shipment, version
+        self._source, self.version, cause = shipment, version, ""
         for _ in range(ATTEMPTS):
             members = self.fleet.muster()
             start = time.perf_counter()
@@ -86,15 +88,23 @@ class EngineGroup:
                 if isinstance(error, QurlError):  # the weights or the trainer are at fault
                     raise
                 self.fleet.disconnect()
-                self.fleet.notify(f"a sync of version {version} broke off: {error}")
-                self.fleet.ping(members, seconds=10.0)
+                cause = "; ".join([str(error), *self._failures(members)])
+                self.fleet.notify(f"a sync of version {version} broke off: {cause}")
+                self.fleet.ping(members, seconds=ANSWER_SECONDS)
                 continue
             if reports:
                 return self._sum_up(reports, time.perf_counter() - start)
         raise SyncError(
             f"sync of version {version} failed {ATTEMPTS} times; the events say what became of "
-            "the engines"
+            "the engines" + (f". The last time: {cause}" if cause else "")
         )
+
+    def _failures(self, members: Sequence[Member]) -> list[str]:
+        """What engines that are alive say of a sync that broke off: only they know why."""
+        calls = {member: member.call("failure") for member in members if member.handle}
+        wait(calls.values(), timeout=FAILURE_SECONDS)
+        answered = [(m, c.result()) for m, c in calls.items() if c.done() and not c.exception()]
+        return [f"{member}: {said}" for member, said in answered if said]
 
     def _ship(
         self, members: Sequence[Member], shipment: Shipment, version: int

@@ -113,7 +113,7 @@ class EngineWorker:
 
     def join(self, address: Address, rank: int, size: int) -> None:
         """Become a member of a wire."""
-        self._wire = None
+        self._wire = self._talk = None
         self._wire = Wire(address, rank, size, self._device)
 
     def begin_sync(self, name: str, version: int, dtype: torch.dtype) -> None:
@@ -127,6 +127,10 @@ class EngineWorker:
         """What the engine asks next, or its report if it has nothing more to ask."""
         assert self._talk is not None
         return self._talk.listen()
+
+    def failure(self) -> str:
+        """Why the last sync over this wire failed; empty if it did not, or not yet."""
+        return self._talk.failure() if self._talk is not None else ""
 
     def answer(self, logprobs: Tensor) -> None:
         assert self._talk is not None
@@ -182,7 +186,12 @@ class Talk:
         return self.answers.get()
 
     def follow(self, report: Future[SyncReport]) -> None:
+        self._report = report
         report.add_done_callback(self._questions.put)
+
+    def failure(self) -> str:
+        error = self._report.exception() if self._report.done() else None
+        return f"{type(error).__name__}: {error}" if error else ""
 
     def listen(self) -> Question | SyncReport:
         heard = self._questions.get()

@@ -1,7 +1,7 @@
 """The decoder's operations in Triton, for GPUs: ten kernels a layer and no host synchronisation.
 
-Plans choose each product by shape (`qurl.quant.kernels.plans`). With `unified`, every operation has
-the bits of the trainer's, as far as the order of its sums is ours: that of FP8 products is not.
+Plans choose each product by shape (`qurl.quant.kernels.plans`). With `unified`, every operation but
+the head has the bits of the trainer's, whatever the batch; attention if `flash` supports its heads.
 """
 
 from __future__ import annotations

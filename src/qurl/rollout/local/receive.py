@@ -48,9 +48,9 @@ class Receiver:
         flips, num_codes = torch.zeros((), dtype=torch.int64, device=weights.device), 0
         for chunk in shipment.pack(self.packing):
             self._sums |= checksums(chunk)
-            for name, tensor in chunk.items():
-                flips += self._write(name, tensor)
-                num_codes += tensor.numel() * (name in self._codes)
+            num_codes += sum(x.numel() for name, x in chunk.items() if name in self._codes)
+            # No name here for a tensor: it would outlive the chunk, which may be lent.
+            flips += sum(self._write(name, x) for name, x in chunk.items())
         if HEAD not in self._sums and EMBEDDING in self._sums:  # it is tied
             head = {HEAD: self._targets[EMBEDDING].to(weights.dtype)}
             self._sums |= checksums(head)

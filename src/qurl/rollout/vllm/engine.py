@@ -173,7 +173,8 @@ class VllmEngine:
         """A chunk as vLLM's processes can read it: in a file, if they are others."""
         sums = checksums(chunk)
         if not self._is_remote:
-            return {"checksums": sums, "weights": chunk}
+            # vLLM keeps what it gets of a layer until it has all of it, and a chunk may be lent.
+            return {"checksums": sums, "weights": {n: x.clone() for n, x in chunk.items()}}
         save_chunk(chunk, path)
         return {"checksums": sums, "path": str(path)}
 

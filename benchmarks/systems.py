@@ -100,9 +100,11 @@ def main() -> None:
     args = parser.parse_args()
     if not args.table:
         os.nice(19)
+        # One after the other: transformers makes no two models at once in threads.
+        shared = [prepare(args.runs / f"seed-{seed}", seed) for seed in range(args.seeds)]
         jobs = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for run in pool.map(lambda job: run_arm(args, *job), jobs):
+            for run in pool.map(lambda job: run_arm(args, *job, shared[job[1]]), jobs):
                 keep(run)
     print(make_table(json.loads(RESULT.read_text())))
 
@@ -120,9 +122,8 @@ def prepare(folder: Path, seed: int) -> dict[str, str]:
     return {"model.path": str(model), "task.name": "file", "task.reward": "exact", **files}
 
 
-def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict:
+def run_arm(args: argparse.Namespace, arm: str, seed: int, shared: dict[str, str]) -> dict:
     """Train one arm in a process of its own and keep what it cost."""
-    shared = prepare(args.runs / f"seed-{seed}", seed)
     steps = args.steps // 4 if arm in LARGE else args.steps
     run = args.runs / f"{arm.replace(' ', '-')}-{seed}-{steps}"
     flags = SHARED | shared | ARMS[arm] | {"seed": seed, "steps": steps}

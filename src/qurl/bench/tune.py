@@ -29,6 +29,7 @@ from qurl.quant.kernels.plans import (
     Choice,
     Plans,
     TableKey,
+    library_agrees,
     open_table,
     user_table,
     whole_kind,
@@ -148,8 +149,10 @@ def measure_group(session: Tuning, problems: Sequence[Gemm]) -> None:
     plans = {p: products.candidates(p, chip, known.get(p.table_key)) for p in problems}
     session.compile((p, plan) for p in problems for plan in plans[p])
     measured: dict[Gemm, Times] = {}
+    has_unified_library = library_agrees("fp8", Target.of(session.device))
     for problem in problems:
-        measured[problem] = times = session.measure(problem, [None, *plans[problem]])
+        library = [None] if has_unified_library or not problem.is_unified else []
+        measured[problem] = times = session.measure(problem, [*library, *plans[problem]])
         if not times:
             raise EngineError(f"none of {len(plans[problem])} plans of {problem} fits the GPU")
         session.save(problem, times)
@@ -160,10 +163,10 @@ def measure_group(session: Tuning, problems: Sequence[Gemm]) -> None:
         if ahead[problem]:
             times = {**times, **session.measure(problem, ahead[problem])}
             session.save(problem, times)
-        best, library = products.best_of(times), times.get(None)
+        best, library_us = products.best_of(times), times.get(None)
         figures = {
             "us": times[best],
-            "library": "-" if library is None else f"{library:.1f}",
+            "library": "-" if library_us is None else f"{library_us:.1f}",
             "plan": "library" if best is None else " ".join(map(str, asdict(best).values())),
         }
         print(ROW.format(**asdict(problem), **figures), flush=True)

@@ -32,6 +32,7 @@ from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.target import Target
 from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import Format, Quantized, dequantize, quantize
+from qurl.quant.kernels.gemm import library_product
 from qurl.quant.kernels.plans import Plans, kind_of
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
@@ -137,7 +138,7 @@ class Projection:
         coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
         parts = len(self.sizes) if self.alternates else 1
         code_gradient(dy, scale, coded.codes, coded.scale, weight.format.act_max, parts)
-        return _product(coded, weight, None, dy.dtype)
+        return _gradient_product(coded, weight, dy.dtype)
 
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
@@ -286,7 +287,13 @@ def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:
     token_scale = x.scale * transpose_codes(x.codes, c.codes)[:, None]
     c.scale.fill_(1.0)
     code_columns(dy, token_scale, q.codes, q.scale, format.act_max)
-    return _product(q, c, None, dy.dtype)
+    return _gradient_product(q, c, dy.dtype)
+
+
+def _gradient_product(x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """x W^T. No engine has to have its bits, so cuBLAS may multiply on every GPU."""
+    product = library_product(x, weight, None, dtype, is_fast=True)
+    return _product(x, weight, None, dtype) if product is None else product
 
 
 def _product(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

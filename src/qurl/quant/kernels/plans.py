@@ -107,9 +107,8 @@ class Plans:
         key = (whole_kind(kind), channels, depth, tokens)
         if (plan := self.table.get(key)) is not None:
             return dataclasses.replace(plan, is_fast=True)
-        # On Hopper cuBLAS has the bits of our kernel, and is faster where there are many tokens.
-        has_library = kind == "fp8" and self.target.capability == (9, 0)
-        if has_library and (key in self.table or tokens > FEW_TOKENS):
+        # With many tokens it is faster.
+        if library_agrees(kind, self.target) and (key in self.table or tokens > FEW_TOKENS):
             return None
         return self._rule(kind, tokens, channels, depth)
 
@@ -131,6 +130,11 @@ class Plans:
 def whole_kind(kind: str) -> str:
     """Under this name the table has the best plan that does not cut K, for unified flows."""
     return f"{kind}-unified"
+
+
+def library_agrees(kind: str, target: Target) -> bool:
+    """Whether cuBLAS has the bits of our kernel, with K in one part; seen on Hopper only."""
+    return kind == "fp8" and target.capability == (9, 0)
 
 
 def bucket_of(tokens: int) -> int:

@@ -68,12 +68,12 @@ def find_victims(driver: int) -> dict[str, list[int]]:
     return found
 
 
-def disturb(folder: Path, num_kills: int, draw: random.Random) -> dict[str, int]:
+def disturb(folder: Path, num_kills: int, longest: float, draw: random.Random) -> dict[str, int]:
     """Run to the end; returns how often each kind of process was killed, and the starts."""
     counts = {"driver": 0, "rank": 0, "engine": 0, "starts": 1}
     process, left = start(folder), num_kills
     while True:
-        deadline = time.monotonic() + draw.uniform(2.0, 25.0)
+        deadline = time.monotonic() + draw.uniform(2.0, longest)
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         if process.poll() == 0:
@@ -102,6 +102,7 @@ def accuracies(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--longest", type=float, default=25.0, help="seconds between two kills")
     parser.add_argument("--folder", type=Path, default=Path("runs/kills"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -111,7 +112,7 @@ def main() -> None:
     if start(quiet).wait():
         sys.exit(f"the undisturbed run failed; see {quiet}.log")
     began = time.monotonic()
-    counts = disturb(disturbed, options.kills, random.Random(options.seed))
+    counts = disturb(disturbed, options.kills, options.longest, random.Random(options.seed))
     events = [event["message"] for event in read_jsonl(disturbed / "events.jsonl")]
     ours, theirs = accuracies(disturbed), accuracies(quiet)
     result = {

@@ -27,6 +27,7 @@ CASE = "grpo, reference, UAQ"
 @pytest.fixture(scope="module", autouse=True)
 def address():
     """A cluster of three CPUs, and of GPUs that Ray only believes in."""
+    ray.shutdown()  # that of another file's tests
     ray.init(num_cpus=3, num_gpus=3, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()

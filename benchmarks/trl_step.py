@@ -8,7 +8,7 @@ log-probs of vLLM's completions as we do. Its settings, both with FP32 masters a
     tuned      no checkpointing, Liger's kernels, passes as long as ours
 
 Without a GPU, transformers samples in FP32 instead of vLLM, and Liger is left out: that shows that
-the script works, not how fast TRL is. Run like that with TRL 1.16; with vLLM, not yet.
+the script works, not how fast TRL is. Run with TRL 1.16, on an H200 with vLLM 0.25.1.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def choose_carrier(config: Config, num_gpus: int) -> Carrier:
 def _reserves(config: Config) -> bool:
     """Whether engines ask Ray for GPUs: in a cluster, or where it has reserved the trainers'.
 
-    If it is started here for engines alone, it takes the GPUs of the trainers for free.
+    Started here for engines alone, Ray does not know which GPUs the trainers use.
     """
     parallel = config.parallel
     has_trainers = parallel.trainers > 1 and num_launched() is None

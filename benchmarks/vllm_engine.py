@@ -2,15 +2,19 @@
 
     python -m benchmarks.vllm_engine --model 1.5B --quant int8
 
-One format per command, because vLLM keeps its memory until the process ends. Each engine starts
-from the same random weights, which then move as far as a large step of training, three times. After
-each update it samples, and transformers scores the samples in full precision. Adds to
-benchmarks/results/vllm_engine.json. Written against vLLM 0.25.1 and 0.32.
+One format per command, because vLLM keeps its memory until the process ends. vLLM takes a minute to
+start; with `--turn FILE`, several commands start at once and measure one after the other. Each
+engine starts from the same random weights, which then move as far as a large step of training,
+three times. After each update it samples, and transformers scores the samples in full precision.
+Adds to benchmarks/results/vllm_engine.json. Written against vLLM 0.25.1 and 0.32.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +48,10 @@ class VllmBench:
     new_tokens: int = 512
     scored: int = 64
     """Completions that transformers scores."""
-    kv_memory_frac: float = 0.4
-    """Of free memory for vLLM; the local engine comes after it."""
+    kv_gb: float = 24.0
+    """Memory of vLLM's cache on a GPU; the local engine comes after it."""
+    turn: Path | None = None
+    """A file that is locked from the first measurement to the last."""
     out: Path | None = None
 
 
@@ -54,28 +60,59 @@ def run(bench: VllmBench) -> None:
         raise ConfigError(f"--model {bench.model} is not one of {', '.join(SHAPES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = Record("vllm_engine", bench.out, device)
-    for kind in ENGINES:
-        model = build_model(SHAPES[bench.model], device)  # anew: the updates are the same
-        seconds, engine = time_call(lambda kind=kind, m=model: start(kind, m, bench), device)
-        print(f"{kind} {bench.quant}: started in {seconds:.1f} s")
-        rows = [update(engine, model, bench, version) for version in range(NUM_UPDATES + 1)]
-        name = f"{kind} {bench.model} {bench.quant}{' online' if bench.online else ''}"
-        settings = {key: str(value) for key, value in vars(bench).items()}
-        record.add(name, settings=settings, start_seconds=seconds, versions=rows, **facts(kind))
-        del engine
+    first, second = ENGINES
+    started = start(first, bench, device)
+    with take_turn(bench.turn):
+        measure(first, *started, bench, record)
+        del started
+        measure(second, *start(second, bench, device), bench, record)
 
 
-def start(kind: str, model: Any, bench: VllmBench) -> Any:
+def start(kind: str, bench: VllmBench, device: torch.device) -> tuple[float, Any, Any]:
+    """Seconds, engine and model. The model is made anew, so that its updates are the same."""
+    model = build_model(SHAPES[bench.model], device)
+    options = engine_options(kind, bench, device)
+    seconds, engine = time_call(
+        lambda: build_engine(kind, model, quant=bench.quant, **options), device
+    )
+    print(f"{kind} {bench.quant}: started in {seconds:.1f} s")
+    return seconds, engine, model
+
+
+def engine_options(kind: str, bench: VllmBench, device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {"max_batch": bench.problems * bench.group_size}
-    if kind == "vllm":
-        length = bench.prompt_tokens + bench.new_tokens
-        options |= {"online": bench.online, "kv_memory_frac": bench.kv_memory_frac}
-        options["options"] = {"max_model_len": length + 64}
-    return build_engine(kind, model, quant=bench.quant, **options)
+    if kind == "local":
+        return options
+    arguments = {"max_model_len": bench.prompt_tokens + bench.new_tokens + 64}
+    if device.type == "cuda":
+        # A fixed size: what others take while vLLM starts would confuse its own measurement.
+        arguments["kv_cache_memory_bytes"] = int(bench.kv_gb * 1e9)
+        options["kv_memory_frac"] = 0.1  # of what must be free
+    return options | {"online": bench.online, "options": arguments}
+
+
+@contextmanager
+def take_turn(path: Path | None) -> Iterator[None]:
+    """Wait until no other command measures."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure(
+    kind: str, seconds: float, engine: Any, model: Any, bench: VllmBench, record: Record
+) -> None:
+    rows = [update(engine, model, bench, version) for version in range(NUM_UPDATES + 1)]
+    name = f"{kind} {bench.model} {bench.quant}{' online' if bench.online else ''}"
+    settings = {key: str(value) for key, value in vars(bench).items() if key != "turn"}
+    record.add(name, settings=settings, start_seconds=seconds, versions=rows, **facts(kind))
 
 
 def update(engine: Any, model: Any, bench: VllmBench, version: int) -> dict[str, float]:
-    """Move the weights, except for version 0; sync, sample twice, and compare log-probs."""
+    """Move the weights, except for version 0; sync, sample, and compare log-probs."""
     if version:
         move_(model, seed=version)
     report = engine.sync(model, version=version)
@@ -88,7 +125,8 @@ def update(engine: Any, model: Any, bench: VllmBench, version: int) -> dict[str,
     ]
     sizes = {"max_tokens": bench.new_tokens, "group_size": bench.group_size}
     params = SamplingParams(**sizes, seed=version, ignore_eos=True)
-    engine.generate(problems, params)  # compiles and captures
+    if version == 0:
+        engine.generate(problems, params)  # compiles and captures
     seconds, rollouts = time_call(lambda: engine.generate(problems, params), model.device)
     gaps = score_gaps(model, rollouts, bench.scored)
     row = {

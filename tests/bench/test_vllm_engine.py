@@ -8,11 +8,11 @@ from benchmarks.vllm_engine import VllmBench
 
 def test_every_version_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "ENGINES", ("local", "hf"))
-    monkeypatch.setattr(
-        vllm_engine, "start", lambda kind, m, b: vllm_engine.build_engine(kind, m, quant=b.quant)
-    )
+    monkeypatch.setattr(vllm_engine, "engine_options", lambda *_: {})
     sizes = {"problems": 2, "group_size": 2, "prompt_tokens": 5, "new_tokens": 6, "scored": 3}
-    vllm_engine.run(VllmBench("tiny", quant="int8", out=tmp_path / "out.json", **sizes))
+    vllm_engine.run(
+        VllmBench("tiny", quant="int8", turn=tmp_path / "turn", out=tmp_path / "out.json", **sizes)
+    )
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert results.keys() == {"local tiny int8", "hf tiny int8"}
     for [entry] in results.values():

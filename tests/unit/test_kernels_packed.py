@@ -9,17 +9,17 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from qurl.ops.target import Target
-from qurl.quant import Quantized, dequantize, quantize
+from qurl.quant import Quantized, dequantize, get_format, quantize
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
-from qurl.quant.kernels.packed import decode
+from qurl.quant.kernels.packed import decode, decode_factor
 from qurl.quant.kernels.plans import BUCKETS, PACKED_TOKENS, Plans, rule_of_thumb
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.linear import Partial, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP32 = torch.bfloat16, torch.float32
-SIZES = [(1, 48, 96), (17, 130, 272), (33, 64, 160), (5, 33, 48)]
-"""M, N, K: one token, tiles that do not divide, a step that reaches beyond K."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = [(1, 48, 96), (17, 130, 272), (33, 64, 160), (5, 33, 48), (16, 64, 256), (64, 70, 64)]
+"""M, N, K: one token, tiles that do not divide, a step that reaches beyond K, whole tiles."""
 H200 = Target("NVIDIA H200", (9, 0), 132)
 
 
@@ -44,13 +44,32 @@ def test_decoded_weights_have_the_bits_of_the_reference(dtype):
     assert not numbers[2].any()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_codes_times_scales_are_exact_in_16_bits(dtype):
+    """All codes with all scales, subnormal ones and 0 included."""
+    codes = torch.arange(256, dtype=torch.uint8).reshape(1, 256).repeat(127, 1)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
+    ones = torch.ones(127, 1)
+    weight = Quantized(
+        *(t.to(DEVICE) for t in (codes, scale)), get_format("nvfp4"), ones.to(DEVICE)
+    )
+    exact = dequantize(weight)
+    assert len(exact.abs().unique()) > 200
+    assert torch.equal(decode_factor(weight, dtype).float(), exact)
+    # Rows of one number each: a product gives the weights back, times g.
+    weight.tensor_scale[:] = torch.linspace(0.1, 3, 127, device=DEVICE)[:, None]
+    x = torch.eye(512, device=DEVICE, dtype=dtype)[:64]
+    product = multiply(x, weight, None, FP32, Plan(16, 64, 64))
+    assert torch.equal(finish(product), (exact * weight.tensor_scale).T[:64])
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_product_against_float64(size, splits, dtype):
+    """No weight is rounded, in BF16 either."""
     x, weight, bias = operands(*size, dtype)
-    rounded = dequantize(weight).to(dtype)
-    expected = x.double() @ rounded.double().T + bias.double()
+    expected = x.double() @ dequantize(weight).double().T + bias.double()
     product = multiply(x, weight, bias, FP32, Plan(16, 64, 64, splits=splits))
     assert isinstance(product, Partial) == (splits > 0)
     assert (finish(product) - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -65,10 +84,13 @@ def test_a_finished_product_is_rounded_once():
     assert torch.equal(here, later)
 
 
-def test_gated_product():
-    x, weight, _ = operands(17, 130, 272)
-    gate, up = (x.double() @ dequantize(weight).double().T).unflatten(-1, (-1, 2)).unbind(-1)
-    h = multiply_gated(x, weight, None, FP32, Plan(16, 64, 128))
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_product(dtype, has_bias):
+    x, weight, bias = operands(17, 130, 272, dtype)
+    y = x.double() @ dequantize(weight).double().T + has_bias * bias
+    gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
+    h = multiply_gated(x, weight, bias if has_bias else None, FP32, Plan(16, 64, 128))
     torch.testing.assert_close(h.double(), F.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 

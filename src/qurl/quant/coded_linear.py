@@ -1,9 +1,10 @@
 """A frozen linear layer in codes, with an adapter beside it (QeRL).
 
-    y = x W_hat^T + b + s (x A^T) B^T
+    y = g x (q a)^T + b + s (x A^T) B^T        W_hat = q (a g)
 
 Trainer and engine multiply by the same W_hat, and the adapter is neither merged nor coded, so
-quantization makes no mismatch between them. W_hat is decoded for each product and not kept.
+quantization makes no mismatch between them. q a is exact in 16 bits, and g is a factor of the FP32
+sum. q a is decoded for each product and not kept.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from qurl.quant.formats import Format, Quantized, dequantize, get_format, quantize
 from qurl.quant.linear import projections
+from qurl.quant.nvfp4 import GROUP
 
 
 class CodedLinear(nn.Linear):
@@ -30,6 +32,9 @@ class CodedLinear(nn.Linear):
         self.format = format
         for name in ("codes", "scale", "tensor_scale"):
             self.register_buffer(name, getattr(coded, name), persistent=False)
+        assert coded.tensor_scale is not None
+        self.outer = coded.tensor_scale[0].item()
+        """g as a Python number, which a product takes without waiting for the GPU."""
         self.bias, self.training = source.bias, source.training
         self.adapter: Any = None
         """A module with A [rank, K], B [N, rank], `scale` and `is_on`; None: no adapter."""
@@ -41,12 +46,12 @@ class CodedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """W_hat + s B A [N, K] in FP32, computed whenever it is read."""
-        base = self.numbers(torch.float32)
+        base = decode(self.base)
         return base if self.adapter is None else self.adapter(base)
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """W_hat [N, K], rounded to `dtype`."""
-        return decode(self.base, dtype)
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """q a [N, K] = W_hat / g, exact in `dtype`."""
+        return decode_factor(self.base, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -66,20 +71,36 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: CodedLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.numbers(x.dtype))
+        return _scaled_product(x, layer.factor(x.dtype).T, layer.outer)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dy @ ctx.layer.numbers(dy.dtype), None
+        return _scaled_product(dy, ctx.layer.factor(dy.dtype), ctx.layer.outer), None
 
 
-def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
-    """`dequantize`, rounded to `dtype`; on a GPU in one kernel."""
+def _scaled_product(x: Tensor, factor: Tensor, outer: float) -> Tensor:
+    """g x F, rounded once."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.addmm(x.new_zeros(()), rows, factor, beta=0, alpha=outer)
+    return y.view(*x.shape[:-1], -1)
+
+
+def decode(weight: Quantized) -> Tensor:
+    """`dequantize`; on a GPU in one kernel."""
     if not weight.codes.is_cuda:
-        return dequantize(weight).to(dtype)
+        return dequantize(weight)
     from qurl.quant.kernels import packed  # needs Triton
 
-    return packed.decode(weight, dtype)
+    return packed.decode(weight, torch.float32)
+
+
+def decode_factor(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """q a [N, K], exact in `dtype`; on a GPU in one kernel."""
+    if not weight.codes.is_cuda:
+        return weight.numbers().to(dtype) * weight.scale.to(dtype).repeat_interleave(GROUP, -1)
+    from qurl.quant.kernels import packed  # needs Triton
+
+    return packed.decode_factor(weight, dtype)
 
 
 @torch.no_grad()

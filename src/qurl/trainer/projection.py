@@ -97,12 +97,7 @@ class Projection:
 
     @torch.no_grad()
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for.
-
-        A frozen base in codes is W without the adapters, and not kept.
-        """
-        if self.has_coded_base:
-            return torch.cat([linear.numbers(dtype) for linear in self.linears])  # type: ignore[operator]
+        """W [N, K] as numbers of `dtype`; with a format, those that its codes stand for."""
         if self.format is None and dtype == torch.float32:  # rare, and a copy would be large
             return self._numbers(dtype)
         if self.format is None and (masters := self._masters(dtype)) is not None:
@@ -114,12 +109,32 @@ class Projection:
         bias = self._copy(("bias", dtype), lambda: self._bias(dtype))
         if isinstance(x, Quantized):
             return _product(x, self.codes(), bias, dtype)
-        w = self.weight(dtype)
-        y = torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
+        if self.has_coded_base:
+            y = self._coded_product(x, bias)
+        else:
+            w = self.weight(dtype)
+            y = torch.mm(x, w.T) if bias is None else torch.addmm(bias, x, w.T)
         for adapter, part in zip(self._adapters(), y.split(self.sizes, -1), strict=False):
             a, b = (factor.detach().to(dtype) for factor in (adapter.A, adapter.B))
             part.addmm_(torch.mm(x, a.T), b.T, alpha=adapter.scale)
         return y
+
+    def _coded_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W_hat^T + b of frozen layers in codes, each of which has its own g."""
+        rows, columns = len(x), sum(self.sizes)
+        y = x.new_zeros(rows, columns) if bias is None else bias.repeat(rows, 1)
+        for linear, part in zip(self.linears, y.split(self.sizes, -1), strict=True):
+            assert isinstance(linear, CodedLinear)
+            part.addmm_(x, linear.factor(x.dtype).T, alpha=linear.outer)
+        return y
+
+    def _coded_gradient(self, dy: Tensor) -> Tensor:
+        """dy W_hat of frozen layers in codes."""
+        dx = dy.new_zeros(len(dy), self.linears[0].in_features)
+        for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
+            assert isinstance(linear, CodedLinear)
+            dx.addmm_(part, linear.factor(dy.dtype), alpha=linear.outer)
+        return dx
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         """dx [M, K] of dy [M, N], in its dtype.
@@ -129,7 +144,8 @@ class Projection:
         if gradients are coded: the codes c of W serve as they are, and only dy is rounded.
         """
         if not self.has_coded_gradient:
-            dx = torch.mm(dy, self.weight(dy.dtype))
+            is_coded = self.has_coded_base
+            dx = self._coded_gradient(dy) if is_coded else torch.mm(dy, self.weight(dy.dtype))
             for adapter, part in zip(self._adapters(), dy.split(self.sizes, -1), strict=False):
                 a, b = (factor.detach().to(dy.dtype) for factor in (adapter.A, adapter.B))
                 dx.addmm_(torch.mm(part, b), a, alpha=adapter.scale)

@@ -20,20 +20,18 @@ Shapes: M tokens, N output channels, K input channels.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qurl.ops.rounding import as_factor
-from qurl.ops.target import Target
 from qurl.quant.formats import BLOCK, Quantized
 from qurl.quant.kernels.packed import decode, multiply_packed
-from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
+from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights, store_tile
 from qurl.quant.linear import Operand, Partial, Product
 
 EXACT_DEPTH = 128
@@ -204,11 +202,8 @@ def _launch(
     assert not _is_blocked(weight) or plan.depth == BLOCK, "block scales are per step of K"
     (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
     M, (N, K) = len(numbers), w.shape
-    has_descriptors = _can_describe(numbers) and _can_describe(w)
-    tiles: tuple[Any, Any] = (numbers, w)
-    if has_descriptors:
-        sizes = ([plan.tokens, plan.depth], [plan.channels, plan.depth])
-        tiles = tuple(map(TensorDescriptor.from_tensor, tiles, sizes))
+    shapes = ((plan.tokens, plan.depth), (plan.channels, plan.depth))
+    tiles, has_descriptors = as_tiles((numbers, w), shapes)
     grid, steps, constants = plan.launch(M, w, K, is_gated=is_gated)
     constants |= {"IS_BLOCKED": _is_blocked(weight), "HAS_DESCRIPTORS": has_descriptors}
     constants["LONGEST_SUM"] = None if plan.is_fast else min(plan.depth, EXACT_DEPTH)
@@ -243,9 +238,3 @@ def library_product(
         out_dtype=dtype,
         use_fast_accum=is_fast,
     )
-
-
-def _can_describe(matrix: Tensor) -> bool:
-    """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
-    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
-    return is_aligned and Target.of(matrix.device).has_descriptors

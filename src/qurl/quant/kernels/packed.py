@@ -2,14 +2,19 @@
 # (To pyright `tl.static_range` cannot be iterated.)
 """Kernels of NVFP4 weights (`qurl.quant.nvfp4`): products, and codes from and to numbers.
 
-    y[m, n] = sum_k x[m, k] w[n, k] + bias[n]        w = q (a g), rounded to the dtype of x
+    y[m, n] = g[n] sum_k x[m, k] (q a)[n, k] + bias[n]
 
-Codes are unpacked in registers, so a product moves a quarter of BF16's bytes. Its weights have the
-bits of `dequantize(q).to(x.dtype)`: engine and trainer compute with the same ones. The low halves
-of bytes are one factor, the high halves another, each with its own columns of x.
+Codes are unpacked in registers, so a product moves a quarter of BF16's bytes. A code q has two
+significant bits and a scale a has four, so q a is exact in BF16 and in FP16, and g is a factor of
+the FP32 sum: weights are not rounded. The trainer does the same (`qurl.quant.coded_linear`).
 
 A code has one bit of sign, two of exponent and one of mantissa. Those become the lowest bits of the
-exponent and the highest of the mantissa of an FP32 number, which is too small by 2^126.
+exponent and the highest of the mantissa of a wider number, which is too small by 2^126. A scale has
+four bits of exponent and three of mantissa and becomes too small by 2^120. Multiplying such numbers
+is exact, subnormal ones included, so neither zeros nor subnormal scales need a case of their own.
+
+Two bytes hold the channels i, i + 1, i + 8 and i + 9 of a group of 16, just those that one thread
+of a matrix unit multiplies. They are fetched together.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -24,15 +29,57 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import DTYPES, EXACT, divide_up
-from qurl.ops.rounding import as_factor, float8_bits, narrow
+from qurl.ops.rounding import INTERPRETED, as_factor, float8_bits, narrow
 from qurl.quant.formats import Quantized
-from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
+from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights, store_tile
 from qurl.quant.nvfp4 import GROUP, LARGEST, SCALE_MAX, scale_of
 
 _GROUP = tl.constexpr(GROUP)
 _HALF = tl.constexpr(GROUP // 2)
 _LARGEST = tl.constexpr(LARGEST)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
+_LIFT = tl.constexpr(256.0)
+"""Weights in a product are q a / 256: 2^-126 of a code times 2^118, most that BF16 has for a."""
+_SCALES = tl.constexpr("""{
+    .reg .b32 first, second, to_one, lift, zero;
+    mov.b32 to_one, 0x7B807B80;             // 2^120
+    mov.b32 lift, 0x7A807A80;               // 2^118
+    mov.b32 zero, 0x80008000;               // -0, which leaves the sign of a product
+    prmt.b32 first, $2, 0, 0x4140;          // bytes to lanes of 16 bits
+    prmt.b32 second, $2, 0, 0x4342;
+    shl.b32 first, first, 4;
+    shl.b32 second, second, 4;
+    fma.rn.bf16x2 first, first, to_one, zero;
+    fma.rn.bf16x2 second, second, to_one, zero;
+    fma.rn.bf16x2 $0, first, lift, zero;
+    fma.rn.bf16x2 $1, second, lift, zero;
+}""")
+"""Four bytes of E4M3 to BF16 numbers a 2^118."""
+_WEIGHTS = """
+    shl.b32 codes, $4, {shift};             // to the high half of each byte: s e e m
+    shf.r.wrap.b32 turned, codes, codes, 6; // e m to the top of the next lower byte
+    and.b32 low, turned, 0xC0C0C0C0;        // low bytes of BF16 numbers: e m 0 0 0 0 0 0
+    and.b32 high, codes, 0x80808080;        // and high ones: s 0 0 0 0 0 0 e
+    lop3.b32 high, turned, 0x01010101, high, 0xEA;
+    prmt.b32 codes, low, high, 0x5043;
+    prmt.b32 low, low, high, 0x7261;
+    fma.rn.bf16x2 {first}, codes, scale, zero;
+    fma.rn.bf16x2 {second}, low, other_scale, zero;
+"""
+_PRODUCTS = tl.constexpr(
+    """{
+    .reg .b32 codes, turned, low, high, zero, scale, other_scale;
+    .reg .b16 a, b;
+    mov.b32 zero, 0x80008000;               // -0, which leaves the sign of a product
+    mov.b32 {a, b}, $5;
+    mov.b32 scale, {a, a};
+    mov.b32 other_scale, {b, b};
+    """
+    + _WEIGHTS.format(shift=4, first="$0", second="$1")
+    + _WEIGHTS.format(shift=0, first="$2", second="$3")
+    + "}"
+)
+"""Two pairs of bytes and their scales a 2^118 to q a / 256: pairs of low, then of high halves."""
 _CHUNK = 2048
 """Columns that a program codes or decodes at once."""
 
@@ -44,18 +91,33 @@ def multiply_packed(
     M, (N, K) = len(x), weight.shape
     assert x.shape[1] == K
     assert plan.depth % (2 * GROUP) == 0
-    grid, steps, constants = plan.launch(M, weight.codes, K, is_gated=is_gated)
-    sizes = (M, N, K, K // 2, K // GROUP, steps)
-    packed_gemm_kernel[grid](x, *_bytes(weight), y, bias, *sizes, **constants)
+    codes, *scales = _bytes(weight)
+    pairs = codes.view(torch.int16)
+    shapes = ((plan.tokens, plan.depth), (plan.channels, plan.depth // 4))
+    tiles, has_descriptors = as_tiles((x, pairs), shapes)
+    grid, steps, constants = plan.launch(M, pairs, K, is_gated=is_gated)
+    constants["HAS_DESCRIPTORS"] = has_descriptors
+    sizes = (M, N, K, K // 4, K // GROUP, steps)
+    packed_gemm_kernel[grid](*tiles, pairs, *scales, y, bias, *sizes, **constants)
 
 
 def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in `dtype`, with the bits of `dequantize`."""
-    rows, columns = weight.shape
-    numbers = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
-    grid = (rows, divide_up(columns, _CHUNK))
+    return _decode(*_bytes(weight), dtype)
+
+
+def decode_factor(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """q a [N, K], exact in `dtype`."""
+    codes, scale, _ = _bytes(weight)
+    return _decode(codes, scale, None, dtype)
+
+
+def _decode(codes: Tensor, scale: Tensor, outer: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows, columns = len(codes), 2 * codes.shape[1]
+    numbers = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     shape: dict[str, Any] = {"CHUNK": _CHUNK, **EXACT}
-    decode_kernel[grid](numbers, *_bytes(weight), columns, **shape)
+    grid = (rows, divide_up(columns, _CHUNK))
+    decode_kernel[grid](numbers, codes, scale, outer, columns, **shape)
     return numbers
 
 
@@ -92,6 +154,7 @@ def _bytes(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 def packed_gemm_kernel(
     x,
     w,
+    w_pointer,
     scale_w,
     tensor_scale,
     y,
@@ -99,7 +162,7 @@ def packed_gemm_kernel(
     M,
     N,
     K,
-    num_bytes,
+    num_pairs,
     num_groups,
     steps_per_split,
     TOKENS: tl.constexpr,
@@ -107,13 +170,14 @@ def packed_gemm_kernel(
     DEPTH: tl.constexpr,
     IS_FINISHED: tl.constexpr,
     IS_GATED: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile y[TOKENS, CHANNELS] of one part of K.
 
-    Rows of w have `num_bytes`, those of scale_w `num_groups`: arguments, so that the compiler knows
-    which are multiples of 16 and can be loaded several numbers at a time.
+    Rows of w have `num_pairs` of bytes, those of scale_w `num_groups`: arguments, so that the
+    compiler knows which are multiples of 16 and can be loaded several numbers at a time.
     """
     num_token_tiles = tl.cdiv(M, TOKENS)
     first_token = (tl.program_id(0) % num_token_tiles) * TOKENS
@@ -123,47 +187,94 @@ def packed_gemm_kernel(
     last_step = tl.minimum(first_step + steps_per_split, tl.cdiv(K, DEPTH))
     if PDL:
         if PREFETCH_LINES > 0:
-            first_byte = first_step * (DEPTH // 2)
-            prefetch_weights(w, first_channel, first_byte, N, num_bytes, CHANNELS, PREFETCH_LINES)
+            first_pair = first_step * (DEPTH // 4)
+            prefetch_weights(
+                w_pointer, first_channel, first_pair, N, num_pairs, CHANNELS, PREFETCH_LINES
+            )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
     tokens = first_token + tl.arange(0, TOKENS)
     channels = first_channel + tl.arange(0, CHANNELS)
-    places = tl.arange(0, DEPTH // 2)
-    low = places // _HALF * _GROUP + places % _HALF
+    depth = tl.arange(0, DEPTH)
+    pairs = tl.arange(0, DEPTH // 4)
     groups = tl.arange(0, DEPTH // _GROUP)
-    outer = tl.load(tensor_scale + channels, channels < N, 0.0)[:, None]
     acc = tl.zeros((CHANNELS, TOKENS), tl.float32)
     for step in range(first_step, last_step):
-        column = step * DEPTH
-        codes = load_tile(w, channels, places + step * (DEPTH // 2), N, num_bytes)
+        if HAS_DESCRIPTORS:
+            codes = w.load([first_channel, step * (DEPTH // 4)])
+            x_tile = x.load([first_token, step * DEPTH])
+        else:
+            codes = load_tile(w, channels, pairs + step * (DEPTH // 4), N, num_pairs)
+            x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
         scale = load_tile(scale_w, channels, groups + step * (DEPTH // _GROUP), N, num_groups)
-        steps = _from_float8(scale) * outer  # [CHANNELS, DEPTH / 16]
-        steps = tl.broadcast_to(steps[:, :, None], (CHANNELS, DEPTH // _GROUP, _HALF))
-        steps = tl.reshape(steps, (CHANNELS, DEPTH // 2))
-        for half in tl.static_range(2):
-            x_tile = load_tile(x, tokens, column + low + half * _HALF, M, K)
-            w_tile = narrow(_from_code(codes >> (4 * half)) * steps, x_tile.dtype)
-            acc = tl.dot(
-                as_factor(w_tile),
-                as_factor(x_tile).T,
-                acc,
-                input_precision="ieee" if x_tile.dtype == tl.float32 else None,
-            )
+        acc = tl.dot(
+            as_factor(_weights(codes, scale, x_tile.dtype)),
+            as_factor(x_tile).T,
+            acc,
+            input_precision="ieee" if x_tile.dtype == tl.float32 else None,
+        )
+    outer = tl.load(tensor_scale + channels, channels < N, 0.0)
+    acc = acc * _LIFT * outer[:, None]
     store_tile(y, acc.T, bias, part, tokens, first_channel, M, N, IS_FINISHED, IS_GATED)
 
 
 @triton.jit
+def _weights(codes, scale, DTYPE: tl.constexpr):
+    """q a / 256 [CHANNELS, DEPTH] of pairs of bytes and scales, exact in DTYPE."""
+    if not INTERPRETED and tl.bfloat16 == DTYPE:
+        # Triton by itself multiplies BF16 numbers one by one, and in FP32.
+        steps = tl.inline_asm_elementwise(
+            _SCALES, "=r,=r,r", [scale], tl.bfloat16, is_pure=True, pack=4
+        )
+        # A result is written before the last operand is read.
+        low, high = tl.inline_asm_elementwise(
+            _PRODUCTS,
+            "=&r,=&r,=&r,=&r,r,r",
+            [codes, _repeat(steps, codes.shape[1])],
+            (tl.int32, tl.int32),
+            is_pure=True,
+            pack=2,
+        )
+        low, high = _numbers_of_pair(low), _numbers_of_pair(high)
+    else:
+        steps = _repeat(_from_float8(scale) * (1 / _LIFT), codes.shape[1])
+        low = tl.join(_from_code(codes) * steps, _from_code(codes >> 8) * steps)
+        high = tl.join(_from_code(codes >> 4) * steps, _from_code(codes >> 12) * steps)
+        low, high = narrow(low, DTYPE), narrow(high, DTYPE)
+    # [CHANNELS, group, pair, byte, half] to the order of input channels.
+    tile = tl.join(low, high).reshape(codes.shape[0], scale.shape[1], _HALF // 2, 2, 2)
+    return tile.permute(0, 1, 4, 2, 3).reshape(codes.shape[0], 4 * codes.shape[1])
+
+
+@triton.jit
+def _numbers_of_pair(bits):
+    """The two BF16 numbers in 32 bits, along a new dimension."""
+    first = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    second = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(first, second)
+
+
+@triton.jit
+def _repeat(steps, WIDTH: tl.constexpr):
+    """Each of the scales [CHANNELS, groups] so often that there are WIDTH."""
+    TIMES: tl.constexpr = WIDTH // steps.shape[1]
+    steps = tl.broadcast_to(steps[:, :, None], (steps.shape[0], steps.shape[1], TIMES))
+    return steps.reshape(steps.shape[0], WIDTH)
+
+
+@triton.jit
 def decode_kernel(numbers, w, scale_w, tensor_scale, K, CHUNK: tl.constexpr):
-    """CHUNK columns of one row."""
+    """CHUNK columns of one row; q a without the scale of the tensor."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
     mask = places < K // 2
     group = places // _HALF
     codes = tl.load(w + row * (K // 2) + places, mask, 0)
     scale = tl.load(scale_w + row * (K // _GROUP) + group, mask, 0)
-    steps = _from_float8(scale) * tl.load(tensor_scale + row)
+    steps = _from_float8(scale)
+    if tensor_scale is not None:
+        steps = steps * tl.load(tensor_scale + row)
     target = numbers + row * K + group * _GROUP + places % _HALF
     for half in tl.static_range(2):
         value = narrow(_from_code(codes >> (4 * half)) * steps, numbers.dtype.element_ty)

@@ -146,9 +146,10 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
     tile_tokens = min(tokens, 128)
     tile_channels = 128 if channels >= 128 * num_sms or tokens > 64 else 64
     step = STEPS.get(kind, BLOCK)
+    if kind == "nvfp4" and tokens <= 32:
+        step = 2 * BLOCK  # as many bytes; with more tokens their numbers fill the memory
     tiles = -(-tokens // tile_tokens) * -(-channels // tile_channels)
-    # Unpacked weights take registers.
-    is_large = tile_tokens * tile_channels > 64 * (64 if kind == "nvfp4" else 128)
+    is_large = tile_tokens * tile_channels > 64 * 128
     splits = min(2 * num_sms // tiles, -(-depth // step) // 4, 16)
     return Plan(
         tokens=tile_tokens,

@@ -7,15 +7,18 @@ Shapes: M tokens, N output channels, K input channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import narrow
+from qurl.ops.target import Target
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,22 @@ class Plan:
         num_tiles = divide_up(tokens, self.tokens) * divide_up(len(weight), self.channels)
         steps = divide_up(divide_up(num_columns, self.depth), self.num_parts)
         return (num_tiles, self.num_parts), steps, constants
+
+
+def as_tiles(
+    matrices: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+) -> tuple[Sequence[Any], bool]:
+    """Descriptors of tiles, and whether the copy engine can fetch all; if not, the matrices."""
+    if not all(map(_can_describe, matrices)):
+        return matrices, False
+    pairs = zip(matrices, shapes, strict=True)
+    return [TensorDescriptor.from_tensor(matrix, list(shape)) for matrix, shape in pairs], True
+
+
+def _can_describe(matrix: Tensor) -> bool:
+    """Rows must start at multiples of 16 bytes."""
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
+    return is_aligned and Target.of(matrix.device).has_descriptors
 
 
 @triton.jit

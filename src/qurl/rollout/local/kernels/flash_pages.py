@@ -42,8 +42,6 @@ def attend_pages_alike(
     positions: Tensor,
     window: int | None,
     kv_scale: Tensor | None,
-    parts: int = 1,
-    stages: int = 3,
 ) -> Tensor:
     """Attention [B, H, D] of q [B, H, D]; arguments as for `attention.attend_pages`."""
     (batch, heads, size), (page_size, kv_heads) = q.shape, kv.shape[2:4]
@@ -56,17 +54,16 @@ def attend_pages_alike(
         "H_KV": kv_heads,
         "GROUP": heads // kv_heads,
         "D": size,
-        "COLUMNS": size // parts,
         "QUERIES": _QUERIES,
         "KEYS": plan_for(q).forward.keys,
         "PAGE_SIZE": page_size,
         "num_warps": 4,
-        "num_stages": stages,
+        "num_stages": 3,
         **overlapping(q.device),
     }
     tensors = (q, kv[0], kv[1], kv_scale, table, positions, out)
     sizes = (table.stride(0), table.shape[1], window, size**-0.5)
-    alike_kernel[(kv_heads, batch, parts)](*tensors, *sizes, **shape)
+    alike_kernel[(kv_heads, batch)](*tensors, *sizes, **shape)
     return out
 
 
@@ -86,13 +83,12 @@ def alike_kernel(
     H_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS of the output; programs: key heads, sequences, parts of a head."""
+    """One program per key head and sequence."""
     kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     await_inputs(PDL)
     position = tl.load(positions + sequence).to(tl.int32)
@@ -102,7 +98,7 @@ def alike_kernel(
     q_tile = tl.load(q + place, mask=is_head, other=0.0)
     factor = scale * LOG2_E
 
-    acc = tl.zeros([QUERIES, COLUMNS], tl.float32)
+    acc = tl.zeros([QUERIES, D], tl.float32)
     largest = tl.full([QUERIES], HIDDEN, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     end = tl.minimum(position + 1, num_pages * PAGE_SIZE)
@@ -110,46 +106,28 @@ def alike_kernel(
     if window is not None:
         low = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
     table += sequence * table_stride
-    column = kv_head * D + tl.program_id(2) * COLUMNS
-    v_page = load_page(table, low, block, end, PAGE_SIZE, KEYS)
-    base, offsets = locate(v_page, low, block, H_KV * D, PAGE_SIZE, KEYS)
-    at = base + kv_head * D + offsets[:, None] + dims[None, :]
-    k_tile = _load(k + at, _is_key(position, low + block, end, window), q.dtype.element_ty)
-    next_s = dot(q_tile, k_tile.T, None)
-    k_page = load_page(table, low + KEYS, block, end, PAGE_SIZE, KEYS)
+    page = load_page(table, low, block, end, PAGE_SIZE, KEYS)
     for key in tl.range(low, end, KEYS):
-        s = next_s
-        # The scores of the next tile are under way while this one's are exponentiated. Pages are
-        # loaded a step before their keys, so that no load of keys has to wait for one.
-        base, offsets = locate(k_page, key + KEYS, block, H_KV * D, PAGE_SIZE, KEYS)
+        base, offsets = locate(page, key, block, H_KV * D, PAGE_SIZE, KEYS)
+        # A step ahead, so that no load of keys has to wait for the load of their page.
+        page = load_page(table, key + KEYS, block, end, PAGE_SIZE, KEYS)
         at = base + kv_head * D + offsets[:, None] + dims[None, :]
-        is_key = _is_key(position, key + KEYS + block, end, window)
-        next_s = dot(q_tile, _load(k + at, is_key, q.dtype.element_ty).T, None)
+        # Unseen values may be NaN; they are loaded as zero.
+        is_key = is_seen(position, key + block[:, None], window) & (key + block < end)[:, None]
+        k_tile = _load(k + at, is_key, q.dtype.element_ty)
+        s = dot(q_tile, k_tile.T, None)
         if kv_scale is not None:
             s *= tl.load(kv_scale + kv_head)
         s = tl.where(is_seen(position, key + block[None, :], window), s, HIDDEN)
         p, shrink, largest, total = softmax_step(s, largest, total, factor)
-        base, offsets = locate(v_page, key, block, H_KV * D, PAGE_SIZE, KEYS)
-        at = base + column + offsets[:, None] + tl.arange(0, COLUMNS)[None, :]
-        is_key = _is_key(position, key + block, end, window)
         v_tile = _load(v + at, is_key, q.dtype.element_ty)
         acc = dot(narrow(p, v_tile.dtype), v_tile, acc * shrink[:, None])
-        v_page = load_page(table, key + KEYS, block, end, PAGE_SIZE, KEYS)
-        k_page = load_page(table, key + 2 * KEYS, block, end, PAGE_SIZE, KEYS)
 
     if kv_scale is not None:
         acc *= tl.load(kv_scale + H_KV + kv_head)
     # Without a page for the last keys, no number is better than a wrong one.
     total = tl.where(position < end, total, float("nan"))
-    place = (sequence * H_KV + kv_head) * (GROUP * D) + head[:, None] * D
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    store_rounded(out + place + columns[None, :], acc / total[:, None], is_head)
-
-
-@triton.jit
-def _is_key(position, keys, end, window):
-    """Which keys are loaded, as a column. Unseen values may be NaN; they are loaded as zero."""
-    return (is_seen(position, keys, window) & (keys < end))[:, None]
+    store_rounded(out + place, acc / total[:, None], is_head)
 
 
 @triton.jit

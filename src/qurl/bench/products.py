@@ -197,9 +197,8 @@ class GemmRun:
             y = multiply_by_torch(x, weight, self.bias, torch.bfloat16)
         else:
             assert isinstance(x, Tensor)
-            is_coded = isinstance(weight, Quantized)
-            numbers = dequantize(weight).bfloat16() if is_coded else weight
-            y = x.float() @ numbers.float().T
+            numbers = dequantize(weight) if isinstance(weight, Quantized) else weight.float()
+            y = x.float() @ numbers.T
             y = (y if self.bias is None else y + self.bias.float()).bfloat16()
         return _gated(y) if self.problem.is_gated else y
 

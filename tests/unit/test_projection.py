@@ -86,6 +86,7 @@ def test_a_frozen_base_in_codes_with_adapters_beside_it(dtype):
     assert relative(y, x.double() @ w.T + bias) < bound
     assert relative(dx, dy.double() @ w) < bound
     for layer, part in zip(coded, dy.split(found.sizes, -1), strict=True):
+        assert torch.equal(layer.factor(dtype).float(), layer.factor(torch.float32)), "exact"
         adapter, total = layer.adapter, part.double().T @ x.double()
         assert (
             relative(adapter.B.grad, adapter.scale * total @ adapter.A.detach().double().T) < bound

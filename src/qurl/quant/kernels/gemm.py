@@ -202,12 +202,12 @@ def _launch(
     assert not _is_blocked(weight) or plan.depth == BLOCK, "block scales are per step of K"
     (numbers, scale_x), (w, scale_w) = _parts(x), _parts(weight)
     M, (N, K) = len(numbers), w.shape
-    shapes = ((plan.tokens, plan.depth), (plan.channels, plan.depth))
-    tiles, has_descriptors = as_tiles((numbers, w), shapes)
+    x_tiles, w_tiles, has_descriptors = as_tiles(numbers, w, plan)
     grid, steps, constants = plan.launch(M, w, K, is_gated=is_gated)
     constants |= {"IS_BLOCKED": _is_blocked(weight), "HAS_DESCRIPTORS": has_descriptors}
     constants["LONGEST_SUM"] = None if plan.is_fast else min(plan.depth, EXACT_DEPTH)
-    gemm_kernel[grid](*tiles, w, y, scale_x, scale_w, bias, amax, M, N, K, steps, **constants)
+    arguments = (w, y, scale_x, scale_w, bias, amax, M, N, K, steps)
+    gemm_kernel[grid](x_tiles, w_tiles, *arguments, **constants)
 
 
 def library_product(
@@ -216,7 +216,8 @@ def library_product(
     """cuBLAS's product with its bias, rounded once; None if cuBLAS does not take our scales.
 
     On Hopper FP8 products have the bits of `multiply` with a plan that does not cut K and is as
-    fast: `is_fast` leaves whole sums to the matrix unit. NVFP4 weights are decoded first.
+    fast: `is_fast` leaves whole sums to the matrix unit. NVFP4 weights are decoded first and
+    rounded to `dtype`.
     """
     if is_packed(weight):
         weight = decode(weight, dtype)

@@ -1,5 +1,5 @@
-# pyright: reportGeneralTypeIssues=false
-# (To pyright `tl.static_range` cannot be iterated.)
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (To pyright `tl.static_range` cannot be iterated, and a constant of a kernel is no string.)
 """Kernels of NVFP4 weights (`qurl.quant.nvfp4`): products, and codes from and to numbers.
 
     y[m, n] = g[n] sum_k x[m, k] (q a)[n, k] + bias[n]
@@ -91,14 +91,13 @@ def multiply_packed(
     M, (N, K) = len(x), weight.shape
     assert x.shape[1] == K
     assert plan.depth % (2 * GROUP) == 0
-    codes, *scales = _bytes(weight)
+    codes, scale, outer = _bytes(weight)
     pairs = codes.view(torch.int16)
-    shapes = ((plan.tokens, plan.depth), (plan.channels, plan.depth // 4))
-    tiles, has_descriptors = as_tiles((x, pairs), shapes)
+    x_tiles, w_tiles, has_descriptors = as_tiles(x, pairs, plan)
     grid, steps, constants = plan.launch(M, pairs, K, is_gated=is_gated)
     constants["HAS_DESCRIPTORS"] = has_descriptors
-    sizes = (M, N, K, K // 4, K // GROUP, steps)
-    packed_gemm_kernel[grid](*tiles, pairs, *scales, y, bias, *sizes, **constants)
+    arguments = (pairs, scale, outer, y, bias, M, N, K, K // 4, K // GROUP, steps)
+    packed_gemm_kernel[grid](x_tiles, w_tiles, *arguments, **constants)
 
 
 def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:

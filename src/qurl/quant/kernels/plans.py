@@ -149,7 +149,8 @@ def rule_of_thumb(kind: str, tokens: int, channels: int, depth: int, num_sms: in
     if kind == "nvfp4" and tokens <= 32:
         step = 2 * BLOCK  # as many bytes; with more tokens their numbers fill the memory
     tiles = -(-tokens // tile_tokens) * -(-channels // tile_channels)
-    is_large = tile_tokens * tile_channels > 64 * 128
+    # Unpacked weights take registers.
+    is_large = tile_tokens * tile_channels > 64 * (64 if kind == "nvfp4" else 128)
     splits = min(2 * num_sms // tiles, -(-depth // step) // 4, 16)
     return Plan(
         tokens=tile_tokens,

@@ -7,7 +7,6 @@ Shapes: M tokens, N output channels, K input channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,18 +71,23 @@ class Plan:
         return (num_tiles, self.num_parts), steps, constants
 
 
-def as_tiles(
-    matrices: Sequence[Tensor], shapes: Sequence[Sequence[int]]
-) -> tuple[Sequence[Any], bool]:
-    """Descriptors of tiles, and whether the copy engine can fetch all; if not, the matrices."""
-    if not all(map(_can_describe, matrices)):
-        return matrices, False
-    pairs = zip(matrices, shapes, strict=True)
-    return [TensorDescriptor.from_tensor(matrix, list(shape)) for matrix, shape in pairs], True
+def as_tiles(x: Tensor, w: Tensor, plan: Plan) -> tuple[Any, Any, bool]:
+    """Descriptors of the tiles of x and w, and whether there are; if not, x and w themselves.
+
+    Rows of w may have several input channels to an element.
+    """
+    if not (_can_describe(x) and _can_describe(w)):
+        return x, w, False
+    w_depth = plan.depth * w.shape[1] // x.shape[1]
+    return (
+        TensorDescriptor.from_tensor(x, [plan.tokens, plan.depth]),
+        TensorDescriptor.from_tensor(w, [plan.channels, w_depth]),
+        True,
+    )
 
 
 def _can_describe(matrix: Tensor) -> bool:
-    """Rows must start at multiples of 16 bytes."""
+    """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
     is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
     return is_aligned and Target.of(matrix.device).has_descriptors
 

@@ -62,8 +62,8 @@ class ModelConfig(Section):
     lora_alpha: Count = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     base: Literal["full", "nvfp4"] = "full"
-    """Precision of the weights under LoRA. nvfp4 (QeRL): trainer and actor compute with the same
-    4-bit codes, and adapters stay beside them in full precision."""
+    """Precision of the frozen weights under LoRA. nvfp4 (QeRL): trainer and actor compute with the
+    same 4-bit codes; the adapters stay separate, in full precision."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass to save memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -73,11 +73,11 @@ class ModelConfig(Section):
     deterministic: Flag = False
     """Sum gradients in a fixed order, also on a GPU; slower. See also rollout.deterministic."""
     logits_chunk: Count = 1024
-    """Positions whose logits are in memory at once."""
+    """Number of positions whose logits are in memory at once."""
     keep_logits: Flag = False
-    """Keep gradients of all logits of a micro-batch for the backward pass, which otherwise computes
-    the logits again: faster, and 2 bytes (BF16) of memory per token and vocabulary entry. Has no
-    effect with an entropy bonus (algo.entropy_coef)."""
+    """Keep the gradients of all logits of a micro-batch, so that the backward pass need not compute
+    the logits again. This is faster but takes 2 bytes (BF16) of memory per token and vocabulary
+    entry. It has no effect with an entropy bonus (algo.entropy_coef)."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class BatchConfig(Section):
     microbatch_tokens: Count = 16384
     """Tokens per forward and backward pass, at most; a longer sequence gets its own pass."""
     subselect: str = "all"
-    """Completions of a step that are trained on: all, shuffle-r1, pods, or module:name."""
+    """Which completions of a step to train on: all, shuffle-r1, pods, or module:name."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,15 @@ class SamplingConfig(Section):
     """Which problems come next: shuffle (a new random order each epoch), greso, dots, or
     module:name."""
     budget: str = "uniform"
-    """Completions of each problem: uniform (group_size), e3 (more for hard ones), module:name."""
+    """How many completions each problem gets: uniform (group_size), e3 (more for hard problems), or
+    module:name."""
     thermostat: str = "off"
-    """Temperature of each step: off (as above), e3 (keeps the entropy), or module:name."""
+    """How the temperature changes over steps: off (it stays), e3 (keeps the entropy up), or
+    module:name."""
     replay: str = "off"
-    """Earlier groups in each batch: off, recent (rollout replay of DOTS-RR), or module:name."""
+    """How to reuse earlier groups: off, recent (rollout replay of DOTS-RR), or module:name."""
     chunk: CountOrZero = 0
-    """Completions of a problem that are asked for and graded together; 0 = the whole group."""
+    """Sample and grade a group in pieces of this many completions; 0 = the whole group at once."""
     keep_responses: Flag = False
     """Keep the tokens of each problem's last group in the history, and in checkpoints."""
 
@@ -185,7 +187,7 @@ class AlgoConfig(Section):
     """The objective and the advantage. `name` selects a preset of the other keys."""
 
     name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "vapo"] = "grpo"
-    """Preset; the table of presets shows what it sets."""
+    """Preset. The table of presets shows which keys it sets."""
     objective: str = "acr"
     """ppo_prox (Eq. 1), ppo_behav (3), decoupled (4), tis (5), acr (9), or module:name."""
     cap: OrNone[Annotated[float, Field(ge=1, le=1e9, strict=True)]] = 2.0
@@ -207,36 +209,37 @@ class AlgoConfig(Section):
     lam: Fraction = 1.0
     """Lambda of gae."""
     critic_lam: OrNone[Fraction] = None
-    """Lambda of the returns that the critic learns; none = as lam."""
+    """Lambda of the returns that the critic learns; none = same as lam."""
     lam_alpha: NonNegative = 0.0
-    """Lambda of a response of n tokens = 1 - 1 / (lam_alpha n), at least 0 (VAPO); 0 = lam."""
+    """If above 0, a response of n tokens gets lambda = 1 - 1 / (lam_alpha n), at least 0 (VAPO).
+    0 = use lam."""
     whiten: Flag = False
     """Normalise advantages over the batch to mean 0 and variance 1."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the frozen reference model; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL in the loss."""
+    """Estimator of the KL to the reference in the loss."""
     kl_in_reward: Flag = False
     """Subtract the KL (k1) from the token rewards instead of adding it to the loss; gae only."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     symmetric: Literal["off", "sppo", "sa2c"] = "off"
-    """Symmetric RL loss in place of the clipped term. sppo's gradient is that of PPO times
-    symmetric_alpha + symmetric_beta; sa2c gives likely tokens a larger weight."""
+    """Symmetric RL loss in place of the clipped term. sppo has the gradient of PPO multiplied by
+    symmetric_alpha + symmetric_beta. sa2c gives likely tokens a larger weight."""
     symmetric_alpha: NonNegative = 0.5
-    """Weight of its forward term, the policy gradient."""
+    """Weight of the forward term of `symmetric`, the policy gradient."""
     symmetric_beta: Positive = 0.4
-    """Weight of its reverse term."""
+    """Weight of the reverse term of `symmetric`."""
     positive_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood of right answers in the loss (VAPO)."""
     dynamic_sampling: Flag = False
     """Drop groups with equal accuracies and sample more until the batch is full (DAPO)."""
     max_gen_rounds: Count = 10
-    """Largest number of rounds of dynamic sampling in a step; after that the run stops."""
+    """Most rounds of dynamic sampling in a step. If they do not fill the batch, the run stops."""
     gen_multiple: Count = 1
     """Problems per round of dynamic sampling, as a multiple of batch.problems."""
     overlong_frac: Fraction = 0.0
-    """Penalise completions that use this last share of max_tokens (DAPO); 0 = off."""
+    """Penalise completions that reach into this last share of max_tokens (DAPO); 0 = off."""
 
 
 @dataclass(frozen=True)
@@ -256,16 +259,16 @@ class CorrectionConfig(Section):
     """Correction of the mismatch between trainer and sampler, beyond the objective and algo.cap."""
 
     mode: Literal["decoupled", "bypass", "auto"] = "decoupled"
-    """decoupled: the trainer computes prox. bypass: prox = behav, for ppo_behav. auto: prox = behav
-    in steps where the two are close enough."""
+    """How to get the log-probs of prox. decoupled: the trainer computes them. bypass: use those of
+    behav, for ppo_behav. auto: use those of behav in steps where the two are close enough."""
     level: Literal["token", "sequence"] = "token"
     """One importance weight per token, or their product per sequence."""
     kind: Literal["truncate", "icepop"] = "truncate"
     """truncate: weight = min(mismatch, cap). icepop: weight = mismatch inside a band, else 0."""
     icepop_low: Positive = 0.5
-    """Lower end of the band of icepop."""
+    """Lower end of icepop's band."""
     icepop_high: Positive = 5.0
-    """Upper end of the band of icepop."""
+    """Upper end of icepop's band."""
     batch_normalize: Flag = False
     """Divide the weights by their mean over the batch."""
     reject: tuple[str, ...] = ()
@@ -286,8 +289,8 @@ class OptimConfig(Section):
     lr: Rate = 1e-6
     """Peak learning rate of the policy."""
     base_batch: CountOrZero = 0
-    """Sequences per step that lr is for; lr grows with the square root of the step's (BroRL).
-    0 = lr as it is."""
+    """Number of sequences per step that lr is meant for. A step of B sequences uses
+    lr * sqrt(B / base_batch) (BroRL). 0 = use lr unchanged."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: Positive = 1e-8
@@ -299,54 +302,57 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine reach 0 right after the last step."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    """Scale gradients down to this norm if theirs is larger."""
     name: Literal["adamw", "hadam"] = "adamw"
-    """adamw, or hadam: AdamW that keeps h = sqrt(v), which FP16 can hold."""
+    """hadam is AdamW that stores h = sqrt(v) instead of v, because FP16 can hold h."""
     moments: Literal["fp32", "fp16", "8bit"] = "fp32"
-    """Precision of the moments: 8, 4 or 2 bytes per parameter. fp16 is for hadam, with moments of
-    gradients times a scale that adapts; 8bit is for adamw."""
+    """Precision of the moments. fp32, fp16 and 8bit take 8, 4 and 2 bytes per parameter. fp16 is
+    for hadam, which multiplies gradients by an adaptive scale first; 8bit is for adamw."""
     masters: Literal["fp32", "bf16"] = "fp32"
-    """bf16: projections have BF16 weights and 16 bits of what rounding lost, together an FP32
-    number. It needs a bfloat16 trainer, which then makes no copies of them."""
+    """Format of the master weights. bf16: each projection weight is stored as BF16 plus the 16 bits
+    that rounding lost, which together make the FP32 number. This needs a bfloat16 trainer, which
+    then needs no BF16 copies of the projections."""
 
 
 @dataclass(frozen=True)
 class QuantConfig(Section):
-    """Precision of the actor, which samples; with `unified` also of the trainer."""
+    """Precision of the actor, which samples. With `unified`, also of the trainer."""
 
     format: Literal["none", "int8", "fp8", "fp8-block", "nvfp4", "int6", "int4"] = "int8"
     """Format of weights and activations in linear layers. nvfp4 codes weights only. int6 and int4
     are for experiments."""
     scales: Literal["dynamic", "frozen"] = "dynamic"
-    """Scales of int8 weights: those of the present weights, or of the first ones (FlashRL)."""
+    """Scales of int8 weights. dynamic: computed anew at each sync. frozen: computed once, from the
+    untrained weights (FlashRL)."""
     noise: Literal["off", "aqn"] = "off"
-    """aqn: random weights of the actor's norms, for exploration (QeRL; [systems.aqn])."""
+    """aqn: add random noise to the weights of the actor's norms, for exploration (QeRL;
+    [systems.aqn])."""
     update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0
-    """Number of decoder layers at each end whose linear layers stay in full precision."""
+    """Keep the linear layers of this many first and last decoder layers in full precision."""
     kv: Literal["none", "fp8"] = "none"
     """Format of the local engine's KV cache; none = compute precision."""
     unified: Flag = False
-    """One precision flow (Jet-RL): the trainer's linear layers also compute in `format`, and it
-    rounds keys and values as the cache does."""
+    """One precision flow (Jet-RL): the trainer's linear layers also compute in `format`, and the
+    trainer rounds keys and values as the cache does."""
     backward: Literal["bf16", "dgrad", "all"] = "bf16"
-    """Which gradients of unified layers use 8-bit products. bf16: none. dgrad: those of inputs.
-    all: those of weights too."""
+    """Which gradients of unified layers use 8-bit products. bf16: none. dgrad: gradients of
+    inputs. all: gradients of weights too."""
     track_rows: CountOrZero = 128
     """Measure updates on this many output channels per weight (Eq. 13, 14, code flips); 0 = off."""
 
 
 @dataclass(frozen=True)
 class VllmConfig(Section):
-    """What only `rollout.engine = "vllm"` reads ([vllm.md](vllm.md))."""
+    """Options for `rollout.engine = "vllm"` only ([vllm.md](vllm.md))."""
 
     tensor_parallel: Count = 1
-    """GPUs that share each layer; more than one makes processes of their own."""
+    """GPUs that share each layer. With more than one, vLLM runs in separate processes."""
     own_process: Flag = False
-    """Run vLLM in a process of its own, not in the trainer's."""
+    """Run vLLM in a separate process instead of the trainer's."""
     online: Flag = False
-    """Let vLLM code INT8 weights itself; otherwise it gets our codes, which are fewer bytes."""
+    """Let vLLM quantize INT8 weights itself. Otherwise it gets our codes, which are fewer bytes."""
     options: Table[bool | int | float | str] = ()
     """Arguments of `vllm.LLM` by name, such as max_model_len."""
 
@@ -370,8 +376,8 @@ class RolloutConfig(Section):
     deterministic: Flag = False
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
     ahead: Literal[0, 1] = 0
-    """1: sample the next step's rollouts while this step's batch is trained, one update late
-    ([one step off](parallel.md#one-step-off))."""
+    """1: sample the next step's rollouts while this step's batch is trained. Rollouts are then one
+    update old ([one step off](parallel.md#one-step-off))."""
     drafts: Literal["off", "histospec"] = "off"
     """Speculative decoding: histospec drafts from the last responses to the same problem."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -382,23 +388,27 @@ class ParallelConfig(Section):
     """Several GPUs (docs/parallel.md)."""
 
     trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
-    """Processes that train one model, each with a share of its weights and on a GPU of its own."""
+    """Number of processes that train one model. Each holds a share of the weights on its own
+    GPU."""
     engines: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
-    """Processes that sample, each with a whole copy of the actor on a GPU of its own (Ray).
-    0 = the trainers sample."""
+    """Number of separate processes that sample, each with a whole copy of the actor on its own GPU
+    (needs Ray). 0 = the trainers sample."""
     colocate: Flag = True
-    """Without `engines`, every trainer samples a share of the problems; else only the first."""
+    """Without `engines`: every trainer samples a share of the problems. false = only the first
+    trainer samples."""
     min_engines: Count = 1
-    """The run stops when fewer engines are left."""
+    """The run stops if fewer than this many engines are left."""
     timeout: Positive = 300.0
-    """Seconds after which an engine that decodes no token, or does not answer, is replaced.
-    Trainers that Ray starts have as long to begin."""
+    """Replace an engine that decodes no token, or does not answer, for this many seconds. Trainers
+    that Ray starts must begin within the same time."""
     address: str = ""
-    """HOST:PORT of a Ray cluster, or "auto", which starts engines and trainers; "local" = Ray is
-    started on this machine. Empty = the same for engines, and trainers are plain processes."""
+    """HOST:PORT of the Ray cluster that starts engines and trainers, or "auto" to find it. "local"
+    = start Ray on this machine for both. Empty = start Ray on this machine for engines only;
+    trainers are plain processes."""
     deal: Literal["free", "histopipe"] = "free"
-    """Which of the `engines` gets a problem. free: the one with the fewest sequences. histopipe: by
-    the length of its earlier answers, in turns ([HistoPipe](systems.md#histopipe))."""
+    """Which of the `engines` gets a problem. free: the engine with the fewest sequences. histopipe:
+    engines take turns, each with problems of similar expected length
+    ([HistoPipe](systems.md#histopipe))."""
 
 
 @dataclass(frozen=True)
@@ -406,12 +416,12 @@ class EvalConfig(Section):
     """Held-out accuracy."""
 
     every: CountOrZero = 0
-    """Steps between evaluations; the first is before step 0, the last after the last step.
-    0 = never. A recipe with held-out files and without this key gets 20."""
+    """Steps between evaluations. The first one is before step 0, the last one after the last step.
+    0 = never. If a recipe has held-out files and does not set this key, it is 20."""
     problems: Count = 128
     """Held-out problems."""
     samples: CountOrZero = 0
-    """Sampled completions per problem, for avg@k and pass@k; 0 = the greedy one only."""
+    """Sampled completions per problem, for avg@k and pass@k; 0 = greedy completions only."""
     temperature: Temperature = 1.0
     """Temperature of the sampled completions."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
@@ -427,8 +437,8 @@ class SaveConfig(Section):
     """Checkpoints."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; the last step is always saved. 0 = save only that. A recipe
-    with training files and without this key gets 20."""
+    """Steps between checkpoints. The last step is always saved; 0 = save only that one. If a recipe
+    has training files and does not set this key, it is 20."""
     keep: CountOrZero = 2
     """How many of the newest checkpoints to keep; 0 = write none, so the run cannot be resumed."""
 
@@ -457,9 +467,10 @@ class AlarmsConfig(Section):
     """
 
     window: Count = 10
-    """How many steps in a row must show a collapse; also, how many steps are the start of a run."""
+    """A collapse must last this many steps in a row. The first so many steps are a run's start."""
     no_signal: Action = "stop"
-    """Nothing to learn: all rewards, or all in each group, are equal, and not all are right."""
+    """Nothing to learn: rewards are all equal, or equal within each group, and not all answers are
+    right."""
     no_signal_steps: Count = 10
     """Steps in a row without a signal."""
     truncated: Action = "warn"
@@ -493,7 +504,7 @@ class AlarmsConfig(Section):
     grader_timeouts_above: CountOrZero = 0
     """Killed graders in one step or evaluation."""
     repeated_problems: Action = "warn"
-    """A step asks the same prompts again and again."""
+    """A step contains the same prompts many times."""
     repeated_problems_below: Fraction = 0.5
     """Share of different prompts among the prompts of a step."""
     non_finite: Action = "warn"
@@ -505,12 +516,12 @@ class ExperimentalConfig(Section):
     """Options for comparisons. They may change or disappear in any release."""
 
     acr_max_bound: OrNone[Annotated[float, Field(gt=1, le=1e9, strict=True)]] = None
-    """Largest upper clip bound that acr may widen to; none = no limit."""
+    """Largest upper clip bound that acr may use; none = no limit."""
     weighted_kl: Flag = False
     """Multiply the KL term by the importance weight, because the actor drew the samples."""
     norm_fed_lr_scale: Rate = 1.0
-    """Multiply the learning rate of q, k, v, gate and up by this, and divide that of their norms.
-    UAQ has the same effect."""
+    """Multiply the learning rate of q, k, v, gate and up by this number, and divide the learning
+    rate of their norms by it. UAQ has the same effect."""
     dither: Flag = False
     """Start masters at random values that round to their BF16 values; needs a bfloat16 trainer."""
     scale_o_proj: Flag = False

@@ -22,30 +22,32 @@ from qurl.config.fields import (
 
 @dataclass(frozen=True)
 class GresoConfig(Section):
-    """GRESO: skips problems that were all right or all wrong before. `sampling.select = "greso"`.
+    """GRESO: skips problems whose last answers were all right or all wrong. Turn it on with
+    `sampling.select = "greso"`.
 
     P(skip) = 1 - max(p^z, explore) after z such groups in a row.
     """
 
     p: Fraction = 0.5
-    """Base p at the start, for easy and for hard problems."""
+    """Initial value of p, for easy and for hard problems."""
     step: Fraction = 0.01
-    """Change of p after each step, towards the targets."""
+    """How much p changes after each step, to approach the targets."""
     easy_target: Fraction = 0.25 / 3
-    """Share of groups that are all right which p of easy problems aims at."""
+    """Target share of groups that are all right; p of easy problems adapts to reach it."""
     hard_target: Fraction = 0.5 / 3
-    """Share of groups that are all wrong which p of hard problems aims at."""
+    """Target share of groups that are all wrong; p of hard problems adapts to reach it."""
     explore: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.01
-    """Smallest chance that a problem is asked."""
+    """Smallest probability that a problem is asked."""
     easy_above: Fraction = 0.98
-    """Mean accuracy from which on a group counts as all right."""
+    """A group with at least this mean accuracy counts as all right."""
     hard_below: Fraction = 0.11
-    """Mean accuracy up to which a group counts as all wrong."""
+    """A group with at most this mean accuracy counts as all wrong."""
 
 
 @dataclass(frozen=True)
 class DotsConfig(Section):
-    """DOTS: asks problems of middling difficulty, as predicted. `sampling.select = "dots"`.
+    """DOTS: asks problems whose predicted difficulty is medium. Turn it on with
+    `sampling.select = "dots"`.
 
     P(problem) ~ exp(-|predicted accuracy - target| / sharpness).
     """
@@ -53,24 +55,27 @@ class DotsConfig(Section):
     every: Count = 2
     """Steps between predictions."""
     references: CountOrZero = 256
-    """Problems that are answered before each prediction, for nothing else; 0 = use the history."""
+    """Problems that are answered before each prediction and not trained on; 0 = use the history."""
     target: Fraction = 0.5
-    """Accuracy of the problems that are wanted."""
+    """Prefer problems with this predicted accuracy."""
     sharpness: Positive = 1e-3
-    """Small: only the nearest; large: any."""
+    """Small values allow only problems near the target; large values allow any problem."""
     encoder: FilePath = ""
     """Model that embeds questions (mean of its last hidden states); empty = bags of tokens."""
     predictor: FilePath = ""
     """Trained predictor (`qurl.sampling.predictor`); empty = attention over the embeddings."""
     calibrate: Flag = True
-    """Fit predictions to the references by least squares, each predicted without itself."""
+    """Fit predictions to the references by least squares; each reference is predicted from the
+    others."""
     recent_epochs: CountOrZero = 0
-    """A problem asked within so many epochs is judged by its own answers instead; 0 = never."""
+    """For a problem asked within this many epochs, use its own answers instead of the prediction;
+    0 = never."""
 
 
 @dataclass(frozen=True)
 class ReplayConfig(Section):
-    """Rollout replay (DOTS-RR): trains on recent groups again. `sampling.replay = "recent"`."""
+    """Rollout replay (DOTS-RR): trains on recent groups again. Turn it on with
+    `sampling.replay = "recent"`."""
 
     fresh: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
     """Share of a step's groups that are sampled; the others come from the buffer."""
@@ -80,25 +85,26 @@ class ReplayConfig(Section):
 
 @dataclass(frozen=True)
 class E3Config(Section):
-    """E3: more completions for hard problems (`sampling.budget = "e3"`), and a temperature that
-    keeps the entropy (`sampling.thermostat = "e3"`)."""
+    """E3: gives hard problems more completions (`sampling.budget = "e3"`), and adapts the
+    temperature to keep the entropy (`sampling.thermostat = "e3"`)."""
 
     spread: Fraction = 0.5
-    """Groups have from (1 - spread) to (1 + spread) times group_size completions in the end."""
+    """Final range of group sizes: (1 - spread) to (1 + spread) times group_size."""
     spread_step: Fraction = 0.25
-    """Growth of the spread per epoch."""
+    """How much the range widens per epoch, until it reaches spread."""
     official: Flag = False
-    """Divide the budget as the released code does: a group may exceed the upper bound."""
+    """Divide the budget as the released code does, where a group may exceed the upper bound."""
     length_coef: NonNegative = 0.0
-    """mu: a right answer of l tokens to an easy problem earns mu l / (1 + mu l) less; 0 = off."""
+    """mu: a right answer of l tokens to an easy problem loses mu l / (1 + mu l) of reward;
+    0 = off."""
     easy_below: Fraction = 0.2
-    """Share of the problems that counts as easy."""
+    """This share of the problems, those with the highest accuracy, counts as easy."""
     init_steps: Count = 1
-    """Steps whose mean entropy is the target."""
+    """The target is the mean entropy of this many first steps."""
     anneal: Fraction = 0.4
-    """Last share of the run in which the target falls."""
+    """The target falls during this last share of the run."""
     anneal_to: Fraction = 0.9
-    """Share of the target that is left at the end."""
+    """At the end of the run, the target is this share of its first value."""
     lowest: Temperature = 0.3
     """Lowest temperature."""
     highest: Temperature = 2.0
@@ -107,43 +113,48 @@ class E3Config(Section):
 
 @dataclass(frozen=True)
 class ShuffleR1Config(Section):
-    """Shuffle-R1: pairs of opposite advantages, the telling ones more often.
-    `batch.subselect = "shuffle-r1"`."""
+    """Shuffle-R1: trains on pairs of opposite advantages, and repeats the most informative pairs.
+    Turn it on with `batch.subselect = "shuffle-r1"`."""
 
     keep: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
-    """Share of a group's pairs that is kept."""
+    """Keep this share of a group's pairs."""
     rounds: CountOrZero = 8
-    """Draws that make up the batch, each without repetition; 0 = every kept pair once."""
+    """Number of draws that make up the batch, each without repetition; 0 = take every kept pair
+    once."""
 
 
 @dataclass(frozen=True)
 class PodsConfig(Section):
-    """PODS: the completions of a group whose rewards vary most. `batch.subselect = "pods"`."""
+    """PODS: trains on the completions of a group whose rewards vary most. Turn it on with
+    `batch.subselect = "pods"`."""
 
     keep: Count = 4
-    """Completions of a group that are kept."""
+    """Number of completions to keep of each group."""
     statistics: Literal["kept", "group"] = "kept"
-    """Advantages among the kept completions, or within the whole group."""
+    """Compute advantages among the kept completions, or within the whole group."""
 
 
 @dataclass(frozen=True)
 class HistoSpecConfig(Section):
-    """HistoSpec: decodes several tokens a step if they are those of an earlier answer, and samples
-    the same tokens as without. `rollout.drafts = "histospec"`."""
+    """HistoSpec: decodes several tokens per step if they agree with an earlier answer. It samples
+    the same tokens as without drafts. Turn it on with `rollout.drafts = "histospec"`."""
 
     step_tokens: Count = 192
-    """Most tokens of a decode step, drafts included. Up to about so many, a step takes the time of
-    reading the weights. A batch of more than a third of it has no drafts."""
+    """Largest number of tokens in a decode step, drafts included. Up to about this number, a step
+    takes as long as reading the weights. A batch of more than a third of it gets no drafts."""
     window: Literal["double_halve", "add_reset"] = "double_halve"
-    """Length of a draft: 2 to 16, doubled if right, else halved; or 2 to 32, by 2, else back to
-    2."""
+    """How the length of a draft adapts. double_halve: 2 to 16 tokens; doubles if the draft was
+    right, else halves. add_reset: 2 to 32 tokens; grows by 2 if the draft was right, else
+    returns to 2."""
 
 
 @dataclass(frozen=True)
 class AqnConfig(Section):
-    """AQN (QeRL): random weights of the actor's norms. `quant.noise = "aqn"`.
+    """AQN (QeRL): adds random noise to the weights of the actor's norms. Turn it on with
+    `quant.noise = "aqn"`.
 
-    Its sigma falls geometrically over the run, in stages; the first stage has no noise.
+    sigma, the size of the noise, falls geometrically over the run, in stages. The first stage has
+    no noise.
     """
 
     start: Positive = 1e-2
@@ -151,12 +162,12 @@ class AqnConfig(Section):
     end: Positive = 1e-4
     """sigma in the last stage."""
     stages: Annotated[int, Field(ge=3, strict=True)] = 10
-    """Equal parts of the run."""
+    """Number of stages, which are equal parts of the run."""
 
 
 @dataclass(frozen=True)
 class SystemsConfig(Section):
-    """Settings of related systems. Each counts only where a recipe names the system."""
+    """Settings of related systems. They apply only if the recipe turns the system on."""
 
     greso: GresoConfig = field(default_factory=GresoConfig)
     dots: DotsConfig = field(default_factory=DotsConfig)

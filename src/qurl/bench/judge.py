@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from qurl.bench.workload import Setup, Workload
 from qurl.errors import EngineError
+from qurl.quant import dequantize, get_format, quantize
+from qurl.quant.linear import projections
 from qurl.rollout.canary import canary_bound
 from qurl.trainer.head import apply_head, autocast
 from qurl.trainer.policy import hidden_states
@@ -35,7 +38,8 @@ def logprob_gap(model: Any, setup: Setup, problems: Sequence[Problem], groups: G
     sampled = torch.tensor([c.logprobs for _, c in chosen])
     gaps = (expected - sampled).abs()  # [completions, T]
     worst = max(part.mean().item() for part in [*gaps, *gaps.chunk(NUM_PARTS, dim=1)])
-    bound = canary_bound(setup.quant, next(model.parameters()).dtype)
+    quant = "none" if rounds_weights_only(setup.quant) else setup.quant
+    bound = canary_bound(quant, next(model.parameters()).dtype)
     if setup.quant != "int4":
         # Random weights predict almost nothing: even log-probs of other tokens lie within the
         # format's bound, but not within their own spread.
@@ -48,6 +52,28 @@ def logprob_gap(model: Any, setup: Setup, problems: Sequence[Problem], groups: G
             f"rounding explains {bound:.4g}; a wrong engine is not measured"
         )
     return gaps.mean().item()
+
+
+def rounds_weights_only(quant: str) -> bool:
+    return quant != "none" and get_format(quant).is_weight_only
+
+
+@contextmanager
+def as_sampled(model: Any, quant: str) -> Iterator[None]:
+    """The model with the weights that the engine multiplies, if it rounds nothing else.
+
+    Its log-probs must then be the engine's, as in full precision. Those of the model itself are too
+    far from them in 4 bits to tell anything, with random weights.
+    """
+    layers = [layer for _, layer in projections(model)] if rounds_weights_only(quant) else []
+    weights = [layer.weight.data for layer in layers]
+    try:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight.data = dequantize(quantize(weight, quant)).to(weight.dtype)
+        yield
+    finally:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight.data = weight
 
 
 @torch.no_grad()

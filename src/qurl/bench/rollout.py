@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qurl.bench.judge import check_completions, logprob_gap
+from qurl.bench.judge import as_sampled, check_completions, logprob_gap
 from qurl.bench.limits import Speed, Storage, find_speed, rollout_limit
 from qurl.bench.record import Record, free_memory, paused_gc, time_call
 from qurl.bench.shapes import SHAPES, Bench, build_model, split_list
@@ -113,8 +113,9 @@ def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> None:
         model = build_model(SHAPES[name], device, seed=bench.seed)
         for setup in setups:
             contender = EngineContender(setup, model, max(w.num_sequences for w in workloads))
-            for workload in workloads:
-                measure(session, contender, workload, model)
+            with as_sampled(model, setup.quant):
+                for workload in workloads:
+                    measure(session, contender, workload, model)
             del contender
             free_memory()  # engine n is gone before engine n + 1 is built
         del model

@@ -83,7 +83,8 @@ class CodesMethod(LinearMethodBase):
         self._register(layer, shape, params_dtype, attributes["weight_loader"])
 
     def _register(self, layer: nn.Module, shape: Any, dtype: torch.dtype, loader: Any) -> None:
-        codes, scale = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], 1)
+        codes = torch.empty(shape, dtype=torch.int8)
+        scale = torch.empty(shape[0], 1, dtype=torch.float32)  # vLLM's default dtype is the model's
         weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader)
         scales = ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)

@@ -142,7 +142,7 @@ class Weights:
                 zip(body.layers, self.arch.windows, strict=True)
             )
         ]
-        self.inv_freq = body.rotary_emb.inv_freq.float().clone()
+        self.inv_freq = body.rotary_emb.inv_freq.to(device, torch.float32, copy=True)
         self.rope_scale = float(body.rotary_emb.attention_scaling)
         self.max_positions = context_length(body.config) or 32768
         self.cos = self.sin = torch.empty(0, self.arch.head_dim // 2, device=device)

@@ -30,7 +30,6 @@ import torch
 import tyro
 from torch import Tensor
 
-from qurl.advantages import compare
 from qurl.bench.gradients import Interval, Moments, Sketcher
 from qurl.bench.record import Record
 from qurl.config import Config, load_config
@@ -223,7 +222,7 @@ class Auditor:
                 prox[rows, : part.mask.shape[1]] = self.policy.score(part, layout).logp
         has_prox = torch.ones_like(scored.has_prox)
         corrected = correct(scored.replace(logp_prox=prox, has_prox=has_prox), cap=None)
-        return compare(corrected, self.parts.advantage, is_whitened=self.config.algo.whiten)
+        return self.learner.compare(corrected, self.parts.advantage)
 
     def _gradients(
         self, batches: Sequence[Trainable], objective: str, cap: float | None = None
@@ -284,11 +283,8 @@ class Auditor:
         counts = dataclasses.replace(config.batch, epochs=1, minibatches=num_updates)
         learner.config = dataclasses.replace(config, batch=counts)
         scored = learner.recompute(batch.select(rows), self.options.at)
-        corrected = correct(scored, cap=learner.cap, **vars(config.correction))
-        learner.update(
-            compare(corrected, self.parts.advantage, is_whitened=config.algo.whiten),
-            self.options.at,
-        )
+        trainable = learner.compare(learner.correct(scored), self.parts.advantage)
+        learner.update(trainable, self.options.at)
         learner.config = config
 
     @torch.no_grad()

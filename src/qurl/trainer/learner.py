@@ -454,11 +454,8 @@ class Learner:
         lr = learning_rate(peak, step, config.steps, config.optim)
         with self.ranks.agreeing(TrainingError):
             norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
-        if name == "actor":
-            found = optimizer_metrics(optimizer)
-            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr, **found})
-        else:
-            meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
+        found = optimizer_metrics(optimizer) if name == "actor" else {}
+        meter.finish_update({f"{name}/grad_norm": norm, f"{name}/lr": lr, **found})
 
     def _policy_terms(
         self,

@@ -15,6 +15,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from qurl.errors import ModelError
 from qurl.ops.families import local_engine_families
 
@@ -33,8 +35,11 @@ LARGEST_WEIGHT = 1e10
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError),
     *(RuntimeError, ImportError, AssertionError, UnpicklingError, zipfile.BadZipFile),
+    SafetensorError,
 )
 """What transformers, torch and pickle raise about files that are damaged or make no sense."""
+UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
+"""A full disk raises any of the first three; transformers refuses with a ValueError."""
 
 NO_WEIGHTS = "it is damaged, or holds Python objects other than weights, which are never loaded"
 
@@ -182,8 +187,6 @@ def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qurl.advantages import Estimator, compare, sequence_advantages
@@ -41,11 +40,9 @@ from qurl.trainer.parallel.sharding import shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
-from qurl.trainer.weight_files import UNREADABLE
+from qurl.trainer.weight_files import UNREADABLE, UNWRITABLE
 from qurl.types import Batch, Corrected, Graded, KVScales, Scored, Trainable, Trained
 
-UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
-"""What a full disk and transformers raise when a folder is written."""
 Snapshot = int
 """Stands for the rows that trackers kept at their n-th measurement."""
 

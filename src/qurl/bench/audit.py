@@ -30,7 +30,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from qurl.bench.gradients import Interval, Moments, Sketcher
+from qurl.bench.gradients import Moments, Sketcher
 from qurl.bench.record import Record
 from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
@@ -46,6 +46,7 @@ from qurl.run.choices import Choices
 from qurl.run.directory import Run
 from qurl.run.engines import build_actor
 from qurl.run.fork import fork
+from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import pad
 from qurl.trainer.learner import Learner
@@ -106,7 +107,7 @@ class Finding(NamedTuple):
     format: str
     objective: str
     cap: float | None
-    groups: dict[str, dict[str, Interval]]
+    groups: dict[str, dict[str, Estimate]]
     """Of "all" and each layer group: bias, cosine, variance, and change from the arm before it."""
     shares: dict[str, float]
     """Of the tokens that were clipped, truncated and rescued."""
@@ -294,7 +295,7 @@ class Auditor:
 
     def _compare(
         self, found: dict[str, Tensor], target: dict[str, Tensor], above: dict[str, Tensor]
-    ) -> dict[str, dict[str, Interval]]:
+    ) -> dict[str, dict[str, Estimate]]:
         moments = {g: Moments.of(x, target[g], above[g]) for g, x in found.items()}
         whole = functools.reduce(operator.add, moments.values())
         batch = self.config.batch

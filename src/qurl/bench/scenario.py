@@ -137,26 +137,22 @@ def shape_of(size: ModelSize) -> Shape:
 
 def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
     """The training problems if tokenizer and data are here; else None, and a note."""
-    path = config.model.path
+    path, longest = config.model.path, config.task.max_prompt_tokens
     if is_shape:
-        return None, [f"prompts are taken to have task.max_prompt_tokens = {_longest(config)}"]
+        return None, [f"prompts are taken to have task.max_prompt_tokens = {longest}"]
     try:
         tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
         model = None if path == "scratch" else load_model_config(path)
         return load_split(config, "train", tokenizer, model), []
     except (QurlError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return None, [f"prompts are taken to have {_longest(config)} tokens: {reason}"]
-
-
-def _longest(config: Config) -> int:
-    return config.task.max_prompt_tokens
+        return None, [f"prompts are taken to have {longest} tokens: {reason}"]
 
 
 def count_prompt_tokens(config: Config, task: Task | None) -> int:
     """The mean of the first prompts."""
     if task is None:
-        return _longest(config)
+        return config.task.max_prompt_tokens
     lengths = [len(task[i].prompt_ids) for i in range(min(PROMPTS_READ, len(task)))]
     return max(1, round(sum(lengths) / len(lengths)))
 

@@ -43,6 +43,7 @@ from qurl.run.checkpoint import (
 from qurl.run.choices import Choices
 from qurl.run.directory import INITIAL, Run
 from qurl.run.engines import LOGS, build_actor, open_place
+from qurl.run.inputs import lacks_answers
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
@@ -400,10 +401,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     tokenizer = build_tokenizer()
     task = load_split(config, "train", tokenizer)
     if not isinstance(task, GeneratedTask):
-        raise ConfigError(
-            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
-            "model.path to a pretrained model, or task.name to arithmetic or countdown"
-        )
+        raise lacks_answers(task.name)
 
     def example(row: int) -> Example:
         problem, end = task[row], cast(int, tokenizer.eos_token_id)

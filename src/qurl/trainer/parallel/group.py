@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,7 +94,8 @@ class LearnerGroup:
         """See `Learner.compare`; an advantage that reads the whole batch gets it here."""
         reads = getattr(advantage, "facts", Advantage()).reads
         if reads == "rows":
-            self.workers.run(dealing.compare, dealing.sendable(advantage))
+            # Without what names its failures: ranks find the function by its own name.
+            self.workers.run(dealing.compare, inspect.unwrap(advantage))
         elif reads == "outcomes":
             found = sequence_advantages(corrected.outline, advantage)
             self.workers.run(dealing.compare_known, found)

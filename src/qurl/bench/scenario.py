@@ -5,7 +5,6 @@ What is not here, a GPU, a model, data or a run, is replaced by an assumption th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.run.budget import GIB, memory_rows, peak_memory
 from qurl.run.cards import Card, find_card
+from qurl.run.directory import METRICS, read_jsonl
 from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
@@ -159,9 +159,9 @@ def count_prompt_tokens(config: Config, task: Task | None) -> int:
 
 def find_tokens(config: Config) -> tuple[int, str]:
     """Mean tokens of a completion, of the run so far or the most there may be, and a note."""
-    most, metrics = config.sampling.max_tokens, Path(config.run_dir, "metrics.jsonl").expanduser()
+    most, metrics = config.sampling.max_tokens, Path(config.run_dir, METRICS).expanduser()
     try:
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        rows = read_jsonl(metrics)
     except (OSError, ValueError):
         rows = []
     means = [row["response_length/mean"] for row in rows if "response_length/mean" in row]

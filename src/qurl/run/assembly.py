@@ -37,8 +37,8 @@ from qurl.run.checkpoint import (
     load_saved_policy,
     newest_sound,
     save_checkpoint,
+    save_folder,
     set_aside,
-    staged_folder,
 )
 from qurl.run.choices import Choices
 from qurl.run.directory import INITIAL, Run
@@ -413,10 +413,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
     warm_start_(model, example, len(task), config.model.scratch, config.seed)
     disable_progress_bar()  # it would garble the run's own lines
-    with staged_folder(run_path / INITIAL) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return run_path / INITIAL
+    return save_folder(run_path / INITIAL, model, tokenizer)
 
 
 def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:

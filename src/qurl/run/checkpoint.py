@@ -72,6 +72,14 @@ def staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def save_folder(target: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a whole Hugging Face folder, or none."""
+    with staged_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return target
+
+
 def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint and flush them to the disk."""
     learner.save(folder)

@@ -217,12 +217,8 @@ class Auditor:
     def _score(self, graded: Sequence[Graded]) -> Trainable:
         batch = pad(graded).to(self.policy.device)
         scored = self.learner.recompute(batch, self.options.at)
-        prox = torch.zeros_like(batch.logp_behav)
-        with torch.no_grad():
-            for rows, part, layout in self.learner.pieces(batch):
-                prox[rows, : part.mask.shape[1]] = self.policy.score(part, layout).logp
-        has_prox = torch.ones_like(scored.has_prox)
-        corrected = correct(scored.replace(logp_prox=prox, has_prox=has_prox), cap=None)
+        found = self.learner.score(batch, torch.arange(len(batch), device=self.policy.device))
+        corrected = correct(self.learner.with_prox(scored, found), cap=None)
         return self.learner.compare(corrected, self.parts.advantage)
 
     def _gradients(

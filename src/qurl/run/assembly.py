@@ -106,10 +106,9 @@ class Parts:
 
     def driver_bytes(self) -> dict[str, float]:
         """What passed through this process since the last time, if there are others."""
-        places = [getattr(x, "traffic", None) for x in (self.learner, self.engine)]
-        if self.full_engine is not self.engine:
-            places.append(getattr(self.full_engine, "traffic", None))
-        counts = [traffic.take() for traffic in places if traffic is not None]
+        places: tuple[Any, ...] = (self.learner, self.engine, self.full_engine)
+        # An engine that is named twice has nothing left the second time.
+        counts = [place.traffic.take() for place in places if hasattr(place, "traffic")]
         return {"parallel/driver_bytes": float(sum(counts))} if counts else {}
 
     def add_noise(self, config: Config, step: int) -> dict[str, float]:

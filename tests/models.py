@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,38 @@ SHAPE = {
     "eos_token_id": 2,
 }
 """Of a tiny model of any family, with weights large enough to matter."""
+TINY_RUN = {
+    "threads": 1,
+    "device": "cpu",
+    "model.scratch.hidden_size": 32,
+    "model.scratch.warm_start_steps": 40,
+    "task.difficulty": 2,
+    "batch.problems": 8,
+    "batch.minibatches": 2,
+    "sampling.max_tokens": 4,
+    "sampling.group_size": 4,
+    "optim.lr": 1e-3,
+}
+"""Keys of a run whose steps take a moment."""
+
+
+def as_flags(keys: Mapping[str, Any]) -> list[str]:
+    """Keys of a recipe as words of a command line."""
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def completions(rollouts: Sequence[Rollout]) -> list[Completion]:
+    return [c for r in rollouts for c in r.completions]
+
+
+def tokens_of(rollouts: Sequence[Rollout]) -> list[Sequence[int]]:
+    return [c.token_ids for c in completions(rollouts)]
+
+
+def largest_gap(a: Sequence[Rollout], b: Sequence[Rollout]) -> float:
+    """Of the log-probs of two times the same completions."""
+    pairs = zip(completions(a), completions(b), strict=True)
+    return max(abs(x - y) for c, d in pairs for x, y in zip(c.logprobs, d.logprobs, strict=True))
 
 
 @contextmanager

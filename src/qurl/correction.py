@@ -73,25 +73,22 @@ def correct(
     *,
     cap: float | None,
     mode: str = "decoupled",
-    level: str = "token",
-    kind: str = "truncate",
-    icepop_low: float = 0.5,
-    icepop_high: float = 5.0,
     batch_normalize: bool = False,
     reject: Sequence[str] = (),
     veto: float | None = None,
     pool: Pool = alone,
+    **weighting: Any,
 ) -> Corrected:
     """The batch with its weights, rejected tokens out of its mask.
 
     `cap` is C as the objective applies it (`Objective.cap`); the other options are those of the
-    recipe's [correction] section. In bypass mode prox is behav: nothing is weighted or rejected.
+    recipe's [correction] section, `weighting` those of `weigh`. In bypass mode prox is behav:
+    nothing is weighted or rejected.
     """
     if mode == "bypass":
         ones = torch.ones_like(scored.mask)
         return scored.into(Corrected, weight=ones, shrink=ones)
-    band = {"icepop_low": icepop_low, "icepop_high": icepop_high}
-    weight, shrink = weigh(scored, cap=cap, level=level, kind=kind, **band)
+    weight, shrink = weigh(scored, cap=cap, **weighting)
     log_mismatch = (scored.logp_prox - scored.logp_behav) * scored.mask  # [B, T]
     mask = scored.mask * acceptance(log_mismatch, scored.mask, reject=reject, veto=veto)
     if batch_normalize:

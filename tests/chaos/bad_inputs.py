@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from models import as_flags
 from safetensors.torch import load_file, save_file
 
 from qurl.config import Config
@@ -156,7 +157,7 @@ def _rewrite(name: str, change: Callable[[bytes], bytes]) -> Spoil:
     def spoil(folder: Path) -> list[str]:
         path = folder / name
         path.write_bytes(change(path.read_bytes()))
-        return [w for k, v in SMALL.items() for w in (f"--{k}", str(v))] if "recipe" in name else []
+        return as_flags(SMALL) if "recipe" in name else []
 
     return spoil
 

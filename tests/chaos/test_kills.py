@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from hypothesis import settings
+from models import TINY_RUN, as_flags
 from safetensors.torch import load_file
 
 import qurl.train  # noqa: F401 (so that no child imports it)
@@ -23,17 +24,7 @@ from qurl.run.directory import read_jsonl
 
 IS_LONG = settings().max_examples > 100  # `make test-chaos`
 KILLS, FULL_DISKS = (50, 20) if IS_LONG else (4, 4)
-TINY = {
-    "threads": 1,
-    "device": "cpu",
-    "model.scratch.hidden_size": 32,
-    "model.scratch.warm_start_steps": 40,
-    "task.difficulty": 2,
-    "batch.problems": 8,
-    "batch.minibatches": 2,
-    "sampling.max_tokens": 4,
-    "sampling.group_size": 4,
-    "optim.lr": 1e-3,
+TINY = TINY_RUN | {
     "save.every": 3,
     "alarms.no_signal": "off",
 }
@@ -41,9 +32,8 @@ CLOCKS = ("timing_s/", "perf/", "sync/seconds")
 
 
 def command(run_dir, **changes):
-    settings = TINY | {"run_dir": run_dir} | {k.replace("__", "."): v for k, v in changes.items()}
-    flags = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
-    return ["train", *flags]
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return ["train", *as_flags(TINY | {"run_dir": run_dir} | named)]
 
 
 class Leg:

@@ -15,7 +15,7 @@ from functools import cache
 
 import pytest
 import torch
-from models import tiny_llama
+from models import completions, largest_gap, tiny_llama, tokens_of
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -135,19 +135,6 @@ def dense_logprobs(model, problem: Problem, token_ids, temperature: float = 1.0)
     start = len(problem.prompt_ids)
     chosen = logits[start - 1 : -1].log_softmax(-1).gather(-1, ids[0, start:, None])
     return chosen.squeeze(-1).cpu()
-
-
-def completions(rollouts):
-    return [c for r in rollouts for c in r.completions]
-
-
-def tokens_of(rollouts):
-    return [c.token_ids for c in completions(rollouts)]
-
-
-def largest_gap(a, b) -> float:
-    pairs = zip(completions(a), completions(b), strict=True)
-    return max(abs(x - y) for c, d in pairs for x, y in zip(c.logprobs, d.logprobs, strict=True))
 
 
 class Letters:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models import from_a_start
+from models import as_flags, from_a_start
 from packaging.requirements import Requirement
 from torch.distributed import run as torchrun
 
@@ -177,7 +177,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_all_metrics_of_a_run_are_explained(name, tmp_path):
     keys = {**from_a_start(TINY), "algo.name": name, **RUNS[name], "run_dir": tmp_path}
-    run = train(load_config(None, [word for k, v in keys.items() for word in (f"--{k}", str(v))]))
+    run = train(load_config(None, as_flags(keys)))
     logged = {key for row in read_jsonl(run / "metrics.jsonl") for key in row} - {"step"}
     pages = [ROOT / "docs" / page for page in ("metrics.md", "algorithm.md")]
     explained = {span for page in pages for span in code_spans(page)}
@@ -494,7 +494,7 @@ def test_stable_recipe_keys():
     keys = ["steps", "seed", "run_dir"]
     keys += [f"{section}.{key}" for section, names in STABLE_KEYS.items() for key in names]
     flat = flatten(dataclasses.asdict(load_config(None)))
-    words = [word for key in keys for word in (f"--{key}", str(flat[key]))]
+    words = as_flags({key: flat[key] for key in keys})
     assert flatten(dataclasses.asdict(load_config(None, words))) == flat
 
 
@@ -586,7 +586,7 @@ def flags(tmp_path, **keys):
     """The flags of a run of one step with a tiny model; keyword `a__b` is the key a.b."""
     named = {key.replace("__", "."): value for key, value in keys.items()}
     merged = {**from_a_start(TINY), "steps": 1, "run_dir": tmp_path / "run", **named}
-    return [word for key, value in merged.items() for word in (f"--{key}", str(value))]
+    return as_flags(merged)
 
 
 NEED_A_HOST = ("trl_grpo",)

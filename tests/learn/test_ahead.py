@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from models import as_flags
 from safetensors.torch import load_file
 from test_learning import gain, run
 from test_resume import TINY, Interrupting, rows, run_until
@@ -49,7 +50,7 @@ def flags(model, run_dir, keys):
     names = {key.replace("__", "."): value for key, value in keys.items()}
     settings = AHEAD | {"model.path": model, "run_dir": run_dir} | names
     scratch = ("model.scratch.hidden_size", "model.scratch.warm_start_steps")
-    return [w for k, v in settings.items() if k not in scratch for w in (f"--{k}", str(v))]
+    return as_flags({key: value for key, value in settings.items() if key not in scratch})
 
 
 def config(model, run_dir, **keys):

@@ -3,7 +3,7 @@
 from statistics import fmean
 
 import pytest
-from models import from_a_start
+from models import as_flags, from_a_start
 
 from qurl.config import load_config
 from qurl.run.directory import read_jsonl
@@ -28,8 +28,7 @@ def run(tmp_path, **settings):
     """Metrics rows of a toy run; keyword `a__b` is the key a.b."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     merged = from_a_start(TOY | {"run_dir": tmp_path / "run"} | named)
-    words = [word for key, value in merged.items() for word in (f"--{key}", str(value))]
-    path = train(load_config(None, words))
+    path = train(load_config(None, as_flags(merged)))
     return [row for row in read_jsonl(path / "metrics.jsonl") if row["step"] >= 0]
 
 

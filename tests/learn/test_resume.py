@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import first_quick, from_a_start
+from models import TINY_RUN, as_flags, first_quick, from_a_start
 from safetensors.torch import load_file
 
 from qurl.config import load_config
@@ -20,18 +20,8 @@ from qurl.train import train
 
 SRC = Path(__file__).parents[2] / "src"
 STEPS = 9
-TINY = {
+TINY = TINY_RUN | {
     "steps": STEPS,
-    "threads": 1,
-    "device": "cpu",
-    "model.scratch.hidden_size": 32,
-    "model.scratch.warm_start_steps": 40,
-    "task.difficulty": 2,
-    "batch.problems": 8,
-    "batch.minibatches": 2,
-    "sampling.max_tokens": 4,
-    "sampling.group_size": 4,
-    "optim.lr": 1e-3,
     "save.every": 2,
     "eval.every": 3,
     "eval.problems": 10,
@@ -75,8 +65,7 @@ CLOCKS = (
 
 
 def flags(arm, run_dir):
-    settings = from_a_start(TINY | ARMS[arm] | {"run_dir": run_dir})
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return as_flags(from_a_start(TINY | ARMS[arm] | {"run_dir": run_dir}))
 
 
 def rows(run_dir):

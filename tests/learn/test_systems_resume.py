@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import first_quick
+from models import as_flags, first_quick
 from test_resume import TINY, rows, run_until, weights
 from transformers import AutoModelForCausalLM
 
@@ -68,8 +68,7 @@ def start(tmp_path_factory):
 
 
 def flags(start, arm, run_dir):
-    settings = start | ARMS[arm] | {"run_dir": run_dir}
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return as_flags(start | ARMS[arm] | {"run_dir": run_dir})
 
 
 @pytest.mark.learn
@@ -117,8 +116,7 @@ def test_drafts_change_nothing_but_the_speed(start, tmp_path):
     keys = start | {"sampling.keep_responses": True, "eval.every": 0}
     for run_dir, drafts in ((drafted, "histospec"), (plain, "off")):
         settings = keys | {"rollout.drafts": drafts, "run_dir": run_dir}
-        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-        train(load_config(None, words))
+        train(load_config(None, as_flags(settings)))
     first, *_, last = rows(drafted)
     assert first["draft/step_frac"] == 0  # nothing is known in the first epoch
     assert last["draft/step_frac"] > 0.3

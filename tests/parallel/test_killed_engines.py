@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_llama
+from models import as_flags, tiny_llama
 from test_runs import TINY, assert_same_run, finish, start
 
 from qurl.errors import EngineError
@@ -144,7 +144,7 @@ def test_a_cluster_that_is_not_there():
 
 def words(run_dir, **more):
     settings = TINY | {"run_dir": run_dir, "rollout.deterministic": "true", "algo.kl_coef": 0.01}
-    return [w for key, value in (settings | more).items() for w in (f"--{key}", str(value))]
+    return as_flags(settings | more)
 
 
 @pytest.fixture(scope="module")

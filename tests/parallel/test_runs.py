@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from models import TINY_RUN, as_flags
 from safetensors.torch import load_file
 from test_parallel import CLOSE, assert_close, batches, make, step, train, weights
 
@@ -23,18 +24,8 @@ from qurl.trainer.parallel.processes import lead
 
 SRC = Path(__file__).parents[2] / "src"
 STEPS = 6
-TINY = {
+TINY = TINY_RUN | {
     "steps": STEPS,
-    "threads": 1,
-    "device": "cpu",
-    "model.scratch.hidden_size": 32,
-    "model.scratch.warm_start_steps": 40,
-    "task.difficulty": 2,
-    "batch.problems": 8,
-    "batch.minibatches": 2,
-    "sampling.max_tokens": 4,
-    "sampling.group_size": 4,
-    "optim.lr": 1e-3,
     "optim.eps": 1e-3,
     "save.every": 2,
     "save.keep": 9,
@@ -68,8 +59,7 @@ one token, to which another order of sums may give another code."""
 
 
 def words(arm, run_dir, **more):
-    settings = TINY | ARMS[arm] | {"run_dir": run_dir} | more
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return as_flags(TINY | ARMS[arm] | {"run_dir": run_dir} | more)
 
 
 def start(flags, launcher=("-m", "qurl")):

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from models import as_flags
 from test_learning import TOY, gain
 from test_runs import TINY, assert_same_run, find_rank_1, finish, run, start, wait_for_rows
 
@@ -25,7 +26,7 @@ READERS = {
 
 def words(run_dir, **more):
     settings = TINY | {"run_dir": run_dir, "rollout.deterministic": "true", "rollout.ahead": 1}
-    return [w for key, value in (settings | more).items() for w in (f"--{key}", str(value))]
+    return as_flags(settings | more)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +86,7 @@ def test_parts_that_read_tokens_on_the_driver(tmp_path):
 def test_two_trainers_and_two_engines_learn(tmp_path):
     """40 steps raise the accuracy of rollouts by 0.1 at least, and tokens pass by the driver."""
     more = APART | {"steps": 40, "eval.every": 0, "save.keep": 0, "run_dir": tmp_path}
-    run([word for key, value in (TOY | more).items() for word in (f"--{key}", str(value))])
+    run(as_flags(TOY | more))
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert gain(rows) > 0.1
     assert max(abs(row["rollout_corr/kl"]) for row in rows) < 0.02

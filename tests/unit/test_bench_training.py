@@ -30,9 +30,7 @@ from qurl.bench.train import (
     check_update,
     plan_arms,
     prepare,
-    recompute,
     run_train,
-    update,
 )
 from qurl.cli import main
 from qurl.errors import ConfigError, EngineError, TrainingError
@@ -161,9 +159,9 @@ def test_products_are_what_torch_counts():
 
     bench = TrainBench(**{**SMALL, "sequences": 2, "group": 2, "minibatches": 1})
     trial = Trial(bench, bench.config(Arm.of("none")), SHAPES["tiny"], CPU)
-    trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
+    trainable = prepare(trial.learner, trial.learner.recompute(trial.batch, step=0))
     with FlopCounterMode(display=False) as counter:
-        update(trial.learner, trainable)
+        trial.learner.update(trainable, step=0)
     counts = counter.get_flop_counts()["Global"]
     num_counted = sum(n for op, n in counts.items() if "attention" not in str(op))
     products = Products.of(SHAPES["tiny"], 2, 5, 7)
@@ -238,7 +236,7 @@ def test_a_trial_trains_on_what_the_policy_would_sample():
     """The mismatch is 1 and the ratio too before the first update: every token has a gradient."""
     bench = TrainBench(**SMALL)
     trial = Trial(bench, bench.config(Arm.of("none")), SHAPES["tiny"], CPU)
-    trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
+    trainable = prepare(trial.learner, trial.learner.recompute(trial.batch, step=0))
     assert torch.allclose(trainable.weight, trainable.mask, atol=1e-4)
     assert torch.allclose(trainable.logp_behav, trainable.logp_prox, atol=1e-4)
     assert trainable.mask.sum(1).tolist() == [7.0] * 8
@@ -266,8 +264,8 @@ def test_a_wrong_update_is_not_measured(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="actor/pg_loss of the update is not finite"):
         check_update(good | {"actor/pg_loss": math.nan})
     norms = iter([1.0, 1.0, 5.0])
-    broken = lambda learner, batch: {"actor/grad_norm": next(norms)}  # noqa: E731
-    monkeypatch.setattr("qurl.bench.train.update", broken)
+    broken = lambda learner, batch, step: (batch, {"actor/grad_norm": next(norms)})  # noqa: E731
+    monkeypatch.setattr("qurl.trainer.learner.Learner.update", broken)
     out = tmp_path / "train.json"
     with pytest.raises(TrainingError, match="gradient norm is 5 where the first arm has 1"):
         run_train(TrainBench(**SMALL, quant="none,int8", out=out))

@@ -482,3 +482,9 @@ def test_validate_tries_parts_of_your_own(recipe, tmp_path, capsys, monkeypatch,
     (tmp_path / "own.py").write_text(code)
     found = validate(recipe, capsys, f"--{key}", "own:a")
     assert reason in found[0]
+
+
+@pytest.mark.parametrize("select", ["shuffle", "greso", "dots"])
+def test_validate_knows_our_selectors(recipe, capsys, select):
+    [last] = validate(recipe, capsys, "--sampling.select", select)
+    assert last.startswith("ok    grader")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from models import TINY_RUN, as_flags
 from safetensors.torch import load_file
 
 from qurl.cli import main
@@ -12,18 +13,8 @@ from qurl.config import load_config
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
-TINY = {
+TINY = TINY_RUN | {
     "steps": 4,
-    "threads": 1,
-    "device": "cpu",
-    "model.scratch.hidden_size": 32,
-    "model.scratch.warm_start_steps": 40,
-    "task.difficulty": 2,
-    "batch.problems": 8,
-    "batch.minibatches": 2,
-    "sampling.max_tokens": 4,
-    "sampling.group_size": 4,
-    "optim.lr": 1e-3,
     "save.every": 2,
     "eval.every": 2,
     "eval.problems": 10,
@@ -35,9 +26,7 @@ CLOCKS = ("timing_s/", "perf/", "sync/seconds")
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("fork") / "run"
-    settings = TINY | {"run_dir": run_dir}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return train(load_config(None, words))
+    return train(load_config(None, as_flags(TINY | {"run_dir": run_dir})))
 
 
 def rows(run_dir):

@@ -17,7 +17,7 @@ from qurl.rollout.local.requests import Transcript
 from qurl.rollout.sampler import request_key
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
-from tests.models import tiny_llama
+from tests.models import completions, largest_gap, tiny_llama, tokens_of
 
 MODEL = tiny_llama()
 TOKENIZER = build_tokenizer()
@@ -55,19 +55,6 @@ def start(engine, problems, params):
 def in_order(rollouts):
     """By the ids of their problems."""
     return sorted(rollouts, key=lambda r: r.problem.id)
-
-
-def completions(rollouts):
-    return [c for r in rollouts for c in r.completions]
-
-
-def tokens_of(rollouts):
-    return [c.token_ids for c in completions(rollouts)]
-
-
-def largest_gap(a, b) -> float:
-    pairs = zip(completions(a), completions(b), strict=True)
-    return max(abs(x - y) for c, d in pairs for x, y in zip(c.logprobs, d.logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")

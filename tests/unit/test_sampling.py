@@ -6,11 +6,12 @@ from contextlib import contextmanager
 import pytest
 from models import group
 
-from qurl.config import AlgoConfig, build_config
+from qurl.config import AlgoConfig, Config, build_config
 from qurl.errors import ConfigError, DataError, EngineError, TrainingError
 from qurl.plugins import naming_failures
 from qurl.rewards import GradingPool
-from qurl.sampling import Hooks, ProblemStream, Sampler, collect, has_signal
+from qurl.sampling import Hooks, ProblemStream, Sampler, Setup, collect, has_signal
+from qurl.sampling.parts import build_part
 from qurl.seeds import derive_seed
 from qurl.types import Completion, Graded, Problem, Rollout
 
@@ -329,10 +330,11 @@ def test_a_selector_is_loaded_by_name(tmp_path, monkeypatch):
         "def last(count, size, *_):\n    return [size - 1] * count"
     )
     monkeypatch.chdir(tmp_path)
-    stream = ProblemStream(Numbers(4), seed=0, select="my_select:last")
+    key, setup = "sampling.select", Setup(Config(), Numbers(4), 100)
+    stream = ProblemStream(Numbers(4), 0, build_part(key, "my_select:last", {}, setup))
     assert ids(stream.take(3)) == ["3", "3@1", "3@2"]
     with pytest.raises(ConfigError, match=r"sampling\.select = 'my_select:first': .*it has last"):
-        ProblemStream(Numbers(4), seed=0, select="my_select:first")
+        build_part(key, "my_select:first", {}, setup)
 
 
 class SizedScript(Script):

@@ -30,8 +30,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from qurl.advantages import compare
-from qurl.bench.gradients import Interval, Moments, Sketcher
+from qurl.bench.gradients import Moments, Sketcher
 from qurl.bench.record import Record
 from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
@@ -47,6 +46,7 @@ from qurl.run.choices import Choices
 from qurl.run.directory import Run
 from qurl.run.engines import build_actor
 from qurl.run.fork import fork
+from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import pad
 from qurl.trainer.learner import Learner
@@ -107,7 +107,7 @@ class Finding(NamedTuple):
     format: str
     objective: str
     cap: float | None
-    groups: dict[str, dict[str, Interval]]
+    groups: dict[str, dict[str, Estimate]]
     """Of "all" and each layer group: bias, cosine, variance, and change from the arm before it."""
     shares: dict[str, float]
     """Of the tokens that were clipped, truncated and rescued."""
@@ -217,13 +217,9 @@ class Auditor:
     def _score(self, graded: Sequence[Graded]) -> Trainable:
         batch = pad(graded).to(self.policy.device)
         scored = self.learner.recompute(batch, self.options.at)
-        prox = torch.zeros_like(batch.logp_behav)
-        with torch.no_grad():
-            for rows, part, layout in self.learner.pieces(batch):
-                prox[rows, : part.mask.shape[1]] = self.policy.score(part, layout).logp
-        has_prox = torch.ones_like(scored.has_prox)
-        corrected = correct(scored.replace(logp_prox=prox, has_prox=has_prox), cap=None)
-        return compare(corrected, self.parts.advantage, is_whitened=self.config.algo.whiten)
+        found = self.learner.score(batch, torch.arange(len(batch), device=self.policy.device))
+        corrected = correct(self.learner.with_prox(scored, found), cap=None)
+        return self.learner.compare(corrected, self.parts.advantage)
 
     def _gradients(
         self, batches: Sequence[Trainable], objective: str, cap: float | None = None
@@ -284,11 +280,8 @@ class Auditor:
         counts = dataclasses.replace(config.batch, epochs=1, minibatches=num_updates)
         learner.config = dataclasses.replace(config, batch=counts)
         scored = learner.recompute(batch.select(rows), self.options.at)
-        corrected = correct(scored, cap=learner.cap, **vars(config.correction))
-        learner.update(
-            compare(corrected, self.parts.advantage, is_whitened=config.algo.whiten),
-            self.options.at,
-        )
+        trainable = learner.compare(learner.correct(scored), self.parts.advantage)
+        learner.update(trainable, self.options.at)
         learner.config = config
 
     @torch.no_grad()
@@ -298,7 +291,7 @@ class Auditor:
 
     def _compare(
         self, found: dict[str, Tensor], target: dict[str, Tensor], above: dict[str, Tensor]
-    ) -> dict[str, dict[str, Interval]]:
+    ) -> dict[str, dict[str, Estimate]]:
         moments = {g: Moments.of(x, target[g], above[g]) for g, x in found.items()}
         whole = functools.reduce(operator.add, moments.values())
         batch = self.config.batch

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
 
 NUM_BUCKETS = 2**18
@@ -32,14 +32,6 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "mlp": ("mlp", "feed_forward", "experts"),
 }
 """Layer groups by parts of a parameter's name; "other" has the rest."""
-
-
-class Interval(NamedTuple):
-    """An estimate with its 95 % interval over resampled chunks."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Moments:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Moments(*(a + b for a, b in pairs))
 
-    def describe(self, batches_per_chunk: float = 1.0) -> dict[str, Interval]:
+    def describe(self, batches_per_chunk: float = 1.0) -> dict[str, Estimate]:
         """Relative to the target's squared length |T|^2.
 
         bias      |E G - T|^2 / |T|^2
@@ -102,11 +94,11 @@ def _pair_average(matrix: Tensor, draws: Tensor) -> Tensor:
     return (total - same) / (draws.sum(-1).square() - draws.square().sum(-1))
 
 
-def _interval(values: Tensor) -> Interval:
+def _interval(values: Tensor) -> Estimate:
     """The first value, and the middle 95 % of the others."""
     ends = torch.tensor([0.025, 0.975], dtype=values.dtype)
     low, high = values[1:].nanquantile(ends).tolist()
-    return Interval(float(values[0]), low, high)
+    return Estimate(float(values[0]), low, high)
 
 
 def group_of(name: str) -> str:

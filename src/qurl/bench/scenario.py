@@ -5,7 +5,6 @@ What is not here, a GPU, a model, data or a run, is replaced by an assumption th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.run.budget import GIB, memory_rows, peak_memory
 from qurl.run.cards import Card, find_card
+from qurl.run.directory import METRICS, read_jsonl
 from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
@@ -137,35 +137,31 @@ def shape_of(size: ModelSize) -> Shape:
 
 def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
     """The training problems if tokenizer and data are here; else None, and a note."""
-    path = config.model.path
+    path, longest = config.model.path, config.task.max_prompt_tokens
     if is_shape:
-        return None, [f"prompts are taken to have task.max_prompt_tokens = {_longest(config)}"]
+        return None, [f"prompts are taken to have task.max_prompt_tokens = {longest}"]
     try:
         tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
         model = None if path == "scratch" else load_model_config(path)
         return load_split(config, "train", tokenizer, model), []
     except (QurlError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return None, [f"prompts are taken to have {_longest(config)} tokens: {reason}"]
-
-
-def _longest(config: Config) -> int:
-    return config.task.max_prompt_tokens
+        return None, [f"prompts are taken to have {longest} tokens: {reason}"]
 
 
 def count_prompt_tokens(config: Config, task: Task | None) -> int:
     """The mean of the first prompts."""
     if task is None:
-        return _longest(config)
+        return config.task.max_prompt_tokens
     lengths = [len(task[i].prompt_ids) for i in range(min(PROMPTS_READ, len(task)))]
     return max(1, round(sum(lengths) / len(lengths)))
 
 
 def find_tokens(config: Config) -> tuple[int, str]:
     """Mean tokens of a completion, of the run so far or the most there may be, and a note."""
-    most, metrics = config.sampling.max_tokens, Path(config.run_dir, "metrics.jsonl").expanduser()
+    most, metrics = config.sampling.max_tokens, Path(config.run_dir, METRICS).expanduser()
     try:
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        rows = read_jsonl(metrics)
     except (OSError, ValueError):
         rows = []
     means = [row["response_length/mean"] for row in rows if "response_length/mean" in row]

@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from qurl.advantages import ESTIMATORS, compare
+from qurl.advantages import ESTIMATORS
 from qurl.bench.arms import BACKWARDS, Arm, BatchBench
 from qurl.bench.limits import Products, Speed, find_speed
 from qurl.bench.profile import summarize_kernels, trace_kernels
 from qurl.bench.record import Record, free_memory, paused_gc, time_call
 from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
 from qurl.config import Config
-from qurl.correction import correct
 from qurl.errors import ConfigError, TrainingError
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
@@ -136,9 +135,10 @@ class Trial:
 
     def run(self, expected_grad_norm: float | None = None) -> tuple[float, float]:
         """Seconds of the update and of the prox forward of one step; raises if it went wrong."""
-        prox_s, scored = time_call(lambda: recompute(self.learner, self.batch), self.device)
-        trainable = prepare(self.learner, scored)
-        update_s, metrics = time_call(lambda: update(self.learner, trainable), self.device)
+        learner = self.learner
+        prox_s, scored = time_call(lambda: learner.recompute(self.batch, step=0), self.device)
+        trainable = prepare(learner, scored)
+        update_s, (_, metrics) = time_call(lambda: learner.update(trainable, step=0), self.device)
         check_update(metrics, expected_grad_norm)
         self.grad_norm = metrics["actor/grad_norm"]
         return update_s, prox_s
@@ -179,19 +179,9 @@ def build_batch(bench: BatchBench, policy: Policy, vocabulary: int) -> Batch:
     return batch.replace(logp_behav=torch.cat(scores))
 
 
-def recompute(learner: Learner, batch: Batch) -> Scored:
-    return learner.recompute(batch, step=0)
-
-
 def prepare(learner: Learner, scored: Scored) -> Trainable:
     """What the loop does between the two calls that are timed."""
-    config = learner.config
-    corrected = correct(scored, cap=learner.cap, **vars(config.correction))
-    return compare(corrected, ESTIMATORS[config.algo.advantage], is_whitened=config.algo.whiten)
-
-
-def update(learner: Learner, batch: Trainable) -> dict[str, float]:
-    return learner.update(batch, step=0)[1]
+    return learner.compare(learner.correct(scored), ESTIMATORS[learner.config.algo.advantage])
 
 
 def check_update(metrics: Mapping[str, float], expected_grad_norm: float | None = None) -> None:
@@ -239,8 +229,9 @@ def save_figures(
     peak = "-" if figures.peak_gib is None else f"{figures.peak_gib:.1f}"
     print(ROW.format(**settings, **asdict(figures), peak=peak), flush=True)
     if bench.profile:
-        trainable = prepare(trial.learner, recompute(trial.learner, trial.batch))
-        kernels = trace_kernels(lambda: update(trial.learner, trainable))
+        learner = trial.learner
+        trainable = prepare(learner, learner.recompute(trial.batch, step=0))
+        kernels = trace_kernels(lambda: learner.update(trainable, step=0))
         found = summarize_kernels(kernels, bench.profile)
         print(found, flush=True)
         profile = {"profile": asdict(found)}

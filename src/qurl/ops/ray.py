@@ -43,7 +43,11 @@ class RayHandle:
         ray.kill(self._actor)
 
     def last_words(self) -> str:
-        return _last_lines(self._log)
+        try:
+            with open(self._log, errors="replace") as file:
+                return "\n".join(file.read().rstrip().splitlines()[-5:])
+        except OSError:
+            return ""
 
 
 def _pass_on(done: Future[Any], answer: Future[Any]) -> None:
@@ -129,11 +133,3 @@ def redirect_stderr(log: str) -> None:
 
 def describe_process() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
-
-
-def _last_lines(log: str, count: int = 5) -> str:
-    try:
-        with open(log, errors="replace") as file:
-            return "\n".join(file.read().rstrip().splitlines()[-count:])
-    except OSError:
-        return ""

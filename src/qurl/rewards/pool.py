@@ -146,10 +146,6 @@ class GradingPools(contextlib.AbstractContextManager["GradingPools"]):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def grade(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Grade]:
-        """As `GradingPool.grade`."""
-        return wait_for(f for text, a, extra in items for f in self.submit([text], a, extra))
-
     def submit(
         self, texts: Sequence[str], answer: str, extra: Mapping[str, Any]
     ) -> list[Future[list[Grade]]]:

@@ -37,12 +37,13 @@ from qurl.run.checkpoint import (
     load_saved_policy,
     newest_sound,
     save_checkpoint,
+    save_folder,
     set_aside,
-    staged_folder,
 )
 from qurl.run.choices import Choices
 from qurl.run.directory import INITIAL, Run
 from qurl.run.engines import LOGS, build_actor, open_place
+from qurl.run.inputs import lacks_answers
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
@@ -105,10 +106,9 @@ class Parts:
 
     def driver_bytes(self) -> dict[str, float]:
         """What passed through this process since the last time, if there are others."""
-        places = [getattr(x, "traffic", None) for x in (self.learner, self.engine)]
-        if self.full_engine is not self.engine:
-            places.append(getattr(self.full_engine, "traffic", None))
-        counts = [traffic.take() for traffic in places if traffic is not None]
+        places: tuple[Any, ...] = (self.learner, self.engine, self.full_engine)
+        # An engine that is named twice has nothing left the second time.
+        counts = [place.traffic.take() for place in places if hasattr(place, "traffic")]
         return {"parallel/driver_bytes": float(sum(counts))} if counts else {}
 
     def add_noise(self, config: Config, step: int) -> dict[str, float]:
@@ -400,10 +400,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     tokenizer = build_tokenizer()
     task = load_split(config, "train", tokenizer)
     if not isinstance(task, GeneratedTask):
-        raise ConfigError(
-            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
-            "model.path to a pretrained model, or task.name to arithmetic or countdown"
-        )
+        raise lacks_answers(task.name)
 
     def example(row: int) -> Example:
         problem, end = task[row], cast(int, tokenizer.eos_token_id)
@@ -415,10 +412,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
     warm_start_(model, example, len(task), config.model.scratch, config.seed)
     disable_progress_bar()  # it would garble the run's own lines
-    with staged_folder(run_path / INITIAL) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return run_path / INITIAL
+    return save_folder(run_path / INITIAL, model, tokenizer)
 
 
 def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:

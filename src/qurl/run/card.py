@@ -60,7 +60,7 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
     origin = f"{base}, trained" if has_base else "A causal language model, trained"
     lines += [f"# {name}", "", f"{origin} by reinforcement learning with QuRL {__version__}."]
     if run is not None:
-        lines += ["", "## Training", "", *_table(_training(run, policy, recipe))]
+        lines += ["", "## Training", "", *_table(_training(policy, recipe))]
         if scores := _scores(run):
             lines += ["", "## Held-out accuracy", "", *_table(scores)]
     lines += ["", "## Format", "", _format(quant), "", "```python"]
@@ -68,7 +68,7 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _training(run: Path, policy: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
+def _training(policy: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
     step = policy.parent.name.removeprefix("step-").lstrip("0") or "0"
     done = f"{step} of {recipe['steps']}" if step.isdigit() else str(recipe["steps"])
     return {"steps": done} | {key: f"{recipe[key]}" for key in SHOWN if key in recipe}
@@ -81,7 +81,7 @@ def _scores(run: Path) -> dict[str, str]:
     rows = [row for row in iter_jsonl(run / METRICS) if any(k.startswith("eval/") for k in row)]
     if not rows:
         return {}
-    names = [k for k in rows[-1] if k.startswith("eval/") and k.endswith(("/accuracy",))]
+    names = [k for k in rows[-1] if k.startswith("eval/") and k.endswith("/accuracy")]
     return {
         f"{name.removeprefix('eval/').removesuffix('/accuracy')}, after {rows[-1]['step'] + 1} "
         "steps": f"{rows[-1][name]:.1%} (from {rows[0].get(name, float('nan')):.1%}; 95 % interval "

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
@@ -33,7 +32,7 @@ from qurl.trainer.learner import Learner
 from qurl.trainer.lora import load_adapters_
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.policy import PLAIN, Policy, load_policy
-from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE
+from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE, UNWRITABLE
 
 CHECKSUMS = "checksums.json"
 NEEDED = (("policy",), ("optimizer.pt", "optimizer"), ("state.pt",))
@@ -64,14 +63,21 @@ def staged_folder(target: Path) -> Iterator[Path]:
         os.replace(staging, target)
     except QurlError:
         raise
-    # A full disk raises any of the first three; transformers refuses with a ValueError.
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except UNWRITABLE as error:
         raise CheckpointError(
             f"{target} could not be written: {error}. Nothing else was changed; make room on the "
             "disk or choose another place, then run the same command again"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def save_folder(target: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a whole Hugging Face folder, or none."""
+    with staged_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return target
 
 
 def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
@@ -203,7 +209,7 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
 def _naming_unreadable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (*UNREADABLE, SafetensorError) as error:
+    except UNREADABLE as error:
         cause = error.__cause__ or error
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {str(cause) or type(cause).__name__}. Remove "

@@ -108,8 +108,7 @@ def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
 def _sync(post: Post, key: str, version: int) -> SyncReport:
     shipment = ShardShipment.alike(post)
     with post.ranks.agreeing(QurlError):
-        report = post.held[key].sync(shipment, version=version)
-    return report
+        return post.held[key].sync(shipment, version=version)
 
 
 def _generate(post: Post, key: str, params: SamplingParams, is_shelved: bool) -> list[Rollout]:

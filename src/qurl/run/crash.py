@@ -10,13 +10,13 @@ from pathlib import Path
 from traceback import format_exception
 
 import torch
-from safetensors import SafetensorError
 
 from qurl.config import Config
 from qurl.errors import CheckpointError, QurlError, RewardError, SyncError, TrainingError
 from qurl.run.assembly import AnyLearner, Parts
 from qurl.run.checkpoint import write_state
 from qurl.run.directory import Run
+from qurl.trainer.weight_files import UNWRITABLE
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_evidence(folder, step, parts.learner, error)
-        except (OSError, RuntimeError, SafetensorError, ValueError) as failure:
+        except UNWRITABLE as failure:
             message = f"step {step} stopped the run; its evidence cannot be written: {failure}"
         # A failed sync says that the weights are unsound. A row that a full disk lost is written
         # when the step is repeated.

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -21,22 +20,11 @@ from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_pool, prepare_torch
 from qurl.run.checkpoint import find_policy
 from qurl.run.engines import build_actor
-from qurl.run.intervals import Z, wilson_interval
+from qurl.run.intervals import Estimate, Z, wilson_interval
 from qurl.run.splits import held_out_problems, load_split
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_trained_policy
 from qurl.types import Problem, Rollout, SamplingParams
-
-
-class Score(NamedTuple):
-    """A mean over problems in [0, 1] and its interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class EvalResult:
     """The weights that answered: "full", "int8", ..."""
     outcomes: tuple[bool, ...]
     """Whether the greedy completion of each problem is correct."""
-    scores: Mapping[str, Score]
+    scores: Mapping[str, Estimate]
     """Greedy "accuracy", and with samples "avg@k" and "pass@k"."""
     mean_length: float
     """Tokens per greedy completion."""
@@ -153,7 +141,7 @@ class Answers:
     def summarise(self, precision: str, sets: Mapping[str, EvalResult] | None = None) -> EvalResult:
         outcomes = tuple(grade.accuracy >= 1 for [grade] in self.greedy)
         num_right, num = sum(outcomes), len(outcomes)
-        scores = {"accuracy": Score(num_right / num, *wilson_interval(num_right, num))}
+        scores = {"accuracy": Estimate(num_right / num, *wilson_interval(num_right, num))}
         if self.sampled:
             correct = [sum(grade.accuracy >= 1 for grade in group) for group in self.sampled]
             size = len(self.sampled[0])
@@ -179,7 +167,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return (draws - math.comb(num_samples - num_correct, k)) / draws
 
 
-def mean_score(values: Sequence[float]) -> Score:
+def mean_score(values: Sequence[float]) -> Estimate:
     """The mean of numbers in [0, 1], and mean -+ z * std / sqrt(n) clipped to [0, 1].
 
     Equal numbers have no spread to estimate from. They get Wilson's interval, the widest that
@@ -187,11 +175,11 @@ def mean_score(values: Sequence[float]) -> Score:
     """
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
-        return Score(mean, 0.0, 1.0)
+        return Estimate(mean, 0.0, 1.0)
     if min(values) == max(values):
-        return Score(mean, *wilson_interval(n * mean, n))
+        return Estimate(mean, *wilson_interval(n * mean, n))
     spread = Z * statistics.stdev(values) / math.sqrt(n)
-    return Score(mean, max(mean - spread, 0.0), min(mean + spread, 1.0))
+    return Estimate(mean, max(mean - spread, 0.0), min(mean + spread, 1.0))
 
 
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:
@@ -202,7 +190,10 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
     for result in results:
         table.add_column(result.precision, justify="right")
     rows = [
-        {name.replace("accuracy", "greedy accuracy"): str(x) for name, x in result.scores.items()}
+        {
+            name.replace("accuracy", "greedy accuracy"): "{:.1%} ({:.1%} to {:.1%})".format(*score)
+            for name, score in result.scores.items()
+        }
         | {
             "mean length": f"{result.mean_length:.1f}",
             "truncated": f"{result.frac_truncated:.1%}",

@@ -26,7 +26,7 @@ from qurl.quant import quantize
 from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import rescale_, uaq_scale, unscale_
 from qurl.run.card import read_run, write_card
-from qurl.run.checkpoint import find_policy, staged_folder
+from qurl.run.checkpoint import find_policy, save_folder, staged_folder
 from qurl.trainer.policy import load_model, load_tokenizer
 from qurl.trainer.weight_files import ADAPTER_CONFIG
 
@@ -73,10 +73,7 @@ def rescale(source: str, target: Path, scale: float = 1.5) -> Path:
         raise ConfigError(f"--scale {scale} must be finite and positive; the paper uses 1.5")
     model, tokenizer = load_model(source, "MODEL"), load_tokenizer(source)
     rescale_(model, scale)
-    with staged_folder(target) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return target
+    return save_folder(target, model, tokenizer)
 
 
 def _compress_(model: Any, quant: str, full_layers: int) -> dict[str, Tensor]:
@@ -136,10 +133,7 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
         warnings.warn(message, stacklevel=2)
     ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     model.generation_config.eos_token_id = [end for end in ends if end is not None]
-    with staged_folder(target) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return target
+    return save_folder(target, model, tokenizer)
 
 
 def _turn_end(tokenizer: Any) -> list[int]:

@@ -35,11 +35,15 @@ def check_inputs(config: Config) -> None:
 
 def check_model_path(config: Config) -> None:
     """Raise unless model.path may hold a model, and one that can learn this task."""
-    task = config.task
     if config.model.path != "scratch":
         return check_folder(config.model.path)
-    if needs_file(task.name):
-        raise ConfigError(
-            f"model.path = 'scratch' needs a generated task to learn from, not {task.name!r}; set "
-            "model.path to a pretrained model, or task.name to arithmetic or countdown"
-        )
+    if needs_file(config.task.name):
+        raise lacks_answers(config.task.name)
+
+
+def lacks_answers(task: str) -> ConfigError:
+    """The error of a task that a model from scratch cannot learn from."""
+    return ConfigError(
+        f"model.path = 'scratch' needs a generated task to learn from, not {task!r}; set "
+        "model.path to a pretrained model, or task.name to arithmetic or countdown"
+    )

@@ -10,8 +10,8 @@ Interval = tuple[float, float]
 Z = 1.96  # half the width of a 95 % interval, in standard deviations
 
 
-class Difference(NamedTuple):
-    """Accuracy of b minus accuracy of a."""
+class Estimate(NamedTuple):
+    """A number and the ends of its interval."""
 
     value: float
     low: float
@@ -36,8 +36,8 @@ def wilson_interval(successes: float, trials: int) -> Interval:
     return (0.0 if p == 0 else max(low, 0.0)), (1.0 if p == 1 else min(high, 1.0))
 
 
-def paired_difference(a: Sequence[bool], b: Sequence[bool]) -> Difference:
-    """Two answers to the same problems. The interval is Bonett and Price's (2012):
+def paired_difference(a: Sequence[bool], b: Sequence[bool]) -> Estimate:
+    """Accuracy of b minus a on the same problems. The interval is Bonett and Price's (2012):
 
     g - l  -+  z sqrt((g + l - (g - l)^2) / (n + 2)),  g = (gained + 1) / (n + 2), l alike
     """
@@ -46,14 +46,14 @@ def paired_difference(a: Sequence[bool], b: Sequence[bool]) -> Difference:
     lost = sum(x and not y for x, y in zip(a, b, strict=True))
     g, l = (gained + 1) / (n + 2), (lost + 1) / (n + 2)  # noqa: E741
     spread = Z * math.sqrt((g + l - (g - l) ** 2) / (n + 2))
-    return Difference((gained - lost) / n, max(g - l - spread, -1.0), min(g - l + spread, 1.0))
+    return Estimate((gained - lost) / n, max(g - l - spread, -1.0), min(g - l + spread, 1.0))
 
 
-def unpaired_difference(a: Sequence[bool], b: Sequence[bool]) -> Difference:
-    """Answers to different problems. The interval is Newcombe's, made of two of Wilson's."""
+def unpaired_difference(a: Sequence[bool], b: Sequence[bool]) -> Estimate:
+    """The same on different problems. The interval is Newcombe's, made of two of Wilson's."""
     (p, p_low, p_high), (q, q_low, q_high) = (
         (sum(x) / len(x), *wilson_interval(sum(x), len(x))) for x in (a, b)
     )
     low = math.hypot(q - q_low, p_high - p)
     high = math.hypot(q_high - q, p - p_low)
-    return Difference(q - p, q - p - low, q - p + high)
+    return Estimate(q - p, q - p - low, q - p + high)

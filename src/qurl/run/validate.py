@@ -41,8 +41,10 @@ from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.sizes import measure_model
 from qurl.run.splits import held_out_problems, load_split
-from qurl.sampling import ProblemStream
+from qurl.sampling import ProblemStream, Setup
+from qurl.sampling.built_in import PARTS
 from qurl.sampling.histopipe import check_repeats
+from qurl.sampling.parts import build_part
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.folder import check_folder
@@ -222,7 +224,10 @@ class Recipe:
         check_repeats(self.config, len(task))
         spread = range(0, len(task), max(1, len(task) // NUM_PROMPTS))
         problems = [task[i] for i in spread[:NUM_PROMPTS]]
-        ProblemStream(task, self.config.seed, self.config.sampling.select).take(1)
+        setup = Setup(self.config, task, len(self.tokenizer or ()))
+        key, chosen = "sampling.select", self.config.sampling.select
+        select = build_part(key, chosen, PARTS[key], setup)
+        ProblemStream(task, self.config.seed, select).take(1)
         first = ""
         if self.tokenizer:
             self.prompt = problems[0].extra.get("prompt", "")

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from qurl.config import Config
 from qurl.errors import ConfigError
 from qurl.sampling.history import History
@@ -62,7 +64,7 @@ def assign(lengths: Sequence[float], num_engines: int, step: int) -> list[int]:
         assign([30, 10, 20, 40], num_engines=2, step=2) == [0, 1, 1, 0]
     """
     engines = [0] * len(lengths)
-    for rank, index in enumerate(_order(lengths)):
+    for rank, index in enumerate(np.argsort(lengths, kind="stable")):
         group = rank * num_engines // len(lengths)
         engines[index] = group if step % 2 else num_engines - 1 - group
     return engines
@@ -70,27 +72,13 @@ def assign(lengths: Sequence[float], num_engines: int, step: int) -> list[int]:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's, of the lengths of the same problems in two epochs; NaN if one has no spread."""
-    ranks = [_ranks(first), _ranks(second)]
     mean = (len(first) - 1) / 2
-    (a, b) = ([rank - mean for rank in side] for side in ranks)
-    spread = math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / spread if spread else math.nan
+    a, b = (_ranks(side) - mean for side in (first, second))
+    spread = math.sqrt((a @ a) * (b @ b))
+    return float(a @ b) / spread if spread else math.nan
 
 
-def _order(lengths: Sequence[float]) -> list[int]:
-    """Indices from short to long; equal ones in their order."""
-    return sorted(range(len(lengths)), key=lambda index: lengths[index])
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
+def _ranks(values: Sequence[float]) -> np.ndarray:
     """From 0; equal values share their mean rank."""
-    order, ranks = _order(values), [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for index in order[start:end]:
-            ranks[index] = (start + end - 1) / 2
-        start = end
-    return ranks
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts + 1) / 2)[place]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -27,34 +26,21 @@ class Outcome(NamedTuple):
     """Mean over the group."""
     length: float
     """Mean number of tokens."""
-    is_mixed: bool = False
-    """Do accuracies differ within the group?"""
 
 
 class Running(NamedTuple):
-    """Mean and squared deviations of numbers that arrive in pieces (Welford, Chan et al.)."""
+    """Mean of numbers that arrive in pieces."""
 
     count: int = 0
     mean: float = 0.0
-    deviations: float = 0.0
-    """Sum of (x - mean)^2."""
 
     def add(self, values: Sequence[float]) -> Running:
         """With so many numbers more. Adding pieces in any split gives the same up to rounding."""
         if not values:
             return self
-        count, mean = self.count + len(values), fmean(values)
-        distance = mean - self.mean
-        spread = math.fsum((x - mean) ** 2 for x in values)
-        shared = distance**2 * self.count * len(values) / count
-        return Running(
-            count, self.mean + distance * len(values) / count, self.deviations + spread + shared
-        )
-
-    @property
-    def std(self) -> float:
-        """Unbiased; 0 for fewer than two numbers."""
-        return math.sqrt(self.deviations / (self.count - 1)) if self.count > 1 else 0.0
+        count = self.count + len(values)
+        distance = fmean(values) - self.mean
+        return Running(count, self.mean + distance * len(values) / count)
 
 
 class History(Mapping[int, Sequence[float]]):
@@ -64,7 +50,7 @@ class History(Mapping[int, Sequence[float]]):
 
         history[7]           [0.5, 0.75]
         history.outcomes(7)  the last groups, with lengths and versions
-        history.total(7)     count, mean and deviations of all accuracies of the run
+        history.total(7)     count and mean of all accuracies of the run
     """
 
     def __init__(self, num_problems: int, *, keeps_responses: bool = False) -> None:
@@ -86,11 +72,6 @@ class History(Mapping[int, Sequence[float]]):
     def __len__(self) -> int:
         return len(self._outcomes)
 
-    @property
-    def epoch(self) -> int:
-        """How many times as many problems were handed out as there are."""
-        return self.num_taken // self.num_problems
-
     def outcomes(self, index: int) -> list[Outcome]:
         """The last groups of a problem, oldest first."""
         return [Outcome(*kept) for kept in self._outcomes.get(index, ())]
@@ -111,7 +92,6 @@ class History(Mapping[int, Sequence[float]]):
             count=len(accuracies),
             accuracy=fmean(accuracies),
             length=fmean(len(c.token_ids) for c in completions),
-            is_mixed=len(set(accuracies)) > 1,
         )
         kept = (*self._outcomes.get(index, ()), tuple(outcome))
         self._outcomes[index] = kept[-REMEMBERED:]
@@ -131,14 +111,12 @@ class History(Mapping[int, Sequence[float]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint stopped; one of an earlier version holds accuracies at most."""
+        """Go on where a checkpoint stopped; old ones hold accuracies at most, or more numbers."""
         self.num_taken = state["num_taken"]
         earlier = state.get("accuracies", {})
-        guessed = {
-            i: tuple((-1, 1, accuracy, 0.0, 0 < accuracy < 1) for accuracy in seen)
-            for i, seen in earlier.items()
-        }
-        totals = {i: tuple(Running().add(seen)) for i, seen in earlier.items()}
-        self._outcomes = dict(state.get("outcomes", guessed))
-        self._totals = dict(state.get("totals", totals))
+        guessed = {i: [(-1, 1, accuracy, 0.0) for accuracy in seen] for i, seen in earlier.items()}
+        means = {i: Running().add(seen) for i, seen in earlier.items()}
+        outcomes, totals = state.get("outcomes", guessed), state.get("totals", means)
+        self._outcomes = {i: tuple(kept[:4] for kept in seen) for i, seen in outcomes.items()}
+        self._totals = {i: tuple(kept[:2]) for i, kept in totals.items()}
         self._responses = dict(state.get("responses", {}))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qurl.errors import ConfigError, DataError
-from qurl.plugins import load_plugin, naming_failures
+from qurl.plugins import naming_failures
 from qurl.sampling.history import History
 from qurl.seeds import derive_seed, generator
 from qurl.tasks.joined import JoinedTask
@@ -68,27 +68,16 @@ def mix(sizes: Sequence[int], shares: Sequence[float]) -> Selector:
 
 
 class ProblemStream:
-    """Hands out a task's problems as a selector chooses them, and keeps their history.
-
-    `select` is "shuffle", the `module:name` of your own selector, or the selector itself.
-    """
+    """Hands out a task's problems as a selector chooses them, and keeps their history."""
 
     def __init__(
-        self,
-        task: Task,
-        seed: int,
-        select: str | Selector = "shuffle",
-        *,
-        keeps_responses: bool = False,
+        self, task: Task, seed: int, select: Selector = shuffle, *, keeps_responses: bool = False
     ) -> None:
         if len(task) == 0:
             raise DataError(f"task {task.name!r} has no problems")
-        if isinstance(select, str):
-            select = shuffle if select == "shuffle" else load_plugin(select, "sampling.select")
         if select is shuffle and isinstance(task, JoinedTask):
             select = mix(task.sizes, task.shares)
-        self.task, self.seed = task, seed
-        self.select: Selector = select  # type: ignore[assignment]
+        self.task, self.seed, self.select = task, seed, select
         self.history = History(len(task), keeps_responses=keeps_responses)
         self._indices: dict[str, int] = {}
         """Of the problems that were handed out and not recorded yet, by id."""

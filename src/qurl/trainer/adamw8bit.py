@@ -46,13 +46,12 @@ class AdamW8bit(Optimizer):
                 store_(parameter, state, master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer` does, but without casting states to the dtype of the weights."""
-        super().load_state_dict({**state_dict, "state": {}})
-        load_states_(self, state_dict)
+        load_uncast_(self, state_dict)
 
 
-def load_states_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give parameters their saved states as they are."""
+def load_uncast_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """As `Optimizer` does, but without casting states to the dtype of the weights."""
+    Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, parameter in zip(ids, parameters, strict=True):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qurl.trainer.adamw8bit import load_states_
+from qurl.trainer.adamw8bit import load_uncast_
 from qurl.trainer.masters import add_compensated_, store_, widen
 
 FIRST_SCALE = 1e4
@@ -90,9 +90,7 @@ class HAdam(Optimizer):
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer` does, but without casting states to the dtype of the weights."""
-        super().load_state_dict({**state_dict, "state": {}})
-        load_states_(self, state_dict)
+        load_uncast_(self, state_dict)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], factor: float) -> None:
         state, gradient = self.state[parameter], parameter.grad

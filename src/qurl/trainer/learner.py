@@ -211,7 +211,7 @@ class Learner:
         """The batch with logp_ref, values, and the prox of all rows that need a forward for it."""
         ref, values, entropy = (torch.zeros_like(batch.mask) for _ in range(3))
         with _within_memory(self.config):
-            found = self._score(batch, self._rows_to_score(batch, step, share))
+            found = self.score(batch, self._rows_to_score(batch, step, share))
             has_others = self.reference is not None or self.critic is not None
             for rows, part, layout in self.pieces(batch) if has_others else ():
                 at = (rows, slice(part.mask.shape[1]))
@@ -222,7 +222,7 @@ class Learner:
                     values[at] = self.critic(part, layout)
         prox, has_prox = batch.logp_behav, torch.zeros_like(batch.lengths, dtype=torch.bool)
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
-        return self._with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
+        return self.with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
 
     def correct(self, scored: Scored) -> Corrected:
         options = vars(self.config.correction)
@@ -269,7 +269,7 @@ class Learner:
         return [part.to(self.policy.device) for part in own]
 
     @torch.no_grad()
-    def _score(self, batch: Batch, rows: Tensor) -> Found:
+    def score(self, batch: Batch, rows: Tensor) -> Found:
         """The policy's scores of these rows, computed piece by piece."""
         is_any = self.ranks.most(len(rows))
         pieces = self.pieces(batch.select(rows)) if is_any else []
@@ -287,7 +287,7 @@ class Learner:
             is_scored[rows] = 1
         return Found(is_scored.bool(), TokenScores(logp, entropy))
 
-    def _with_prox(self, batch: ScoredStage, found: Found) -> ScoredStage:
+    def with_prox(self, batch: ScoredStage, found: Found) -> ScoredStage:
         """The batch with what was found as the prox of its rows."""
         is_new = found.is_scored[:, None]
         prox = torch.where(is_new, found.scores.logp, batch.logp_prox)
@@ -387,7 +387,7 @@ class Learner:
         In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-5 on the
         first mini-batch; else their prox forward is made now, with weights that have not moved.
         """
-        batch = self._with_prox(batch, found)
+        batch = self.with_prox(batch, found)
         if self.config.correction.mode == "auto":
             limit = math.log1p(self.config.algo.clip_high)
             tail = gap_tail(batch.select(rows), limit, self.ranks.pool)
@@ -395,7 +395,7 @@ class Learner:
             meter.add({"correction/gap_tail": tail, "correction/prox_skipped": float(is_skipped)})
             if not is_skipped:
                 others = (~batch.has_prox).nonzero().squeeze(-1)
-                batch = self._with_prox(batch, self._score(batch, others))
+                batch = self.with_prox(batch, self.score(batch, others))
         return self._weighed(batch)
 
     def _weighed(self, batch: Trainable) -> Trainable:
@@ -454,11 +454,8 @@ class Learner:
         lr = learning_rate(peak, step, config.steps, config.optim)
         with self.ranks.agreeing(TrainingError):
             norm = apply_gradients(optimizer, lr=lr, grad_clip=config.optim.grad_clip)
-        if name == "actor":
-            found = optimizer_metrics(optimizer)
-            meter.finish_update({"actor/grad_norm": norm, "actor/lr": lr, **found})
-        else:
-            meter.finish_update({"critic/grad_norm": norm, "critic/lr": lr})
+        found = optimizer_metrics(optimizer) if name == "actor" else {}
+        meter.finish_update({f"{name}/grad_norm": norm, f"{name}/lr": lr, **found})
 
     def _policy_terms(
         self,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qurl.config import ModelConfig
@@ -304,7 +303,7 @@ def _loading(path: str | Path, key: str, *needs: str) -> Iterator[None]:
     except Exception as error:
         # The tokenizers library raises the plain class, huggingface_hub its own.
         is_plain = type(error) is Exception or type(error).__module__.startswith("huggingface_hub")
-        if not isinstance(error, (*UNREADABLE, SafetensorError)) and not is_plain:
+        if not isinstance(error, UNREADABLE) and not is_plain:
             raise
         raise ModelError(
             f"{key} = {str(path)!r} cannot be loaded as a causal LM; give a folder with "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qurl.config import ScratchConfig
 from qurl.seeds import generator
@@ -51,10 +52,6 @@ def warm_start_(
 
 def _pad(examples: list[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Right-padded tokens, and labels on the answers only."""
-    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
-    tokens = torch.full((len(examples), longest), pad_token_id)
-    labels = torch.full((len(examples), longest), IGNORED)
-    for i, (prompt, answer) in enumerate(examples):
-        tokens[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-    return tokens, labels
+    tokens = [torch.tensor(prompt + answer) for prompt, answer in examples]
+    labels = [torch.tensor([IGNORED] * len(prompt) + answer) for prompt, answer in examples]
+    return pad_sequence(tokens, True, pad_token_id), pad_sequence(labels, True, IGNORED)

@@ -15,6 +15,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from qurl.errors import ModelError
 from qurl.ops.families import local_engine_families
 
@@ -33,8 +35,11 @@ LARGEST_WEIGHT = 1e10
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError),
     *(RuntimeError, ImportError, AssertionError, UnpicklingError, zipfile.BadZipFile),
+    SafetensorError,
 )
 """What transformers, torch and pickle raise about files that are damaged or make no sense."""
+UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
+"""A full disk raises any of the first three; transformers refuses with a ValueError."""
 
 NO_WEIGHTS = "it is damaged, or holds Python objects other than weights, which are never loaded"
 
@@ -122,7 +127,7 @@ def _read_header(file: Path) -> Mapping[str, Any]:
     return header
 
 
-def check_finite(path: str | Path, key: str = "model.path") -> str:
+def check_finite(path: str | Path) -> str:
     """Read all weights of a folder in pieces; raise ModelError if a number is not finite."""
     count, largest = 0, {}
     for file, name, piece in _pieces(find_weights(Path(path))):
@@ -131,7 +136,8 @@ def check_finite(path: str | Path, key: str = "model.path") -> str:
         count += piece.numel()
         peak = float(piece.float().abs().max())
         if not peak < LARGEST_WEIGHT:
-            raise ModelError(describe_broken(f"{key} = {str(path)!r}", f"{name} of {file.name}"))
+            where = f"model.path = {str(path)!r}"
+            raise ModelError(describe_broken(where, f"{name} of {file.name}"))
         largest[name] = max(peak, largest.get(name, 0.0))
     note = describe_empty([name for name, peak in largest.items() if peak == 0 and "." in name])
     return f"{count:,} numbers are finite{f'; {note}' if note else ''}"
@@ -154,7 +160,7 @@ def describe_empty(names: Sequence[str]) -> str:
     return f"all numbers of {matrices[0]}{more} are 0: is the file damaged?"
 
 
-def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
+def check_shapes(path: str | Path, model: Any) -> None:
     """Raise unless the weights of a folder have the shapes of a model, which may be empty."""
     prefix, found = f"{model.base_model_prefix}.", {}
     for file in find_weights(Path(path)):
@@ -170,20 +176,18 @@ def check_shapes(path: str | Path, model: Any, key: str = "model.path") -> None:
         shape = found.get(short)
         if shape is not None and list(shape) != list(weight.shape):
             raise ModelError(
-                f"{key} = {str(path)!r}: the weights of {name} have the shape {list(shape)}, and "
-                f"config.json gives {list(weight.shape)}"
+                f"model.path = {str(path)!r}: the weights of {name} have the shape "
+                f"{list(shape)}, and config.json gives {list(weight.shape)}"
             )
     missing = [names[0] for names in aliases.values() if not set(names) & set(found)]
     known = {name for names in aliases.values() for name in names}
     # Names that are not known may be those of an older version, which transformers converts.
     if missing and (set(found) <= known or model.config.model_type in local_engine_families()):
-        raise ModelError(f"{key} = {str(path)!r}: the weights lack {', '.join(missing[:3])}")
+        raise ModelError(f"model.path = {str(path)!r}: the weights lack {', '.join(missing[:3])}")
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from statistics import fmean
 from typing import Any
 
@@ -31,7 +31,7 @@ from qurl.rollout.group.fleet import Fleet, Member
 from qurl.rollout.group.stream import GroupStream
 from qurl.rollout.group.worker import EngineSpec, Question
 from qurl.rollout.local.requests import LengthHistory
-from qurl.types import KVScales, Problem, Rollout, SamplingParams, SyncReport
+from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
 ATTEMPTS = 5
 """How often a sync is tried, if engines die in the midst of it."""
@@ -112,7 +112,8 @@ class EngineGroup:
         """The reports of the engines that took the weights in."""
         wire = self.fleet.connect(members)
         begun = [m.call("begin_sync", self.name, version, shipment.dtype) for m in members]
-        _await(begun, self.fleet.timeout)
+        for call in begun:
+            call.result(self.fleet.timeout)
         before = wire.num_bytes
         for chunk in shipment.pack(self.packing):
             wire.send(chunk)
@@ -163,7 +164,7 @@ class EngineGroup:
 
     def _sum_up(self, reports: Sequence[SyncReport], seconds: float) -> SyncReport:
         scales = [r.kv_scales for r in reports if r.kv_scales is not None]
-        if not _are_equal(scales):
+        if not all(torch.equal(s.scale, scales[0].scale) for s in scales[1:]):
             raise SyncError(
                 f"sync of version {self.version} failed: the engines chose different scales for "
                 "their FP8 caches; are their GPUs of one kind?"
@@ -221,12 +222,3 @@ class EngineGroup:
             )
         self._sync(self._source, self.version)
         return self._members()
-
-
-def _await(calls: Sequence[Future[Any]], seconds: float) -> None:
-    for call in calls:
-        call.result(timeout=seconds)
-
-
-def _are_equal(scales: Sequence[KVScales]) -> bool:
-    return all(torch.equal(s.scale, scales[0].scale) for s in scales[1:])

@@ -34,7 +34,8 @@ class Architecture:
 def read_architecture(model: Any) -> Architecture:
     """The shape of the model, or a ModelError that names what the local engine cannot compute."""
     config = model.config
-    check_family(config.model_type)
+    if config.model_type not in (known := local_engine_families()):
+        raise ModelError(refusal(f"model_type = {config.model_type!r}", known))
     if config.hidden_act != "silu":
         raise ModelError(refusal(f"hidden_act = {config.hidden_act!r}", ("silu",)))
     rotary = model.model.rotary_emb
@@ -52,12 +53,6 @@ def read_architecture(model: Any) -> Architecture:
         norm_eps=config.rms_norm_eps,
         windows=_windows(config),
     )
-
-
-def check_family(model_type: str) -> None:
-    """Raise unless the local engine runs models of this type."""
-    if model_type not in (known := local_engine_families()):
-        raise ModelError(refusal(f"model_type = {model_type!r}", known))
 
 
 def refusal(what: str, supported: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,6 @@ CHARTS: Sequence[Chart] = (
 )
 
 INTERVALS = ("_low", "_high")
-
-
-def chart_specs() -> list[dict[str, Any]]:
-    return [asdict(chart) for chart in CHARTS]
 
 
 def is_charted(metric: str) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from qurl.run.report.charts import PARTS, chart_specs
+from qurl.run.report.charts import CHARTS, PARTS
 from qurl.run.report.verdict import LEVELS
 
 SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "samples.js", "page.js")
@@ -23,7 +24,7 @@ def render_page(title: str, data: dict[str, Any]) -> tuple[str, str]:
     Only our own scripts and styles run, named by their hashes. All text from runs is in one block
     of JSON, which the scripts show as text.
     """
-    data = data | {"charts": chart_specs(), "parts": PARTS, "levels": LEVELS}
+    data = data | {"charts": [*map(asdict, CHARTS)], "parts": PARTS, "levels": LEVELS}
     scripts, styles = ([_read(name) for name in names] for names in (SCRIPTS, STYLES))
     policy = "; ".join(
         (

@@ -9,7 +9,6 @@ The driver holds a `Dealt` in place of each stage.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,11 +126,6 @@ def _join(parts: Sequence[tuple[Tensor, Batch]], rows: Tensor) -> Batch:
         tensors[name] = torch.cat(columns)[order]
     ids = [id for batch in batches for id in batch.problem_ids]
     return batches[0].replace(**tensors, problem_ids=[ids[place] for place in order.tolist()])
-
-
-def sendable(advantage: Estimator) -> Estimator:
-    """The function itself, without what names its failures: ranks find it by its name."""
-    return inspect.unwrap(advantage)
 
 
 def _learner(post: Post) -> Learner:

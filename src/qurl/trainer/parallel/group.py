@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qurl.advantages import Estimator, compare, sequence_advantages
@@ -41,11 +41,9 @@ from qurl.trainer.parallel.sharding import shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
-from qurl.trainer.weight_files import UNREADABLE
+from qurl.trainer.weight_files import UNREADABLE, UNWRITABLE
 from qurl.types import Batch, Corrected, Graded, KVScales, Scored, Trainable, Trained
 
-UNWRITABLE = (OSError, RuntimeError, SafetensorError, ValueError)
-"""What a full disk and transformers raise when a folder is written."""
 Snapshot = int
 """Stands for the rows that trackers kept at their n-th measurement."""
 
@@ -96,7 +94,8 @@ class LearnerGroup:
         """See `Learner.compare`; an advantage that reads the whole batch gets it here."""
         reads = getattr(advantage, "facts", Advantage()).reads
         if reads == "rows":
-            self.workers.run(dealing.compare, dealing.sendable(advantage))
+            # Without what names its failures: ranks find the function by its own name.
+            self.workers.run(dealing.compare, inspect.unwrap(advantage))
         elif reads == "outcomes":
             found = sequence_advantages(corrected.outline, advantage)
             self.workers.run(dealing.compare_known, found)

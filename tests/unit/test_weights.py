@@ -500,3 +500,9 @@ def test_frozen_scales_clamp_what_has_grown():
     held.codes[:, 0] += 1
     with pytest.raises(EngineError, match="layer 1"):
         sync.check(3)
+
+
+def test_rotations_are_on_the_engines_device():
+    """The model of an engine in another process has its weights nowhere, and rotations on a CPU."""
+    weights = Weights(tiny_llama(), "int8", torch.bfloat16, torch.device("meta"))
+    assert {x.device.type for x in (weights.inv_freq, weights.cos, weights.sin)} == {"meta"}

@@ -40,3 +40,16 @@ def test_an_engine_of_a_group_samples_what_it_was_sent(engines, quant):
             ]
     finally:
         engine.close()
+
+
+def test_scales_are_fp32_whatever_the_model_is():
+    """vLLM loads a model with its dtype as torch's default, and INT8 kernels of GPUs want FP32."""
+    from qurl.integrations.vllm import CodesMethod
+
+    layer, before = torch.nn.Module(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        CodesMethod()._register(layer, (8, 4), torch.bfloat16, lambda *_: None)
+    finally:
+        torch.set_default_dtype(before)
+    assert (layer.weight.dtype, layer.weight_scale.dtype) == (torch.int8, torch.float32)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,15 @@ from qurl.quant.linear import quantized_projections
 CHUNK_BYTES = 2**30
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
-Chunk = dict[str, Tensor]
+
+
+class Chunk(dict[str, Tensor]):
+    """Named tensors of a shipment, which nobody changes once they are summed up."""
+
+    @cached_property
+    def sums(self) -> dict[str, list[int]]:
+        """See `checksums`."""
+        return _checksums(self) if self else {}
 
 
 class Shipment(Protocol):
@@ -80,19 +89,20 @@ class Packing:
             weight = weight.to(self.compute_dtype or self.dtype)
         if is_coded and self.sends_codes and self.format:
             packed = quantize(weight, self.format)
-            return {name: packed.codes, f"{name}_scale": packed.scale}
+            return Chunk({name: packed.codes, f"{name}_scale": packed.scale})
         is_kept = name.endswith(self.keeps) or not weight.is_floating_point()
-        return {name: weight if is_kept and not is_coded else weight.to(self.dtype)}
+        return Chunk({name: weight if is_kept and not is_coded else weight.to(self.dtype)})
 
 
 def bucket(parts: Iterable[Chunk]) -> Iterator[Chunk]:
     """Parts put together into chunks of `CHUNK_BYTES` or so."""
-    chunk: Chunk = {}
+    chunk, num_bytes = Chunk(), 0
     for part in parts:
         chunk |= part
-        if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
+        num_bytes += sum(tensor.nbytes for tensor in part.values())
+        if num_bytes >= CHUNK_BYTES:
             yield chunk
-            chunk = {}
+            chunk, num_bytes = Chunk(), 0
     if chunk:
         yield chunk
 
@@ -104,7 +114,7 @@ def saved_weights(model: Any, unties: bool = False) -> Iterator[tuple[str, Tenso
         yield from as_saved(model, {name: find_weight(model, name) for name in names}).items()
 
 
-def as_saved(model: Any, weights: Chunk) -> Chunk:
+def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of a layer, with the names and shapes that a saved model has."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -145,21 +155,32 @@ def _layer_of(name: str) -> str:
 
 def checksums(chunk: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Two sums of each tensor's bits that change if a value, a row or a column does or moves."""
-    if not chunk:
-        return {}
+    return (chunk if isinstance(chunk, Chunk) else Chunk(chunk)).sums
+
+
+def _checksums(chunk: Chunk) -> dict[str, list[int]]:
+    """Sums of rows and sums of columns, weighted by their place and added up.
+
+    For all tensors at once: there are hundreds of them, and on a GPU each operation is a launch.
+    """
     device = next(iter(chunk.values())).device
-    sums = torch.stack([_checksum(tensor).to(device) for tensor in chunk.values()])
-    return dict(zip(chunk, sums.tolist(), strict=True))  # a GPU is waited for once
+    vectors = [x.to(device) for tensor in chunk.values() for x in _row_and_column_sums(tensor)]
+    lengths = torch.tensor([len(x) for x in vectors]).to(device)
+    ends, joined = lengths.cumsum(0), torch.cat(vectors)
+    starts = torch.repeat_interleave(ends - lengths, lengths, output_size=len(joined))
+    places = torch.arange(1, len(joined) + 1, device=device) - starts
+    running = torch.cat([joined.new_zeros(1), (joined * places).cumsum(0)])
+    sums = running[ends] - running[ends - lengths]
+    return dict(zip(chunk, sums.view(-1, 2).tolist(), strict=True))  # a GPU is waited for once
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _row_and_column_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     rows = tensor.detach().contiguous().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     # In words of 8 bytes where rows have whole ones: adding up codes byte by byte takes longer.
-    num_bytes, start = rows.shape[1] * rows.itemsize, rows.storage_offset() * rows.itemsize
-    words = rows.view(_BITS[math.gcd(num_bytes, start, 8)])
-    sums = (words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64))
-    weighted = [(s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums]
-    return torch.stack(weighted)
+    width = math.gcd(rows.shape[1] * rows.itemsize, 8)
+    is_aligned = rows.storage_offset() * rows.itemsize % width == 0
+    words = (rows if is_aligned else rows.clone()).view(_BITS[width])
+    return words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
 
 
 def mismatches(chunk: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> list[str]:

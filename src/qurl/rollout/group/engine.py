@@ -24,7 +24,7 @@ from torch import Tensor
 from qurl.errors import EngineError, QurlError, SyncError
 from qurl.ops.ray import WorkerDied
 from qurl.ops.shelf import Shelves, Traffic
-from qurl.quant.shipment import Shipment
+from qurl.quant.shipment import Chunk, Shipment
 from qurl.rollout.canary import as_shipment
 from qurl.rollout.engine import generate
 from qurl.rollout.group.fleet import Fleet, Member
@@ -117,7 +117,7 @@ class EngineGroup:
         before = wire.num_bytes
         for chunk in shipment.pack(self.packing):
             wire.send(chunk)
-        wire.send({})
+        wire.send(Chunk())
         reports, failures = self._talk(members, shipment)
         if not reports and all(isinstance(error, SyncError) for error in failures.values()):
             raise next(iter(failures.values()))

@@ -126,13 +126,13 @@ class Wire:
                 self._meet()
 
     def _take(self, described: Description) -> Chunk:
-        chunk = {}
+        chunk = Chunk()
         for name, (shape, dtype) in described.items():
             chunk[name] = torch.empty(shape, dtype=dtype, device=self.device)
             self._broadcast(_as_bytes(chunk[name]))
         return chunk
 
-    def _lay_out(self, described: Description, tensors: Chunk) -> Tensor | None:
+    def _lay_out(self, described: Description, tensors: dict[str, Tensor]) -> Tensor | None:
         """The block with a copy of all tensors, one after the other; None after the last.
 
         The trainer's own memory is not shared: torch would keep count of its readers, one more at
@@ -171,7 +171,7 @@ class Wire:
 
 def _cut(block: Tensor, described: Description) -> Chunk:
     """The tensors of a block."""
-    chunk, start = {}, 0
+    chunk, start = Chunk(), 0
     for name, (shape, dtype) in described.items():
         num_bytes = prod(shape) * dtype.itemsize
         chunk[name] = block[start : start + num_bytes].view(dtype).view(shape)

@@ -59,7 +59,7 @@ def pack_layer(post: Post, names: Sequence[str], packing: Packing) -> Chunk:
     """These weights, whole on every rank, as an engine wants them."""
     model = _policy(post).model
     coded = packing.coded_names(model)
-    packed: Chunk = {}
+    packed = Chunk()
     for name in names:
         weight, is_coded = find_weight(model, name).detach(), name in coded
         format = packing.format if is_coded and packing.sends_codes else None
@@ -87,7 +87,7 @@ def _code_rows(name: str, weight: DTensor, format: Format, dtype: torch.dtype) -
     """Codes and scales of a whole weight; each rank codes its rows."""
     own = quantize(_masters(weight.to_local()).to(dtype), format)
     codes = _join(own.codes.view(torch.uint8), weight).view(format.dtype)
-    return {name: codes, f"{name}_scale": _join(own.scale, weight)}
+    return Chunk({name: codes, f"{name}_scale": _join(own.scale, weight)})
 
 
 def _join(rows: Tensor, like: DTensor) -> Tensor:

@@ -8,7 +8,9 @@ from benchmarks.paper.page import write
 SECTIONS = (
     checks.SECTION,
     accuracies.PPO,
+    accuracies.SLOW,
     accuracies.DAPO,
+    accuracies.GRPO,
     figures_2_3.SECTION,
     figures_4_9.SECTION,
     accuracies.FAR,

@@ -1,8 +1,8 @@
-"""Sections of accuracies and claims: Table 1, Tables 2 and 4, and large mismatch or rates."""
+"""Sections of accuracies and claims: Table 1, Tables 2 and 4, GRPO, large mismatch or rates."""
 
 from __future__ import annotations
 
-from benchmarks.paper.arms import DAPO_UAQ, LONG_HORIZON, TABLE_1
+from benchmarks.paper.arms import DAPO_UAQ, JET_RL, LONG_HORIZON, LOW_RATE, TABLE_1
 from benchmarks.paper.figures_2_3 import mismatch_table
 from benchmarks.paper.page import Claim, accuracy_section
 
@@ -37,6 +37,29 @@ DAPO = accuracy_section(
     ),
     "paper, AIME24 avg@32",
     ("groups kept", "sampling/groups_kept_frac"),
+)
+GRPO = accuracy_section(
+    JET_RL,
+    (
+        Claim("FP8: one flow above uncorrected rollouts", "fp8-unified", "fp8-ppo_prox"),
+        Claim("BF16 above one FP8 flow", "bf16", "fp8-unified"),
+        Claim("BF16 above uncorrected FP8 rollouts", "bf16", "fp8-ppo_prox"),
+        Claim("8-bit moments equal FP32 moments", "bf16-8bit", "bf16", is_equality=True),
+        Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox"),
+    ),
+    "paper",
+    ("KL(behav || prox) per token", "rollout_corr/kl"),
+    more_tables=[mismatch_table],
+)
+SLOW = accuracy_section(
+    LOW_RATE,
+    (
+        Claim("INT8, lr 1e-6: TIS above no correction", "int8-tis-lr1e-6", "int8-ppo_prox-lr1e-6"),
+        Claim("INT8, lr 1e-6: ACR above TIS", "int8-acr-lr1e-6", "int8-tis-lr1e-6"),
+        Claim("lr 1e-6: BF16 above INT8 with TIS", "bf16-lr1e-6", "int8-tis-lr1e-6"),
+    ),
+    "paper",
+    ("tokens per rollout", "response_length/mean"),
 )
 FAR = accuracy_section(
     LONG_HORIZON,

@@ -82,9 +82,9 @@ def accuracy_table(experiment: Experiment, results: Results, paper: str) -> str:
         found = of_arm(results.get(experiment.name, ()), arm.name)
         rows += [[arm.label, stated, *_accuracy_cells(result)] for result in found]
         if not found:
-            rows.append([arm.label, stated, "", MISSING, "", "", ""])
+            rows.append([arm.label, stated, "", MISSING, "", "", "", ""])
     head = ["arm", paper, "seed", "steps", "before RL", "last evaluation", "at step"]
-    return table(head, rows)
+    return table([*head, "quantized actor there"], rows)
 
 
 def _accuracy_cells(result: Result) -> list[str]:
@@ -93,9 +93,10 @@ def _accuracy_cells(result: Result) -> list[str]:
         steps += f" ({result.record['status']})"
     evals = result.evals()
     if not evals:
-        return [str(result.seed), steps, "", "no evaluation", ""]
-    before = accuracy(evals[0]) if evals[0].step == 0 else ""
-    return [str(result.seed), steps, before, accuracy(evals[-1]), str(evals[-1].step)]
+        return [str(result.seed), steps, "", "no evaluation", "", ""]
+    before, last = accuracy(evals[0]) if evals[0].step == 0 else "", evals[-1]
+    actor = [accuracy(e) for e in result.evals(of_actor=True) if e.step == last.step]
+    return [str(result.seed), steps, before, accuracy(last), str(last.step), "".join(actor)]
 
 
 # Comparisons

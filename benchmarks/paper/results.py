@@ -77,9 +77,9 @@ class Result:
     def steps(self) -> int:
         return self.record["steps"]
 
-    def evals(self) -> list[Eval]:
-        """In full precision."""
-        rows = [e for e in self.record["evals"] if e["precision"] == "full"]
+    def evals(self, *, of_actor: bool = False) -> list[Eval]:
+        """In full precision, or of the quantized actor where that was evaluated."""
+        rows = [e for e in self.record["evals"] if (e["precision"] != "full") == of_actor]
         return [Eval(e["step"], e["outcomes"]) for e in rows]
 
     def curve(self, metric: str) -> list[tuple[int, float]]:

@@ -473,10 +473,15 @@ def test_means_of_seeds_have_an_interval_from_three_on():
 
 
 def test_a_table_of_accuracies_says_what_was_not_run():
-    found = {"table1": [arm_result("bf16", 1, (0, 220), (60, 400))]}
-    lines = page.accuracy_table(TABLE_1, found, "paper").splitlines()
-    assert lines[2] == "| BF16 | 55.35 | 1 | 60 | 22.0 (19.5 to 24.7) | 40.0 (37.0 to 43.1) | 60 |"
-    assert lines[3] == "| INT8, uncorrected, Eq. (1) | 48.78 |  | not run |  |  |  |"
+    result = arm_result("bf16", 1, (0, 220), (60, 400))
+    lines = page.accuracy_table(TABLE_1, {"table1": [result]}, "paper").splitlines()
+    cells = "| BF16 | 55.35 | 1 | 60 | 22.0 (19.5 to 24.7) | 40.0 (37.0 to 43.1) | 60 |"
+    assert lines[2] == f"{cells}  |"
+    assert lines[3] == "| INT8, uncorrected, Eq. (1) | 48.78 |  | not run |  |  |  |  |"
+    actor = [{**e, "precision": "int8"} for e in result.record["evals"]]
+    result.record["evals"].extend(actor)
+    lines = page.accuracy_table(TABLE_1, {"table1": [result]}, "paper").splitlines()
+    assert lines[2] == f"{cells} 40.0 (37.0 to 43.1) |"
     assert len(lines) == 2 + len(TABLE_1.arms)
 
 
@@ -587,7 +592,7 @@ def test_every_section_draws_results(tmp_path):
         for plot in section.plots(found):
             plots.draw(plot, tmp_path / "figures")
     links = re.findall(r"\]\((figures/[^)]+)\)", text)
-    assert len(links) == 7
+    assert len(links) == 9
     assert all((tmp_path / link).exists() for link in links)
     tables = text[text.index("## Table 1") : text.index("## Figure 8")]
     assert "| not run" not in tables

@@ -35,6 +35,7 @@ PREFETCHES = (2, 4, 8)
 MOST_PARTS = 16
 MOST_COPIES = 24
 REPEATS = 3
+LAUNCHES = 8  # that must all be right
 HOPELESS = 1.5  # times the best first replay; a slower plan is not timed further
 TOLERANCE = 5e-3  # relative error of a floating-point product: fast FP8 sums keep 14 bits
 
@@ -210,10 +211,18 @@ class GemmRun:
             return None
 
     def check(self, choice: Choice) -> bool:
-        """Whether a plan can run here; raises if its product is wrong."""
-        product = self.launch(choice)
-        if product is None:
-            return False
+        """Whether a plan can run here; raises if its product is wrong.
+
+        Several launches: a kernel that overwrites what it still reads is right most of the time.
+        """
+        for _ in range(LAUNCHES):
+            product = self.launch(choice)
+            if product is None:
+                return False
+            self._check(product, choice)
+        return True
+
+    def _check(self, product: Product, choice: Choice) -> None:
         y = finish(product)
         y = _gated(y) if self.problem.is_gated and choice is None else y
         format, expected = self.problem.format, self.expected
@@ -230,7 +239,6 @@ class GemmRun:
             is_right = torch.equal(y, expected)
         if not is_right:
             raise EngineError(f"{self.problem} with {choice} is wrong: relative error {error:.3g}")
-        return True
 
     def clock(self, choice: Choice) -> Callable[[], float]:
         """Times the product and its consumer, as a mean in microseconds; launch it before."""

@@ -180,10 +180,11 @@ class Auditor:
                     above = gradients
 
     def _arms(self) -> Iterator[tuple[str, float | None]]:
-        for objective in self.options.objectives:
-            is_truncated = OBJECTIVES[objective].is_truncated
-            for cap in self.options.caps if is_truncated else (None,):
-                yield objective, cap
+        """Objectives of one cap stand together, since each is compared with the one above it."""
+        names = self.options.objectives
+        yield from ((name, None) for name in names if not OBJECTIVES[name].is_truncated)
+        for cap in self.options.caps:
+            yield from ((name, cap) for name in names if OBJECTIVES[name].is_truncated)
 
     def _roll_out(self, format: str) -> list[Trainable]:
         engine = self.full_engine

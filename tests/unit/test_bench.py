@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qurl.bench import run_bench
-from qurl.bench.judge import check_completions, logprob_gap, score_completion
+from qurl.bench.judge import as_sampled, check_completions, logprob_gap, score_completion
 from qurl.bench.limits import SPEEDS, Storage, find_speed, rollout_limit, step_limit, sync_bytes
 from qurl.bench.record import Record, paused_gc
 from qurl.bench.rollout import RolloutBench, plan, run_rollout
@@ -290,6 +290,15 @@ def sampled(model, workload, quant="none"):
 
 def gap_of(model, problems, groups, quant="none"):
     return logprob_gap(model, Setup("hf", SHAPES["tiny"], quant, "none"), problems, groups)
+
+
+def test_four_bits_are_judged_by_the_engines_weights(tiny):
+    before = {name: x.clone() for name, x in tiny.state_dict().items()}
+    problems, groups = sampled(tiny, SMALL, "nvfp4")
+    with as_sampled(tiny, "nvfp4"):
+        assert gap_of(tiny, problems, groups, "nvfp4") < 1e-5
+    assert all(torch.equal(x, before[name]) for name, x in tiny.state_dict().items())
+    assert gap_of(tiny, problems, groups, "int4") > 1e-3, "without them"
 
 
 def test_scores_are_the_models(tiny):

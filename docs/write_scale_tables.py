@@ -114,7 +114,7 @@ def limits() -> list[str]:
             "a broadcast to 1000 engines, codes": _sent(shipped[0], rate),
             "a broadcast to 1000 engines, BF16": _sent(shipped[1], rate),
             "codes to one engine after the other": f"{shorten(1000 * shipped[0] / rate)} s",
-            "rollouts, of which the mean completion is": f"{shorten(best.rollout)} s, "
+            "rollouts, and the mean length of a completion": f"{shorten(best.rollout)} s, "
             f"{TOKENS / RECIPE.sampling.max_tokens:.0%} of the longest",
             "a failure of any GPU": f"every {MTBF_HOURS / 1024:.0f} hours",
             "time lost to failures": f"{lost_share(1024, saved):.1%}",

@@ -13,7 +13,7 @@ from qurl.config.schema import Config
 
 DESCRIPTION = (
     "The keys of a recipe. qurl train also takes --dry-run, which prints the resolved recipe and "
-    "its memory and token budget instead of training, and with it --gpu NAME, a GPU not here."
+    "its memory and token budget instead of training; --gpu NAME computes them for another GPU."
 )
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -82,12 +82,19 @@ OF_LARGE_TENSORS = re.compile(
     r"requantize_|norm_|gate_|rotate_pairs_|code_|column_|transpose_|dequantize_|decode_|adamw_|flash_"
 )
 """Kernels of a sync and of training: they run too long for their launch to matter."""
-INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)")
+"""Address, name and operands."""
 WAIT = "ACQBULK"
 """From here on a kernel may rely on what the kernel before it wrote (`griddepcontrol.wait`)."""
 # A prefetch (CCTL) is no load: it changes nothing but the cache.
 EARLY = re.compile(r"(LDG|LD|ST|STG|UTMA\w*|UBLKCP|ATOM|ATOMG|RED|REDG|BRA|CALL|RET)(\.|$)")
 """Instructions forbidden before the wait, except loads of data that only a sync writes."""
+PRODUCT_FACTOR = re.compile(r"\s*R\d+, R(\d+), gdesc")
+"""Operands of a product with a factor in registers, so many of them:"""
+FACTOR_REGISTERS = 4
+GROUP_END = "gsb0"
+WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2}
+"""Registers that instructions write, by a part of their name; else one."""
 NUM_WORKERS = 2
 
 
@@ -916,17 +923,28 @@ def machine_code(cubin: bytes) -> bytes:
     )
 
 
-def disassemble(target: int, codes: Sequence[bytes]) -> Iterator[list[str]]:
+class Instruction(NamedTuple):
+    address: int
+    name: str
+    operands: str
+
+
+def read_listing(listing: str) -> Iterator[Instruction]:
+    for address, name, operands in INSTRUCTION.findall(listing):
+        yield Instruction(int(address, 16), name, operands)
+
+
+def disassemble(target: int, codes: Sequence[bytes]) -> Iterator[list[Instruction]]:
     """The instructions of each code. To start the disassembler takes longer than to run it."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
         command = [DISASSEMBLER, "--no-dataflow", "--binary", MACHINES[target], file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    instructions = iter(INSTRUCTION.findall(listing))
+    instructions = read_listing(listing)
     for code in codes:
         found = list(islice(instructions, len(code) // INSTRUCTION_BYTES))
-        assert "EXIT" in found, "the disassembler's output is not understood"
+        assert any(i.name == "EXIT" for i in found), "the disassembler's output is not understood"
         yield found
     assert not list(instructions), "the disassembler's output is not understood"
 
@@ -937,12 +955,56 @@ def inspect(binaries: Sequence[Binary]) -> Iterator[dict[str, Any]]:
         return
     listings = disassemble(binaries[0].target, [binary.code for binary in binaries])
     for binary, instructions in zip(binaries, listings, strict=True):
+        names = [instruction.name for instruction in instructions]
         kept = {name: value for name, value in vars(binary).items() if name != "code"}
         yield kept | {
-            "instructions": Counter(instructions),
-            "waits": WAIT in instructions,
-            "early": [i for i in before_wait(instructions) if EARLY.match(i)],
+            "instructions": Counter(names),
+            "waits": WAIT in names,
+            "early": [i for i in before_wait(names) if EARLY.match(i)],
+            "overwritten": [i.operands for i in overwritten_products(instructions)],
         }
+
+
+def overwritten_products(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Products of Hopper whose factor in registers is rewritten while they may still read it.
+
+    A product runs on while its warps do other work, until they wait for all but the last few groups
+    of products (`WARPGROUP.DEPBAR`). Triton may wait too late in a loop, and ptxas believes it.
+    """
+    for place, product in enumerate(instructions):
+        factor = PRODUCT_FACTOR.match(product.operands) if "HGMMA" in product.name else None
+        if factor is None:
+            continue
+        registers = range(int(factor[1]), int(factor[1]) + FACTOR_REGISTERS)
+        num_later = 0 if GROUP_END in product.operands else -1
+        for later in after(instructions, place):
+            if later.name.startswith("WARPGROUP.DEPBAR"):
+                if int(later.operands.rpartition("0x")[2], 16) <= num_later:
+                    break
+            elif "HGMMA" in later.name:
+                num_later += GROUP_END in later.operands
+            elif writes(later, registers):
+                yield product
+                break
+
+
+def after(instructions: Sequence[Instruction], place: int) -> Sequence[Instruction]:
+    """What follows an instruction: the rest of its loop and the loop again, or all."""
+    first, here = instructions[0].address, instructions[place].address
+    for end in range(place, len(instructions)):
+        to = re.search(r"0x(\w+)", instructions[end].operands)
+        if instructions[end].name == "BRA" and to and first <= int(to[1], 16) <= here:
+            start = (int(to[1], 16) - first) // INSTRUCTION_BYTES
+            return [*instructions[place + 1 : end + 1], *instructions[start : place + 1]]
+    return instructions[place + 1 :]
+
+
+def writes(instruction: Instruction, registers: range) -> bool:
+    found = re.match(r"\s*R(\d+)", instruction.operands)
+    if found is None or instruction.name.startswith(("ST", "RED")):
+        return False
+    width = next((n for part, n in WIDTHS.items() if part in instruction.name), 1)
+    return any(int(found[1]) + i in registers for i in range(width))
 
 
 def before_wait(instructions: Sequence[str]) -> Sequence[str]:

@@ -21,13 +21,14 @@ from kernels_compile import (
     AMPERE,
     EARLY,
     HOPPER,
-    INSTRUCTION,
     LAUNCHES,
     MAX_SPILLS,
     OF_LARGE_TENSORS,
     arguments_before_wait,
     before_wait,
     is_repeated,
+    overwritten_products,
+    read_listing,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,8 @@ def faults(entry, look, target):
     # ptxas waits for each product where it runs out of registers.
     if entry["kernel"].startswith("flash_") and products and waits >= products:
         yield f"it waits {waits} times for {products} products, so none overlaps anything"
+    if entry["overwritten"]:
+        yield f"it rewrites registers that products may still read: {entry['overwritten']}"
     if entry["shared_bytes"] > SHARED_BYTES[target]:
         yield f"{entry['shared_bytes']} bytes of shared memory"
     overlaps = target >= HOPPER and not OF_LARGE_TENSORS.match(entry["kernel"])
@@ -164,9 +167,26 @@ def test_what_the_disassembler_prints_is_understood():
         /*0030*/                   STL.64 [R1], R4 ;
         /*0040*/                   EXIT ;
     """
-    names = INSTRUCTION.findall(listing)
+    names = [instruction.name for instruction in read_listing(listing)]
     assert names == ["LDC", "LDG.E.128", "UTMALDG.2D", "STL.64", "EXIT"]
     assert local_accesses(dict.fromkeys(names, 1)) == {"STL.64": 1}
+
+
+@pytest.mark.parametrize(("wait", "is_overwritten"), [("0x1", True), ("0x0", False)])
+def test_factors_that_are_overwritten_are_found(wait, is_overwritten):
+    """The last two products of a round form a group, which the next round may find under way."""
+    listing = f"""
+        /*0000*/                   LDS.128 R8, [R2] ;
+        /*0010*/                   LDS.64 R12, [R2+0x100] ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R12, gdesc[UR8], R24 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, {wait} ;
+        /*0060*/               @P0 BRA 0x10 ;
+        /*0070*/                   EXIT ;
+    """
+    found = overwritten_products(list(read_listing(listing)))
+    assert [i.address for i in found] == ([0x30] if is_overwritten else [])
 
 
 def test_what_happens_before_the_wait_is_found():

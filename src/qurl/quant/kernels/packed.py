@@ -31,7 +31,7 @@ from torch import Tensor
 from qurl.ops.launch import DTYPES, EXACT, divide_up
 from qurl.ops.rounding import INTERPRETED, as_factor, float8_bits, narrow
 from qurl.quant.formats import Quantized
-from qurl.quant.kernels.tiles import Plan, load_tile, prefetch_weights, store_tile
+from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights, store_tile
 from qurl.quant.nvfp4 import GROUP, LARGEST, SCALE_MAX, scale_of
 
 _GROUP = tl.constexpr(GROUP)
@@ -93,9 +93,11 @@ def multiply_packed(
     assert plan.depth % (2 * GROUP) == 0
     codes, scale, outer = _bytes(weight)
     pairs = codes.view(torch.int16)
+    x_tiles, w_tiles, has_descriptors = as_tiles(x, pairs, plan)
     grid, steps, constants = plan.launch(M, pairs, K, is_gated=is_gated)
+    constants["HAS_DESCRIPTORS"] = has_descriptors
     arguments = (pairs, scale, outer, y, bias, M, N, K, K // 4, K // GROUP, steps)
-    packed_gemm_kernel[grid](x, *arguments, **constants)
+    packed_gemm_kernel[grid](x_tiles, w_tiles, *arguments, **constants)
 
 
 def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -151,6 +153,7 @@ def _bytes(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 def packed_gemm_kernel(
     x,
     w,
+    w_pointer,
     scale_w,
     tensor_scale,
     y,
@@ -166,6 +169,7 @@ def packed_gemm_kernel(
     DEPTH: tl.constexpr,
     IS_FINISHED: tl.constexpr,
     IS_GATED: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -183,7 +187,9 @@ def packed_gemm_kernel(
     if PDL:
         if PREFETCH_LINES > 0:
             first_pair = first_step * (DEPTH // 4)
-            prefetch_weights(w, first_channel, first_pair, N, num_pairs, CHANNELS, PREFETCH_LINES)
+            prefetch_weights(
+                w_pointer, first_channel, first_pair, N, num_pairs, CHANNELS, PREFETCH_LINES
+            )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -194,17 +200,23 @@ def packed_gemm_kernel(
     groups = tl.arange(0, DEPTH // _GROUP)
     acc = tl.zeros((CHANNELS, TOKENS), tl.float32)
     for step in range(first_step, last_step):
-        codes = load_tile(w, channels, pairs + step * (DEPTH // 4), N, num_pairs)
-        x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
+        if HAS_DESCRIPTORS:
+            codes = w.load([first_channel, step * (DEPTH // 4)])
+            x_tile = x.load([first_token, step * DEPTH])
+        else:
+            codes = load_tile(w, channels, pairs + step * (DEPTH // 4), N, num_pairs)
+            x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
         scale = load_tile(scale_w, channels, groups + step * (DEPTH // _GROUP), N, num_groups)
-        acc = tl.dot(
+        product = tl.dot(
             as_factor(_weights(codes, scale, x_tile.dtype)),
             as_factor(x_tile).T,
-            acc,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
         )
+        # Lifted here and not at the end, so that the product is waited for: Triton 3.6 would let
+        # the next step overwrite the registers with these weights while they are multiplied.
+        acc += product * _LIFT
     outer = tl.load(tensor_scale + channels, channels < N, 0.0)
-    acc = acc * _LIFT * outer[:, None]
+    acc *= outer[:, None]
     store_tile(y, acc.T, bias, part, tokens, first_channel, M, N, IS_FINISHED, IS_GATED)
 
 

@@ -7,10 +7,10 @@ One decode step of B sequences at context c, with the letters of `limits`:
 
 C is the time of the products at full speed, A the bytes of activations that are coded. r2 and r3
 are launches of kernels, r5 is the decoding of keys. `python -m benchmarks.forecast` fits the six
-rates to the rollouts of benchmarks/results (46 on an H200, 0.5B to 14B). Errors of a shape whose
+rates to the rollouts of benchmarks/results (48 on an H200, 0.5B to 14B). Errors of a shape whose
 own rollouts are left out of the fit:
 
-    seconds            4 % (root mean square), 12 % at most
+    seconds            5 % (root mean square), 14 % at most
     gain over BF16     3 % (root mean square), 5 % in nine of ten, 9 % at most
 
 A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an update three times the
@@ -34,7 +34,7 @@ from qurl.bench.arms import Arm
 from qurl.bench.limits import Products, Speed, Storage, decode_parts
 from qurl.bench.shapes import Shape
 
-DECODE_RATES = (0.807, 0.946, 23.1e-6, 3.14e-6, 5.51, 27.2e-9)
+DECODE_RATES = (0.821, 0.928, 23.2e-6, 3.14e-6, 5.81, 26.0e-9)
 """r0 to r5."""
 PRODUCTS, ATTENTION, FORWARD_TRAFFIC, UPDATE_TRAFFIC = 1.09, 2.15, 8.6, 30.0
 """u0 to u3."""

@@ -47,7 +47,7 @@ def fail_together(post):
 def test_two_ranks_of_ray_are_one_until_one_fails(by_ray):
     expected = train(make(CASE))
     with lead(2, "cpu", threads=1, start=by_ray) as workers:
-        group = LearnerGroup(workers, functools.partial(make, CASE))
+        group = LearnerGroup(workers, make(CASE))
         found = train(group)
         with pytest.raises(TrainingError, match="trainer rank 1: a bad batch"):
             workers.run(fail_together)

@@ -3,7 +3,6 @@
 make test-parallel
 """
 
-import functools
 import json
 import os
 import signal
@@ -245,7 +244,7 @@ def fail_on_rank_1(post, number):
 def test_a_failure_that_one_rank_has_alone_names_it(number):
     begin = time.monotonic()
     with lead(2, "cpu", threads=1) as workers:
-        group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+        group = LearnerGroup(workers, make("dapo, checkpointed"))
         workers.run(fail_on_rank_1, number)
         with pytest.raises(TrainingError, match="trainer rank 1: IndexError: a bug on one rank"):
             step(group, batches()[0], 0)
@@ -259,7 +258,7 @@ def test_three_ranks_are_one(case):
     """Heads of 8 rows, norms of 32, a vocabulary of 99: shards of different sizes."""
     expected = train(make(case))
     with lead(3, "cpu", threads=1) as workers:
-        found = train(LearnerGroup(workers, functools.partial(make, case)))
+        found = train(LearnerGroup(workers, make(case)))
     for row, expected_row in zip(found[0], expected[0], strict=True):
         assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
     assert_close(found[2], expected[2])
@@ -271,7 +270,7 @@ def test_bfloat16_forwards_stay_close():
     before = weights(alone)
     expected = train(alone)
     with lead(2, "cpu", threads=1) as workers:
-        found = train(LearnerGroup(workers, make_bfloat16))
+        found = train(LearnerGroup(workers, make_bfloat16()))
     change = max(float((expected[2][n] - before[n]).abs().max()) for n in before)
     gap = max(float((found[2][n] - expected[2][n]).abs().max()) for n in before)
     assert gap < 0.1 * change

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -82,10 +81,6 @@ def make(case, path=None):
     if config.quant.update_scale > 1:
         rescale_(policy.model, config.quant.update_scale)
     return learner
-
-
-def make_broken():
-    raise ModelError("no such model")
 
 
 def batches():
@@ -165,7 +160,7 @@ def workers():
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_are_one(workers, case):
     expected_rows, expected_batch, expected = train(make(case))
-    group = LearnerGroup(workers, functools.partial(make, case))
+    group = LearnerGroup(workers, make(case))
     rows, trained, found = train(group)
     batch = group.whole(trained)
     for row, expected_row in zip(rows, expected_rows, strict=True):
@@ -185,7 +180,7 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
     alone = make(case)
     expected = [step(alone, batch, number)[2] for number, batch in enumerate(parts)]
 
-    learner = LearnerGroup(workers, functools.partial(make, case))
+    learner = LearnerGroup(workers, make(case))
     found = [step(learner, parts[0], 0)[2]]
     saved = {}
     for number in (1, 2):
@@ -193,7 +188,7 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
         if number == 1:
             learner = make(case, saved[number])
         else:
-            learner = LearnerGroup(workers, functools.partial(make, case, saved[number]))
+            learner = LearnerGroup(workers, make(case, saved[number]))
         assert load_checkpoint(saved[number], learner)["at"] == number
         found.append(step(learner, parts[number], number)[2])
     for row, expected_row in zip(found, expected, strict=True):
@@ -212,7 +207,7 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
 def test_an_update_tracker_is_saved_whole(workers):
     """Snapshots of either kind of learner fit the other, and the last one can be had again."""
     case = "dapo, checkpointed"
-    alone, group = make(case), LearnerGroup(workers, functools.partial(make, case))
+    alone, group = make(case), LearnerGroup(workers, make(case))
     one, two = (learner.watch(UpdateTracker("fp8", 5)) for learner in (alone, group))
     batch = batches()[0]
     for tracker in (one, two):
@@ -232,7 +227,7 @@ def test_an_update_tracker_is_saved_whole(workers):
 @pytest.mark.parametrize("field", ["advantages", "logp_behav"])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(workers, field):
     case = "dapo, checkpointed"
-    group, batch = LearnerGroup(workers, functools.partial(make, case)), batches()[0]
+    group, batch = LearnerGroup(workers, make(case)), batches()[0]
     before = weights(group)
     first = torch.randperm(6, generator=generator(0, "shuffle", 0, 0))[:3]
     row = deal(batch.lengths.tolist(), [first], 2)[1][0]
@@ -248,19 +243,24 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both(workers, field):
 
 
 def test_what_all_ranks_refuse_is_one_error(workers, tmp_path):
-    with pytest.raises(ModelError, match="trainer rank 0: no such model"):
-        LearnerGroup(workers, make_broken)
-    group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    group = LearnerGroup(workers, make("dapo, checkpointed"))
     (tmp_path / "nowhere").write_text("a file")
     with pytest.raises(CheckpointError, match=r"nowhere.* could not be written"):
         group.save(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Define your objective at the top of a module"):
-        LearnerGroup(workers, lambda: None)
+        LearnerGroup(workers, make_with_own_objective())
     assert weights(group)
 
 
+def make_with_own_objective():
+    """One that other processes cannot import."""
+    learner = make("dapo, checkpointed")
+    learner.objective = lambda *inputs: None
+    return learner
+
+
 def test_blocks_that_shards_would_cut_are_refused(workers):
-    group = LearnerGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    group = LearnerGroup(workers, make("dapo, checkpointed"))
     tracker = group.watch(UpdateTracker("fp8-block", 5))
     with pytest.raises(ModelError, match=r"32 rows on 2 trainers is cut every 16 rows"):
         tracker.measure(group.whole_model())
@@ -287,7 +287,7 @@ def tell(post):
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_unified_weights_are_gathered_as_codes(workers, format):
     """Those of the whole weights, to the bit, on both ranks and after an update."""
-    group = LearnerGroup(workers, functools.partial(make_unified, format))
+    group = LearnerGroup(workers, make_unified(format))
     workers.run(listen)
     for number in (0, 1):
         batch = batches()[0]
@@ -312,12 +312,11 @@ def make_unified(format, **shape):
 
 
 def test_unified_weights_that_cannot_be_shared_evenly_are_refused(workers):
-    make_odd = functools.partial(make_unified, "int8", intermediate_size=63)
+    odd = make_unified("int8", intermediate_size=63)
     with pytest.raises(ModelError, match=r"gate_proj has 63 rows, which 2 trainers cannot share"):
-        LearnerGroup(workers, make_odd)
-    make_tiles = functools.partial(make_unified, "fp8-block")
+        LearnerGroup(workers, odd)
     with pytest.raises(ModelError, match="evenly, in whole tiles of 128"):
-        LearnerGroup(workers, make_tiles)
+        LearnerGroup(workers, make_unified("fp8-block"))
 
 
 def test_rows_are_dealt_by_length():
@@ -350,7 +349,7 @@ def count_shelved(post):
 def test_tokens_go_to_their_rank_and_not_through_the_driver(workers):
     """The driver deals rows by number; ranks hold the batch of one device, and then drop it."""
     case = "dapo, checkpointed"
-    group, alone = LearnerGroup(workers, functools.partial(make, case)), make(case)
+    group, alone = LearnerGroup(workers, make(case)), make(case)
     batch = random_batch(tiny_policy(), rows=8, longest=60)
     graded, rows = graded_of(batch), torch.tensor([4, 2, 2, 7, 0, 1])
     rollouts = workers.run(shelve_here, [g.rollout for g in graded])
@@ -399,9 +398,8 @@ def odd_advantage(batch):
     ids=["outcomes", "rows", "batch"],
 )
 def test_advantages_on_ranks_are_those_of_one(workers, estimate, is_whitened):
-    make_one = functools.partial(make_whitened, is_whitened)
     batch, found = random_batch(tiny_policy(), rows=8), []
-    for learner in (make_one(), LearnerGroup(workers, make_one)):
+    for learner in (make_whitened(is_whitened), LearnerGroup(workers, make_whitened(is_whitened))):
         sampled = learner.deal(pairs_of(batch), torch.arange(8), 1, 0)
         scored = learner.recompute(sampled, 0)
         trainable = learner.whole(learner.compare(learner.correct(scored), estimate))
@@ -449,7 +447,7 @@ def test_the_driver_of_several_trainers_is_no_client_of_ray():
 def test_tied_embeddings_are_one_weight(workers):
     """The head and the embedding are one parameter, whose gradient has two parts."""
     expected = train(make_tied())
-    found = train(LearnerGroup(workers, make_tied))
+    found = train(LearnerGroup(workers, make_tied()))
     assert_close(found[2], expected[2])
 
 
@@ -462,7 +460,7 @@ def make_tied():
 @pytest.mark.parametrize("quant", ["none", "int8", "fp8-block"])
 def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
     """Each rank codes its rows, and the codes of all are those of the whole."""
-    group = LearnerGroup(workers, functools.partial(make, case))
+    group = LearnerGroup(workers, make(case))
     engines = [build_engine("local", tiny_llama(), quant=quant, is_empty=True) for _ in range(2)]
     by_shards = engines[0].sync(group.source(engines[0]), version=1)
     by_model = engines[1].sync(group.whole_model(), version=1)
@@ -472,11 +470,10 @@ def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
     assert engines[0].generate(problems, params) == engines[1].generate(problems, params)
 
 
-def make_other_on_rank_1():
-    learner = rank_checks.make_learner("cpu")
-    with torch.no_grad():
-        next(learner.policy.model.parameters()).add_(dist.get_rank())
-    return learner
+@torch.no_grad()
+def change_on_rank_1(post):
+    for weight in post.held["learner"].policy.model.parameters():
+        weight.to_local().add_(post.ranks.rank)
 
 
 def test_the_doctor_compares_ranks_with_one_device(workers):
@@ -488,12 +485,13 @@ def test_the_doctor_compares_ranks_with_one_device(workers):
     rank_checks.take_step(alone, 0)
     expected = rank_checks.copy_weights(alone.policy.model)
     assert rank_checks.largest_gap(before, expected) > 100 * rank_checks.CLOSE, "a step moves them"
-    group = LearnerGroup(workers, functools.partial(rank_checks.make_learner, "cpu"))
+    group = LearnerGroup(workers, rank_checks.make_learner("cpu"))
     rank_checks.take_step(group, 0)
     found = rank_checks.copy_weights(group.whole_model())
     assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "ok"
     assert rank_checks.check_sync(group).verdict == "ok"
-    wrong = LearnerGroup(workers, make_other_on_rank_1)
+    wrong = LearnerGroup(workers, rank_checks.make_learner("cpu"))
+    workers.run(change_on_rank_1)
     rank_checks.take_step(wrong, 0)
     found = rank_checks.copy_weights(wrong.whole_model())
     assert rank_checks.judge_gap("", rank_checks.largest_gap(found, expected)).verdict == "FAIL"
@@ -531,7 +529,7 @@ def test_what_autograd_keeps_on_a_shard(workers):
     tokens = sum(batch.lengths[shares[0]].tolist())
     saved = {}
     for is_checkpointed in (False, True):
-        LearnerGroup(workers, functools.partial(make_bfloat16, is_checkpointed))
+        LearnerGroup(workers, make_bfloat16(is_checkpointed))
         saved[is_checkpointed] = workers.run(count_saved, batch, shares)
     narrow, wide = torch.bfloat16, torch.float32
     kept = saved[False]

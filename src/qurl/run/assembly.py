@@ -267,7 +267,7 @@ def _open_learner(
     if parallel.address:
         where = (parallel.address, run.path / LOGS, parallel.timeout)
         start = functools.partial(start_by_ray, *where)
-    return lead_learners(parallel.trainers, device, config.threads, make, start)
+    return lead_learners(parallel.trainers, device, config.threads, make(), start)
 
 
 def follow_driver(config: Config) -> bool:
@@ -326,14 +326,14 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
-    can_fuse = config.parallel.trainers == 1
+    is_sharded = config.parallel.trainers > 1
     if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision, can_fuse=can_fuse)
+        policy = load_saved_policy(checkpoint, *precision, is_sharded=is_sharded)
     else:
-        policy = load_policy(initial, *precision, can_fuse=can_fuse)
+        policy = load_policy(initial, *precision, is_sharded=is_sharded)
     if not has_reference:
         return policy, None
-    return policy, load_policy(initial, *precision, can_fuse=can_fuse).freeze_()
+    return policy, load_policy(initial, *precision, is_sharded=is_sharded).freeze_()
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:

@@ -5,7 +5,6 @@ A rank is a process with a GPU of its own. On a CPU the same checks run with glo
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
@@ -89,13 +88,14 @@ def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Fi
 
     disable_progress_bar()
     alone = make_learner(device.type)
+    alone.policy.model.to(device)
     take_step(alone, 0)
     expected = copy_weights(alone.policy.model)
     take_step(alone, 1)
     with lead(size, device.type, threads=1) as workers:
         for name in EXCHANGES:
             yield check_exchange(workers, name, device)
-        group = LearnerGroup(workers, functools.partial(make_learner, device.type))
+        group = LearnerGroup(workers, make_learner(device.type))
         take_step(group, 0)
         gap = largest_gap(copy_weights(group.whole_model()), expected)
         yield judge_gap(f"{size} trainers against one", gap)
@@ -103,7 +103,7 @@ def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Fi
         group.save(folder)
         yield check_kill(workers, group)
     with lead(size, device.type, threads=1) as workers:
-        group = LearnerGroup(workers, functools.partial(make_learner, device.type, folder))
+        group = LearnerGroup(workers, make_learner(device.type, folder))
         group.load(folder)
         take_step(group, 1)
         weights = copy_weights(group.whole_model())
@@ -152,16 +152,16 @@ def check_exchange(workers: Workers, name: str, device: torch.device) -> Finding
 
 
 def make_learner(device: str, saved: Path | None = None) -> Learner:
-    """A whole learner, untrained or with the saved policy, the same on every rank."""
+    """A whole learner in main memory, untrained or with the saved policy."""
     config = build_config({**RECIPE, "device": device})
     precision = (config.model, torch.device(device), config.quant)
     if saved is not None:
-        policy = load_saved_policy(saved, *precision, can_fuse=False)
+        policy = load_saved_policy(saved, *precision, is_sharded=True)
     else:
         torch.manual_seed(0)
         tokenizer = build_tokenizer()
         model = build_tiny_llama(config.model.scratch, tokenizer)
-        policy = Policy(model, tokenizer, *precision, can_fuse=False)
+        policy = Policy(model, tokenizer, *precision, is_sharded=True)
     algo = config.algo
     parts = {"objective": SURROGATES[algo.objective], "advantage": ADVANTAGES[algo.advantage]}
     return Learner(policy, config, **parts)

@@ -25,7 +25,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = policy.compute_dtype
         self.is_packed = policy.is_packed
-        self.to(policy.device)
+        self.to(next(policy.model.parameters()).device)
         disable_dropout_(self)
         if policy.is_compiled:  # copying drops the compiled code
             compile_layers_(self.backbone)

@@ -99,18 +99,23 @@ class BatchLayout:
 
 def use_packed_attention_(model: Any) -> None:
     """Make a transformers model attend with `attend`; refuse one that needs more than windows."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     if model.config._attn_implementation not in (ORDINARY_ATTENTION, ATTENTION):
         raise ModelError("it does not attend with torch's scaled_dot_product_attention")
     if not getattr(model, "_supports_flash_attn", False):
         raise ModelError("it needs masks to attend: flash attention cannot run it either")
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    register_attention()
     model.set_attn_implementation(ATTENTION)
     if _has_window(model) and not _tells_window(model):
         raise ModelError("its sliding window is in its mask alone, which packed sequences lack")
+
+
+def register_attention() -> None:
+    """Let transformers find `attend` by its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def _has_window(model: Any) -> bool:

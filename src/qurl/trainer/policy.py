@@ -93,14 +93,17 @@ class Policy:
         device: torch.device,
         quant: QuantConfig = PLAIN,
         *,
-        can_fuse: bool = True,
+        is_sharded: bool = False,
     ) -> None:
-        """`can_fuse`: fused layers keep copies of whole weights, which shards must not."""
+        """`is_sharded`: weights stay in main memory until ranks share them (`parallel.sharding`).
+
+        Their layers are not fused: fused ones keep copies of whole weights.
+        """
         if config.base != "full":  # before it takes the device's memory
             code_base_(model, config.base, device)
             for parameter in model.parameters():
                 parameter.data = parameter.data.float()
-        self.model = model.to(device)
+        self.model = model if is_sharded else model.to(device)
         self.tokenizer = tokenizer
         self.device = device
         name = config.compute_dtype
@@ -109,12 +112,14 @@ class Policy:
         _make_savable_(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            # For reentrant ones alone, and a hook that no other process can be sent.
+            self.model.disable_input_require_grads()  # type: ignore[operator]
             self.model.train()
         _check_head(self.model)
         empty = [name for name, weight in model.named_parameters() if not bool(weight.any())]
         notes = [note] if (note := describe_empty(empty)) else []
         # A compiler fuses by itself.
-        self.is_fused = device.type == "cuda" and can_fuse and not config.compile
+        self.is_fused = device.type == "cuda" and not (is_sharded or config.compile)
         if self.is_fused:
             from qurl.trainer.layers import fuse_layers_  # needs Triton
 
@@ -184,12 +189,15 @@ class Policy:
         self.model.requires_grad_(False).eval()
         return self
 
-    def copy_to_cpu(self) -> Policy:
-        """The same with weights of its own in main memory, never to be trained."""
+    def twin(self) -> Policy:
+        """Another policy on the same memory, never to be trained; this one may be moved."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        memory: dict[int, Any] = {id(tensor): tensor.detach() for tensor in tensors}
+        for weight in self.model.parameters():
+            memory[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
         twin = copy.copy(self)
-        # Copied there and not on the device, which may hold the weights only once.
-        twin.model, twin.device = copy.deepcopy(self.model.cpu()), torch.device("cpu")
-        self.model.to(self.device)
+        twin.model = copy.deepcopy(self.model, memory)
+        twin.device = next(twin.model.parameters()).device
         twin.scorer = Scorer(twin.model, self.scorer.config, self.compute_dtype)
         return twin.freeze_()
 

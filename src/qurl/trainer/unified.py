@@ -22,7 +22,6 @@ Shapes: M tokens, N output channels, K input channels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,14 +88,14 @@ class Coder:
 
     def __init__(self, format: Format) -> None:
         self.format = format
-        self._find_last: Callable[[], Tensor | None] = lambda: None
-        self._last: tuple[int, Quantized] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, Quantized] | None = None
 
     def code(self, x: Tensor) -> Quantized:
-        if self._last is None or self._find_last() is not x or self._last[0] != x._version:
-            self._last = x._version, quantize_activation(x.detach(), self.format)
-            self._find_last = weakref.ref(x)
-        return self._last[1]
+        last = self._last
+        if last is None or last[0]() is not x or last[1] != x._version:
+            coded = quantize_activation(x.detach(), self.format)
+            self._last = last = weakref.ref(x), x._version, coded
+        return last[2]
 
 
 class UnifiedLinear(nn.Linear):

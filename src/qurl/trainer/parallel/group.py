@@ -3,7 +3,8 @@
     driver: train()  ──▶  LearnerGroup  ──command──▶  rank 0 .. N - 1: a Learner on shards
 
 1. The driver is rank 0. It samples, grades and logs as ever; the others wait for commands.
-2. Every rank loads the whole models, checks and prepares them, and then keeps its shard (FSDP2).
+2. It loads the models into main memory, checks and prepares them. Ranks get them layer by layer,
+   and each keeps its shard (FSDP2).
 3. Each mini-batch of a step is dealt to the ranks row by row, by length. A rank takes the tokens
    of its rows off the shelves on which engines put them (`qurl.ops.shelf`, `dealing`).
 4. All ranks run the same number of forwards; one that has fewer pieces runs idle ones.
@@ -18,7 +19,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from qurl.advantages import Estimator, compare, sequence_advantages
+from qurl.config import Config
 from qurl.errors import CheckpointError, QurlError, TrainingError
+from qurl.losses import Surrogate
 from qurl.objectives import Advantage
 from qurl.ops.shelf import Address, Shelf, Shelves, Traffic
 from qurl.quant.tracking import UpdateTracker
@@ -37,7 +40,7 @@ from qurl.trainer.learner import CRITIC, Learner, step_minibatches
 from qurl.trainer.parallel import dealing
 from qurl.trainer.parallel.dealing import Dealt
 from qurl.trainer.parallel.processes import Post, Start, Workers, lead
-from qurl.trainer.parallel.sharding import shard_
+from qurl.trainer.parallel.sharding import outline_models, read_outline, shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
 from qurl.trainer.saving import save_optimizers
@@ -54,14 +57,15 @@ class LearnerGroup:
     `train` is written for a `Learner`; here, a `Dealt` stands for each stage of a batch.
     """
 
-    def __init__(self, workers: Workers, make: Callable[[], Learner]) -> None:
-        """`make` builds the whole learner; it is called on every rank."""
-        self.workers = workers
-        workers.run(_build, make)
-        self._learner: Learner = workers.post.held["learner"]
-        self.policy: Policy = workers.post.held["whole"]
+    def __init__(self, workers: Workers, learner: Learner) -> None:
+        """`learner` is whole and becomes the share of rank 0."""
+        self.workers, self._learner = workers, learner
+        self.policy: Policy = learner.policy.twin()
         """A whole copy of the policy in main memory, as `whole_model` saw it last."""
-        self.device = self._learner.policy.device
+        self.device = learner.policy.device
+        workers.post.held["made"] = learner, self.policy
+        parts = (learner.config, learner.objective, learner.advantage)
+        workers.run(_build, *parts, outline_models(learner.policy, learner.reference))
         self.shelves = Shelves(workers.run(_open_shelf), workers.post.traffic)
 
     @property
@@ -176,18 +180,23 @@ def lead_learners(
     size: int,
     device: torch.device,
     threads: int,
-    make: Callable[[], Learner],
+    learner: Learner,
     start: Start | None = None,
 ) -> Iterator[LearnerGroup]:
     with lead(size, device.type, threads, start) as workers:
-        yield LearnerGroup(workers, make)
+        yield LearnerGroup(workers, learner)
 
 
-def _build(post: Post, make: Callable[[], Learner]) -> None:
+def _build(
+    post: Post, config: Config, objective: Surrogate, advantage: Advantage, models: bytes
+) -> None:
     with post.ranks.agreeing(QurlError):
-        learner = make()
         if post.ranks.rank == 0:
-            post.held["whole"] = learner.policy.copy_to_cpu()
+            learner, post.held["whole"] = post.held.pop("made")
+        else:
+            policy, reference = read_outline(models)
+            parts = {"objective": objective, "advantage": advantage}
+            learner = Learner(policy, config, reference=reference, **parts)
     with post.ranks.agreeing(QurlError):
         shard_(learner, post.ranks)
     post.held["learner"] = learner

@@ -23,6 +23,7 @@ from qurl.bench.limits import speed_of
 from qurl.bench.plan import Prediction, shorten
 from qurl.bench.scenario import Hardware, Scenario, find_size
 from qurl.config import build_config
+from qurl.run.budget import GIB, loaded_bytes
 from qurl.run.cards import CARDS
 from qurl.run.sizes import ModelSize
 
@@ -92,7 +93,7 @@ def placements() -> list[str]:
     for model in MODELS:
         found = predict(model, 8, "int8+kv")
         cells = [f"{shorten(p.step)} s, {_gib(p)}" if p.fits else _gib(p) for p in found.values()]
-        rows.append([model, f"{found['driver'].loading_gib:.0f}", *cells])
+        rows.append([model, f"{loaded_bytes(RECIPE, size_of(model)) / GIB:.0f}", *cells])
     return table(f"model | GiB to load | {' | '.join(predict(MODELS[0], 8, 'int8+kv'))}", rows)
 
 

@@ -380,7 +380,6 @@ def test_one_of_four_trainers_by_hand(on_gpu):
         "critic": 39_328,
         "engine weights": 32_768 + (4 + 2) * 3_200 + 4 * 160,
         "CUDA": 2**30,
-        "while loading": 3 * 4 * 39_328 + 2**30,
         "AdamW": 2 * 2 * 39_328,
         "KV cache": 2 * 128 * 32 * 16,
         "gradients": 39_328,
@@ -432,13 +431,11 @@ def test_a_tied_head_is_a_buffer_of_the_engine(on_gpu):
     assert rows["weights in transit"] == 2**30 + 2 * matrix
 
 
-def test_the_peak_of_a_rank_is_its_step_or_its_start():
-    """Each rank loads whole models; large ones need more for that than for a step."""
+def test_the_memory_of_a_machine_is_that_of_all_its_processes():
     config = recipe(parallel={"trainers": 4})
     rows = memory_rows(config, measure_model(config))
-    step = sum(rows.values()) - rows["while loading"]
-    assert peak_memory(config, rows) == step > rows["while loading"]
-    assert peak_memory(config, {**rows, "while loading": 2 * step}) == 2 * step
+    step = sum(rows.values())
+    assert peak_memory(config, rows) == step
     assert machine_memory(config, measure_model(config)) == 4 * step + 4 * 39_328
     alone = recipe(parallel={"trainers": 4, "colocate": False})
     rows = memory_rows(alone, measure_model(alone))
@@ -463,7 +460,7 @@ def test_the_text_of_several_trainers(on_gpu, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card)
     text = describe_budget(recipe(parallel={"trainers": 2}))
-    assert "in main memory               0.000, the driver's policy in FP32" in text
+    assert "in main memory               0.000 for the driver to load models" in text
     assert "of each of 2 ranks" in text
     alone = describe_budget(recipe(parallel={"trainers": 2, "colocate": False}))
     assert "of rank 0, which samples; each other rank" in alone
@@ -487,13 +484,13 @@ def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):
     assert "GiB at the peak" in qurl.run.validate.Recipe(None, flags).check_memory()
 
 
-def test_validate_counts_the_driver_s_copy_in_main_memory(on_gpu, monkeypatch):
+def test_validate_counts_what_the_driver_loads_into_main_memory(on_gpu, monkeypatch):
     """39,328 numbers of 4 bytes, on a machine of 100 kB with large GPUs."""
     flags = ["--parallel.trainers", "2", "--model.scratch.hidden_size", "32"]
     monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
     sizes = {"cuda": 2**37, "cpu": 100_000}
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: sizes[device.type])
-    with pytest.raises(ConfigError, match=r"keeps a whole FP32 policy of .* in main memory"):
+    with pytest.raises(ConfigError, match=r"loads FP32 models of .* into main memory"):
         qurl.run.validate.Recipe(None, flags).check_memory()
     sizes["cpu"] = 2**37
     assert "of 128.0 GiB" in qurl.run.validate.Recipe(None, flags).check_memory()

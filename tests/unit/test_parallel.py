@@ -11,7 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from qurl.advantages import ESTIMATORS, critic_advantages
@@ -29,8 +31,10 @@ from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.batches import Share, deal
 from qurl.trainer.coded import CodedWeight
+from qurl.trainer.parallel import sharding
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
+from qurl.trainer.parallel.sharding import outline_models, read_outline
 from qurl.trainer.policy import Policy
 from qurl.trainer.ranks import ALONE
 from qurl.trainer.unified import UnifiedLinear
@@ -454,6 +458,46 @@ def test_tied_embeddings_are_one_weight(workers):
 def make_tied():
     policy = tiny_policy(model=tiny_llama(tie_word_embeddings=True))
     return build_learner(make_config("dapo, checkpointed"), policy)
+
+
+def test_an_outline_has_all_but_the_numbers():
+    model = tiny_llama(tie_word_embeddings=True)
+    policy = tiny_policy(model=model)
+    empty, reference = read_outline(outline_models(policy, None))
+    assert reference is None
+    assert empty.is_packed == policy.is_packed
+    assert empty.model.lm_head.weight is empty.model.get_input_embeddings().weight
+    tensors = [*empty.model.named_parameters(), *empty.model.named_buffers()]
+    assert all(tensor.is_meta for _, tensor in tensors)
+    shapes = {name: tensor.shape for name, tensor in tensors}
+    assert shapes == {n: t.shape for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def whole_bytes_while_sharding(post, outline):
+    """The most bytes of weights that are neither empty nor shards, at any time, on each rank."""
+    policy, reference = read_outline(outline)
+    learner = build_learner(make_config("dapo, checkpointed"), policy, reference)
+    most = 0
+
+    def fully_shard(module, **options):
+        nonlocal most
+        held = {p for p in policy.model.parameters() if not (p.is_meta or isinstance(p, DTensor))}
+        most = max(most, sum(4 * p.numel() for p in held))
+        return torch.distributed.fsdp.fully_shard(module, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "fully_shard", fully_shard)
+        sharding.shard_(learner, post.ranks)
+    return post.ranks.pool(most)
+
+
+def test_a_rank_holds_whole_weights_of_one_layer_at_a_time(workers):
+    model = tiny_llama(num_hidden_layers=4, intermediate_size=512)
+    outline = outline_models(tiny_policy(model=model), None)
+    layer = sum(4 * weight.numel() for weight in model.model.layers[0].parameters())
+    whole = sum(4 * weight.numel() for weight in model.parameters())
+    assert workers.run(whole_bytes_while_sharding, outline) == [layer, layer]
+    assert layer < whole / 4
 
 
 @pytest.mark.parametrize("case", ["grpo, reference, UAQ", "one precision flow"])

@@ -35,9 +35,16 @@ from qurl.bench.forecast import StepSeconds, Work, step_seconds
 from qurl.bench.limits import speed_of
 from qurl.bench.shapes import Shape
 from qurl.config import Config
-from qurl.run.budget import GIB, engine_rows, longest_sequence, memory_rows, peak_memory
+from qurl.run.budget import (
+    GIB,
+    engine_rows,
+    loaded_bytes,
+    longest_sequence,
+    memory_rows,
+    peak_memory,
+)
 from qurl.run.cards import Card
-from qurl.run.shares import CACHE, LOADING
+from qurl.run.shares import CACHE
 from qurl.run.sizes import ModelSize
 
 
@@ -79,7 +86,6 @@ class Prediction:
     rest: float
     trainer_gib: float
     engine_gib: float
-    loading_gib: float
     fits: bool
     exchanged_bytes: float
     sync_bytes: float
@@ -125,13 +131,9 @@ class Planner:
             yield Placement(trainers, total - trainers, False)
 
     def notes(self, predictions: Sequence[Prediction], save_every: int) -> list[str]:
-        """What stops a run that the table shows: loading, and failures."""
-        notes, room = [], self.card.memory / GIB
-        if (loading := max(p.loading_gib for p in predictions)) > room:
-            notes.append(
-                f"does not start today: each rank loads whole models, {loading:.0f} of {room:.0f} "
-                "GiB, before it keeps its shard"
-            )
+        """What a run needs beside the table: main memory to start, and time lost to failures."""
+        loaded = loaded_bytes(self.config, self.size) / GIB
+        notes = [f"the driver needs {loaded:.0f} GiB of main memory to load the models"]
         hours, fitting = MTBF_HOURS / self.num_gpus, [p for p in predictions if p.fits]
         if fitting:
             fastest = min(fitting, key=lambda p: p.step)
@@ -158,7 +160,7 @@ class Planner:
         return list(found.values())
 
     def predict(self, arm: Arm, work: Work, placement: Placement) -> Prediction:
-        trainer, engine, loading, cache = self.memory(arm, placement)
+        trainer, engine, cache = self.memory(arm, placement)
         seconds = self._step_seconds(arm, work, placement, cache)
         passes = self._passes(work, placement.trainers)
         exchange, exchanged = exchange_seconds(
@@ -184,7 +186,6 @@ class Planner:
             rest=seconds.rest,
             trainer_gib=trainer / GIB,
             engine_gib=engine / GIB,
-            loading_gib=loading / GIB,
             fits=max(trainer, engine) <= self.card.memory and cache >= self._longest_cache(arm),
             exchanged_bytes=exchanged,
             sync_bytes=shipped,
@@ -235,8 +236,8 @@ class Planner:
         updates = pieces * work.num_passes * work.num_networks
         return forwards + 2 * updates, updates
 
-    def memory(self, arm: Arm, placement: Placement) -> tuple[float, float, float, float]:
-        """Bytes at the peak of a trainer's GPU and of an engine's, while loading, of a cache."""
+    def memory(self, arm: Arm, placement: Placement) -> tuple[float, float, float]:
+        """Bytes at the peak of a trainer's GPU and of an engine's, and of a cache."""
         parallel = replace(
             self.config.parallel,
             trainers=placement.trainers,
@@ -246,12 +247,11 @@ class Planner:
         )
         config = replace(arm.apply(self.config), parallel=parallel)
         rows = memory_rows(config, self.size, self.card.memory, is_cuda=True)
-        loading = rows.pop(LOADING, rows["policy, FP32"])
         trainer = peak_memory(config, rows)
         if placement.is_colocated:
-            return trainer, trainer, loading, rows.get(CACHE, 0.0)
+            return trainer, trainer, rows.get(CACHE, 0.0)
         engine = engine_rows(config, self.size, self.card.memory, is_cuda=True)
-        return trainer, sum(engine.values()), loading, engine.get(CACHE, 0.0)
+        return trainer, sum(engine.values()), engine.get(CACHE, 0.0)
 
 
 def build_plan_table(predictions: Sequence[Prediction]) -> Table:

@@ -16,7 +16,6 @@ from qurl.run.cards import Card
 from qurl.run.shares import (
     CACHE,
     ENGINE,
-    LOADING,
     engine_weights,
     follower_rows,
     num_engines,
@@ -71,8 +70,9 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     lines += describe_ranks(config, rows)
     if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
-    if driver := driver_bytes(config, size):
-        lines.append(f"  {'in main memory':<24}{driver / GIB:10.3f}, the driver's policy in FP32")
+    if config.parallel.trainers > 1:
+        loaded = loaded_bytes(config, size) / GIB
+        lines.append(f"  {'in main memory':<24}{loaded:10.3f} for the driver to load models")
     lines += describe_engines(config, size, room, is_cuda=device.type == "cuda")
     return "\n".join(lines)
 
@@ -81,11 +81,10 @@ def describe_ranks(config: Config, rows: Mapping[str, float]) -> list[str]:
     """What several trainers add to the text; `rows` are those of the first."""
     if config.parallel.trainers == 1:
         return []
-    lines = [f"  of each of {config.parallel.trainers} ranks"]
     if place_of(config) == "driver":
         peak = peak_memory(config, follower_rows(config, rows))
-        lines = [f"  of rank 0, which samples; {'each other rank':<22}{peak / GIB:10.3f}"]
-    return [*lines, f"  {LOADING} is before the rest, so the peak does not add it"]
+        return [f"  of rank 0, which samples; {'each other rank':<22}{peak / GIB:10.3f}"]
+    return [f"  of each of {config.parallel.trainers} ranks"]
 
 
 def describe_engines(
@@ -123,8 +122,7 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
     """All rows; with rollout.release_kv the cache and what an update needs take turns."""
     update = sum(rows.get(name, 0.0) for name in UPDATE)
     spared = min(update, rows.get(CACHE, 0.0)) if config.rollout.release_kv else 0.0
-    loading = rows.get(LOADING, 0.0)  # is over before anything else is made
-    return max(loading, sum(rows.values()) - loading - spared)
+    return sum(rows.values()) - spared
 
 
 def machine_memory(config: Config, size: ModelSize) -> float:
@@ -133,7 +131,7 @@ def machine_memory(config: Config, size: ModelSize) -> float:
     Trainers and engines of a Ray cluster may be elsewhere, and do not count.
     """
     rows, parallel = memory_rows(config, size, is_cuda=False), config.parallel
-    total = peak_memory(config, rows) + driver_bytes(config, size)
+    total = peak_memory(config, rows) + 4.0 * size.num_parameters * (parallel.trainers > 1)
     if parallel.address not in HERE:
         return total
     if parallel.engines:
@@ -141,9 +139,9 @@ def machine_memory(config: Config, size: ModelSize) -> float:
     return total + (parallel.trainers - 1) * peak_memory(config, follower_rows(config, rows))
 
 
-def driver_bytes(config: Config, size: ModelSize) -> float:
-    """The whole FP32 copy of the policy that rank 0 keeps in main memory if several train."""
-    return 4.0 * size.num_parameters * (config.parallel.trainers > 1)
+def loaded_bytes(config: Config, size: ModelSize) -> float:
+    """Main memory of the driver if several train: whole FP32 models, of which its policy stays."""
+    return 4.0 * size.num_parameters * (1 + (config.algo.kl_coef > 0) + has_critic(config))
 
 
 def find_savings(config: Config) -> list[str]:
@@ -183,7 +181,7 @@ def memory_rows(
         held = share_held(held, config)
         moments /= config.parallel.trainers
     # The moments come with the first update. Only a cache that is given back makes room.
-    used = sum(held.values()) - held.get(LOADING, 0.0) + moments * config.rollout.release_kv
+    used = sum(held.values()) + moments * config.rollout.release_kv
     cache = fit_cache(config, cache_bytes(config, size, wide), used, card)
     rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, size, wide)
     if is_shared:

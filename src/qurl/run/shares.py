@@ -7,8 +7,7 @@
                 checkpointed. Sharding does not divide them
     engine      codes, the embedding as the trainer has it, a BF16 head, and a cache; on every
                 rank, on the first, or on cards of their own (`Placed`)
-    loading     every rank loads whole models before it keeps its shard
-    main        the driver's whole FP32 policy, which is in main memory
+    main        whole FP32 models, while the driver loads them into main memory; its policy stays
 
 Which tensors autograd keeps was counted on two ranks on a CPU; how many buffers FSDP2 has is
 assumed. No rank was ever measured on a GPU.
@@ -28,8 +27,6 @@ SHARDED = ("policy, FP32", "reference", "critic", "AdamW", "gradients")
 CACHE = "KV cache"
 ENGINE = ("engine weights", "engine of evaluations", CACHE)
 """Rows of those that sample."""
-LOADING = "while loading"
-"""This row is no part of the others: whole models, before they are sharded."""
 WEIGHT_BUFFERS, GRADIENT_BUFFERS = 3, 2
 """Layers that FSDP2 is assumed to hold at once: weights at work, gathered and being gathered;
 gradients, and their copy that is reduced."""
@@ -100,9 +97,7 @@ def transit_bytes(size: ModelSize, weights: float) -> float:
 def share_held(held: Mapping[str, float], config: Config) -> dict[str, float]:
     """What the first of the ranks holds between updates."""
     ranks = config.parallel.trainers
-    models = [held[name] for name in ("policy, FP32", "reference", "critic")]
-    shared = {name: x / ranks if name in SHARDED else x for name, x in held.items()}
-    return {**shared, LOADING: sum(models) + held["CUDA"]}
+    return {name: x / ranks if name in SHARDED else x for name, x in held.items()}
 
 
 def share_update(rows: Mapping[str, float], config: Config, size: ModelSize) -> dict[str, float]:

@@ -26,9 +26,9 @@ from qurl.rollout.stop import StopRule
 from qurl.run.assembly import build_pool
 from qurl.run.budget import (
     GIB,
-    driver_bytes,
     engine_rows,
     find_savings,
+    loaded_bytes,
     machine_memory,
     memory_rows,
     peak_memory,
@@ -211,11 +211,11 @@ class Recipe:
         if max(peaks) > total:
             savings = " or ".join(find_savings(config))
             raise ConfigError(f"{sizes}, too much for {device}; {savings} saves memory")
-        copied, main = driver_bytes(config, size), total_memory(torch.device("cpu"))
-        if device.type == "cuda" and copied > main:
+        loaded, main = loaded_bytes(config, size), total_memory(torch.device("cpu"))
+        if device.type == "cuda" and config.parallel.trainers > 1 and loaded > main:
             raise ConfigError(
-                f"the driver keeps a whole FP32 policy of {copied / GIB:.2f} GiB in main memory, "
-                f"and this machine has {main / GIB:.1f} GiB"
+                f"the driver loads FP32 models of {loaded / GIB:.2f} GiB into main memory, and "
+                f"this machine has {main / GIB:.1f} GiB; use one with more"
             )
         return sizes
 

@@ -174,8 +174,8 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Read all that `save` wrote but the policy, which is loaded before."""
         if self.critic is not None:
-            device = self.policy.device
-            weights = torch.load(folder / CRITIC, map_location=device, weights_only=True)
+            where = self.policy.device if self.ranks.size == 1 else "cpu"
+            weights = torch.load(folder / CRITIC, map_location=where, weights_only=True)
             own = self.critic.state_dict()
             shares = {name: share_of(x, own[name]) for name, x in weights.items() if name in own}
             self.critic.load_state_dict(weights | shares)

@@ -50,8 +50,8 @@ def load_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
     if (folder / FOLDER).exists():
         states = _read_shards(folder / FOLDER, optimizers, ranks)
     else:
-        device = next(optimizers["policy"][0].parameters()).device
-        states = torch.load(folder / FILE, map_location=device, weights_only=True)
+        where = next(optimizers["policy"][0].parameters()).device if ranks.size == 1 else "cpu"
+        states = torch.load(folder / FILE, map_location=where, weights_only=True)
     for role, (_, optimizer) in optimizers.items():
         _load(optimizer, states[role])
 

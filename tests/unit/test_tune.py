@@ -33,6 +33,7 @@ PRODUCT = ("int8", 1536, 8960, 64)
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(products, "LAUNCHES", 1)  # all launches of the interpreter are alike
     return tmp_path / "cache"
 
 
@@ -261,6 +262,23 @@ def test_one_wrong_number_is_found(role, function, change, monkeypatch):
     setup = products.GemmRun(products.Gemm(role, "int8", 64, 128, 16), CPU)
     with pytest.raises(EngineError, match="is wrong"):
         setup.check(products.Plan(16, 64, 64))
+
+
+def test_a_product_that_is_wrong_now_and_then_is_found(monkeypatch):
+    """As one is that overwrites numbers which it still reads."""
+    right, launches = products.multiply, []
+
+    def third_is_wrong(*args, **options):
+        y = right(*args, **options)
+        launches.append(y)
+        return y * 1.01 if len(launches) == 3 else y
+
+    monkeypatch.setattr(products, "LAUNCHES", 4)
+    monkeypatch.setattr(products, "multiply", third_is_wrong)
+    setup = products.GemmRun(products.Gemm("o", "int8", 64, 128, 16), CPU)
+    with pytest.raises(EngineError, match="is wrong"):
+        setup.check(products.Plan(16, 64, 64))
+    assert len(launches) == 3
 
 
 def test_tables_are_merged(tmp_path):

@@ -267,7 +267,7 @@ def _open_learner(
     if parallel.address:
         where = (parallel.address, run.path / LOGS, parallel.timeout)
         start = functools.partial(start_by_ray, *where)
-    return lead_learners(parallel.trainers, device, config.threads, make(), start)
+    return lead_learners(parallel.trainers, device, config.threads, make, start)
 
 
 def follow_driver(config: Config) -> bool:

@@ -88,7 +88,7 @@ def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Fi
 
     disable_progress_bar()
     alone = make_learner(device.type)
-    alone.policy.model.to(device)
+    alone.policy.model.to(device)  # whole, where ranks keep shards
     take_step(alone, 0)
     expected = copy_weights(alone.policy.model)
     take_step(alone, 1)

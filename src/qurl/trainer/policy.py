@@ -191,12 +191,11 @@ class Policy:
 
     def twin(self) -> Policy:
         """Another policy on the same memory, never to be trained; this one may be moved."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        memory: dict[int, Any] = {id(tensor): tensor.detach() for tensor in tensors}
+        shared: dict[int, Any] = {id(buffer): buffer.detach() for buffer in self.model.buffers()}
         for weight in self.model.parameters():
-            memory[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
+            shared[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
         twin = copy.copy(self)
-        twin.model = copy.deepcopy(self.model, memory)
+        twin.model = copy.deepcopy(self.model, shared)
         twin.device = next(twin.model.parameters()).device
         twin.scorer = Scorer(twin.model, self.scorer.config, self.compute_dtype)
         return twin.freeze_()

@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -180,11 +180,12 @@ def lead_learners(
     size: int,
     device: torch.device,
     threads: int,
-    learner: Learner,
+    make: Callable[[], Learner],
     start: Start | None = None,
 ) -> Iterator[LearnerGroup]:
+    """`make` loads the whole learner, for which the other ranks wait."""
     with lead(size, device.type, threads, start) as workers:
-        yield LearnerGroup(workers, learner)
+        yield LearnerGroup(workers, make())
 
 
 def _build(

@@ -111,7 +111,8 @@ def test_a_v_that_is_lost_does_not_blow_up_the_update():
 
 @pytest.mark.parametrize("shape", [(16, 256), (3, 1000), (17, 333), (5,)])
 @pytest.mark.parametrize("is_coded", [True, False], ids=["8bit", "fp32"])
-def test_the_kernel_computes_what_torch_does(shape, is_coded):
+@pytest.mark.parametrize("first", [0, 768, 2**32 - 256])
+def test_the_kernel_computes_what_torch_does(shape, is_coded, first):
     pytest.importorskip("triton")
     from qurl.trainer.kernels.adamw8bit import update_ as launch
 
@@ -120,7 +121,7 @@ def test_the_kernel_computes_what_torch_does(shape, is_coded):
     ours = [t.to(DEVICE, copy=True) for t in (weight, *moments.values())]
     for step in range(1, 4):
         gradient = heavy_tailed(*shape, seed=step)
-        before, update = weight.clone(), Update.of(GROUP, step, 0.7)
+        before, update = weight.clone(), Update.of(GROUP, step, 0.7, first)
         update_(weight, gradient, **moments, update=update)
         launch(ours[0], gradient.to(DEVICE), *ours[1:], update=update)
         for expected, found in zip(moments.values(), ours[1:], strict=True):

@@ -470,7 +470,8 @@ def test_the_text_of_several_trainers(on_gpu, monkeypatch):
     too_much = next(line for line in text.splitlines() if "too much" in line)
     assert "more GPUs (parallel.trainers)" in too_much
     assert "engines on other GPUs (parallel.engines)" in too_much
-    assert "8bit" not in too_much, "several trainers refuse it"
+    assert 'optim.moments = "8bit"' in too_much
+    assert "optim.masters" not in too_much, "several trainers refuse it"
 
 
 def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from qurl.bench.scenario import find_size
 from qurl.bench.shapes import SHAPES
 from qurl.cli import main
 from qurl.errors import ConfigError
+from qurl.run.budget import memory_rows, peak_memory
 from qurl.run.cards import CARDS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -177,6 +179,20 @@ def test_ahead_hides_the_shorter_part():
     assert ahead.step == pytest.approx(apart.sync + max(apart.rollout, train))
     slow = replace(ahead, exchange=10 * ahead.compute)
     assert slow.train == 10 * ahead.compute, "products wait for weights"
+
+
+def test_32b_fits_a_node_with_moments_in_8_bits():
+    """docs/scale.md says so."""
+    writer = runpy.run_path(str(RESULTS.parents[1] / "docs" / "write_scale_tables.py"))
+    plain, size = writer["RECIPE"], writer["size_of"]("32B")
+    small = {"batch": replace(plain.batch, microbatch_tokens=8704)}
+    coded = {"optim": replace(plain.optim, moments="8bit")}
+    for changes, gib in ((small, 142), (coded, 135), (small | coded, 119)):
+        config = replace(plain, parallel=replace(plain.parallel, trainers=8), **changes)
+        config = Arm.of("int8+kv").apply(config)
+        peak = peak_memory(config, memory_rows(config, size, H200.memory, is_cuda=True))
+        assert round(peak / 2**30) == gib
+    assert round(H200.memory / 2**30) == 131
 
 
 def test_memory_of_placements():

@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from qurl.advantages import ESTIMATORS, critic_advantages
-from qurl.config import build_config
+from qurl.config import OptimConfig, build_config
 from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from qurl.objectives import ADVANTAGES, with_facts
 from qurl.ops.shelf import shelve
@@ -31,12 +34,15 @@ from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.batches import Share, deal
 from qurl.trainer.coded import CodedWeight
+from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.parallel import sharding
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
 from qurl.trainer.parallel.sharding import outline_models, read_outline
+from qurl.trainer.parallel.shipping import gather
 from qurl.trainer.policy import Policy
 from qurl.trainer.ranks import ALONE
+from qurl.trainer.saving import load_optimizers, save_optimizers, share_of
 from qurl.trainer.unified import UnifiedLinear
 from qurl.types import Completion, Graded, Problem, Rollout, SamplingParams
 
@@ -206,6 +212,87 @@ def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_pat
     ids = torch.arange(5)[None]
     logits = load_saved_policy(saved[1], make_config(case).model, CPU).model(ids)
     torch.testing.assert_close(exported(ids).logits, logits.logits)
+
+
+def make_wide(width, rows):
+    torch.manual_seed(0)
+    return nn.Linear(width, rows)
+
+
+def step_in_8_bits(ranks, shape, numbers, source=None, target=None):
+    """These steps of AdamW with moments in 8 bits, from saved states and to others."""
+    model = make_wide(*shape)
+    if source is not None:
+        model.load_state_dict(torch.load(source / "model.pt"))
+    if ranks.size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks.size,)))
+    config = OptimConfig(moments="8bit", weight_decay=0.1)
+    optimizers = {"policy": (model, build_optimizer(model, config, lr=1e-2))}
+    if source is not None:
+        load_optimizers(source, optimizers, ranks)
+    for number in numbers:
+        draw = torch.Generator().manual_seed(number)
+        for weight in model.parameters():
+            gradient = torch.randn(weight.shape, generator=draw)
+            weight.grad = share_of(gradient, weight)
+        apply_gradients(optimizers["policy"][1], lr=1e-2, grad_clip=1e3)  # norms are rounded
+    whole = {name: gather(weight.detach()) for name, weight in model.named_parameters()}
+    if target is not None:
+        if ranks.rank == 0:
+            torch.save(whole, target / "model.pt")
+        save_optimizers(target, optimizers, ranks)
+    return whole
+
+
+def step_on_all_ranks(post, *arguments):
+    return step_in_8_bits(post.ranks, *arguments)
+
+
+@pytest.mark.parametrize(("shape", "tops"), [((768, 33), (33, 3)), ((384, 32), (48,))])
+def test_moments_in_8_bits_are_those_of_one(workers, tmp_path, shape, tops):
+    """To the bit: on two ranks, then on one, and on two again, against one all the way.
+
+    The ranks have 17 and 16 rows of three blocks each, or 16 of one and a half.
+    """
+    expected = step_in_8_bits(ALONE, shape, range(6))
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    workers.run(step_on_all_ranks, shape, range(2), None, first)
+    step_in_8_bits(ALONE, shape, range(2, 4), first, second)
+    found = workers.run(step_on_all_ranks, shape, range(4, 6), second)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert not torch.equal(expected["weight"], make_wide(*shape).weight)
+    states = torch.load(second / "optimizer.pt")["policy"]["state"].values()
+    coded = next(state for state in states if "m_top" in state)
+    assert (coded["m"].dtype, coded["m_top"].shape) == (torch.int8, tops)
+
+
+def test_rows_that_blocks_of_moments_would_cut_are_refused(workers):
+    learner = make("dapo, checkpointed")
+    optim = replace(learner.config.optim, moments="8bit")
+    learner.policy.model.lm_head = nn.Linear(32, 130, bias=False)  # 65 rows: 8 blocks and a bit
+    learner.config = replace(learner.config, optim=optim)
+    with pytest.raises(ConfigError, match=r"which lm_head\.weight with rows of 32 would cut"):
+        LearnerGroup(workers, learner)
+
+
+def test_moments_in_8_bits_train_on_ranks(workers):
+    """Sums of another order move a few codes to the next."""
+    expected = train(make_in_8_bits())
+    found = train(LearnerGroup(workers, make_in_8_bits()))
+    assert_close(found[2], expected[2], 1e-3)
+    before = weights(make_in_8_bits())
+    assert max(float((expected[2][n] - before[n]).abs().max()) for n in before) > 1e-2
+
+
+def make_in_8_bits():
+    config = make_config("dapo, checkpointed")
+    config = replace(config, optim=replace(config.optim, moments="8bit"))
+    shape = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
+    policy = Policy(tiny_llama(**shape), build_tokenizer(), config.model, CPU, config.quant)
+    return build_learner(config, policy)
 
 
 def test_an_update_tracker_is_saved_whole(workers):
@@ -429,7 +516,7 @@ def test_a_group_of_one_exchanges_nothing():
     [
         ({"model": {"compile": True}}, "model.compile = true"),
         ({"model": {"lora_rank": 8}}, "model.lora_rank = 8"),
-        ({"optim": {"moments": "8bit"}}, "optim.moments = '8bit'"),
+        ({"optim": {"masters": "bf16"}}, "optim.masters = 'bf16'"),
     ],
 )
 def test_what_is_not_built_for_shards_is_refused_by_name(section, named):

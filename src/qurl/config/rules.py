@@ -308,7 +308,7 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
     is_set = {
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
-        f"optim.moments = {config.optim.moments!r}": config.optim.moments != "fp32",
+        f"optim.moments = {config.optim.moments!r}": config.optim.moments == "fp16",
         f"optim.masters = {config.optim.masters!r}": config.optim.masters != "fp32",
         f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
     }

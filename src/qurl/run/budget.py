@@ -153,7 +153,7 @@ def find_savings(config: Config) -> list[str]:
         "model.keep_logits = false": config.model.keep_logits,
         "more GPUs (parallel.trainers)": not is_alone,
         "engines on other GPUs (parallel.engines)": not is_alone and not is_apart,
-        'optim.moments = "8bit"': config.optim.moments != "8bit" and is_alone and not has_lora,
+        'optim.moments = "8bit"': config.optim.moments != "8bit" and not has_lora,
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
         < config.batch.microbatch_tokens,

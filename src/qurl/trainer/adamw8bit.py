@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from qurl.errors import ConfigError
 from qurl.trainer import moments
+from qurl.trainer.coded import CodedShard
 from qurl.trainer.masters import store_, widen
-from qurl.trainer.moments import Update, make_moments
+from qurl.trainer.moments import BLOCK, Update, make_moments
 
 MIN_CODED = 4096
 """Smaller tensors keep FP32 moments, as bitsandbytes advises for them and for embeddings."""
@@ -40,9 +43,10 @@ class AdamW8bit(Optimizer):
                 if "step" not in state:
                     state.update(step=0, **make_moments(master, is_coded=group["is_coded"]))
                 state["step"] += 1
-                update = Update.of(group, state["step"], clip)
-                tensors = {name: state[name] for name in MOMENTS if name in state}
-                _update_(master, parameter.grad.contiguous(), tensors, update)
+                update = Update.of(group, state["step"], clip, first_of(master))
+                tensors = {name: own_rows(state[name]) for name in MOMENTS if name in state}
+                if (weight := own_rows(master)).numel():
+                    _update_(weight, own_rows(parameter.grad).contiguous(), tensors, update)
                 store_(parameter, state, master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,15 +60,48 @@ def load_uncast_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, parameter in zip(ids, parameters, strict=True):
         optimizer.state[parameter] = {
-            name: value.to(parameter.device) if isinstance(value, Tensor) else value
+            name: int(value) if name == "step" else value.to(parameter.device)
             for name, value in state_dict["state"].get(i, {}).items()
         }
 
 
 def find_coded(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters whose moments may be coded: large ones that are not embeddings."""
+    """Parameters whose moments may be coded: large matrices that are not embeddings.
+
+    Raises if ranks share one whose blocks of moments they would cut.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {p for p in model.parameters() if p.numel() >= MIN_CODED and id(p) not in embeddings}
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and weight.numel() >= MIN_CODED and id(weight) not in embeddings:
+            found[weight] = name
+    for weight, name in found.items():
+        if isinstance(weight, DTensor) and _is_cut(*weight.shape, weight.device_mesh.size()):
+            raise ConfigError(
+                f"optim.moments = '8bit' has blocks of {BLOCK} numbers, which {name} with rows of "
+                f"{weight.shape[1]} would cut; use 'fp32' or another parallel.trainers"
+            )
+    return set(found)
+
+
+def _is_cut(rows: int, width: int, num_ranks: int) -> bool:
+    """Whether a block has numbers of two ranks."""
+    return width % BLOCK > 0 and (rows % num_ranks > 0 or rows // num_ranks * width % BLOCK > 0)
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.masters if isinstance(own, CodedShard) else own
+
+
+def first_of(weight: Tensor) -> int:
+    """Where the rows of this rank begin, in numbers."""
+    if not isinstance(weight, DTensor):
+        return 0
+    mesh = weight.device_mesh
+    rows = -(-len(weight) // mesh.size()) * mesh.get_local_rank()
+    return min(rows, len(weight)) * (weight.numel() // len(weight))
 
 
 def _update_(weight: Tensor, gradient: Tensor, tensors: dict[str, Tensor], update: Update) -> None:

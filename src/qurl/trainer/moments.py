@@ -11,7 +11,7 @@ Between steps m and v are floats with 3 bits of mantissa, eight per octave, in b
 
 Noise is uniform in [0, 2^20), so the expectation of what is stored is x. Without it v would stand
 still: at beta2 = 0.999 a step changes it by less than half of what separates two codes. The noise
-is a hash of step and position, so a resumed run repeats it.
+is a hash of step and position, so a resumed run repeats it, and so do ranks that share a weight.
 
 Codes of m reach 16 octaves below the largest of the block, those of v 32. An m below that is 0, and
 a v below that is raised to the smallest code, so that a lost v cannot blow up the update.
@@ -49,25 +49,35 @@ class Update(NamedTuple):
     """1 over the bias correction of v."""
     eps: float
     seed: int
+    first: int
+    """Where the numbers at hand begin in their weight."""
 
     @classmethod
-    def of(cls, group: dict[str, Any], step: int, clip: float) -> Update:
+    def of(cls, group: dict[str, Any], step: int, clip: float, first: int = 0) -> Update:
         """Of the step-th update, from 1, of a parameter group."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         keep, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
         seed = scramble(step) >> 1  # an INT32
         moving = (beta1, 1 - beta1, beta2, 1 - beta2)
-        return cls(clip, *moving, keep, rate, 1 / (1 - beta2**step), group["eps"], seed)
+        return cls(clip, *moving, keep, rate, 1 / (1 - beta2**step), group["eps"], seed, first)
 
 
 def make_moments(parameter: Tensor, *, is_coded: bool) -> dict[str, Tensor]:
-    """Moments that are 0."""
+    """Moments that are 0, shared among ranks as their parameter is."""
     if not is_coded:
         return {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter)}
-    tops = parameter.new_zeros(2, -(-parameter.numel() // BLOCK), dtype=torch.int16)
     codes = {"m": torch.zeros_like(parameter, dtype=torch.int8)}
     codes["v"] = torch.zeros_like(parameter, dtype=torch.uint8)
-    return codes | {"m_top": tops[0].clone(), "v_top": tops[1].clone()}
+    return codes | {name: _make_tops(codes["m"]) for name in ("m_top", "v_top")}
+
+
+def _make_tops(codes: Tensor) -> Tensor:
+    """[rows, blocks of a row], or [blocks] if a block has numbers of two rows."""
+    width, total = codes.shape[-1], codes.numel()
+    if total % BLOCK:
+        return codes.new_zeros(-(-total // BLOCK), dtype=torch.int16)
+    whole = codes.view(-1, BLOCK)[:, 0] if width % BLOCK else codes[..., : width // BLOCK]
+    return torch.zeros_like(whole, dtype=torch.int16, memory_format=torch.contiguous_format)
 
 
 def update_(
@@ -82,18 +92,18 @@ def update_(
 ) -> None:
     """One step in place; without tops the moments are FP32. GPUs have a kernel for it."""
     g = _blocks(gradient) * update.clip
-    old_m = _blocks(m) if m_top is None else decode_m(_blocks(m), m_top)
-    old_v = _blocks(v) if v_top is None else decode_v(_blocks(v), v_top)
+    old_m = _blocks(m) if m_top is None else decode_m(_blocks(m), m_top.flatten())
+    old_v = _blocks(v) if v_top is None else decode_v(_blocks(v), v_top.flatten())
     new_m = old_m * update.beta1 + g * update.rest1
     new_v = old_v * update.beta2 + g * g * update.rest2
     step = new_m * update.rate / ((new_v * update.correction).sqrt() + update.eps)
     _write_(weight, _blocks(weight) * update.keep - step)
     if m_top is not None and v_top is not None:
-        noise = make_noise(g.numel(), update.seed).view(g.shape)
+        noise = make_noise(g.numel(), update.seed, update.first).view(g.shape)
         new_m, new_m_top = encode_m(new_m, noise)
         new_v, new_v_top = encode_v(new_v, noise)
-        m_top.copy_(new_m_top)
-        v_top.copy_(new_v_top)
+        m_top.copy_(new_m_top.view_as(m_top))
+        v_top.copy_(new_v_top.view_as(v_top))
     _write_(m, new_m)
     _write_(v, new_v)
 
@@ -128,9 +138,9 @@ def _decode(codes: Tensor, top: Tensor, largest: int) -> Tensor:
     return (ranks << SHIFT).view(torch.float32)
 
 
-def make_noise(count: int, seed: int) -> Tensor:
-    """32 random bits for each of `count` positions, as INT64."""
-    return scramble(torch.arange(count) ^ seed)
+def make_noise(count: int, seed: int, first: int = 0) -> Tensor:
+    """32 random bits for each of `count` positions from `first` on, as INT64."""
+    return scramble((torch.arange(first, first + count) & MASK) ^ seed)
 
 
 def scramble(word: Word) -> Word:

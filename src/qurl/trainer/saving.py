@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as shards
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.optim import Optimizer
 
 from qurl.errors import CheckpointError
@@ -38,7 +38,7 @@ def save_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
     for role, (model, optimizer) in optimizers.items():
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{role}.{name}.{key}"] = value
+                tensors[f"{role}.{name}.{key}"] = torch.as_tensor(value)  # AdamW8bit counts in int
     with ranks.agreeing(CheckpointError):
         try:
             shards.save(tensors, checkpoint_id=folder / FOLDER, process_group=ranks.control)
@@ -64,7 +64,7 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for index, parameter in enumerate(_parameters(optimizer)):
         found = state["state"].get(index, {})
         for key, value in found.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if isinstance(value, Tensor) and value.dim():
                 found[key] = share_of(value, parameter)
     optimizer.load_state_dict(state)
 
@@ -79,19 +79,18 @@ def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def _read_shards(folder: Path, optimizers: Optimizers, ranks: Ranks) -> dict[str, dict[str, Any]]:
     """The states of a folder, as `Optimizer.state_dict` has them."""
-    saved: dict[str, dict[str, torch.Size]] = defaultdict(dict)
+    saved: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, found in shards.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         owner, _, key = name.rpartition(".")
-        saved[owner][key] = found.size  # type: ignore[union-attr]
+        saved[owner][key] = found
     tensors: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     for role, (model, optimizer) in optimizers.items():
         names = {parameter: f"{role}.{name}" for name, parameter in model.named_parameters()}
         state: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for index, parameter in enumerate(_parameters(optimizer)):
-            for key, size in saved[names[parameter]].items():  # moments, and the number of steps
-                is_moment = size == parameter.shape
-                value = torch.zeros_like(parameter) if is_moment else torch.zeros(size)
+            for key, found in saved[names[parameter]].items():  # moments, and the number of steps
+                value = _empty(found.size, found.properties.dtype, parameter)
                 tensors[f"{names[parameter]}.{key}"] = state[index][key] = value
         states[role] = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     try:
@@ -100,6 +99,16 @@ def _read_shards(folder: Path, optimizers: Optimizers, ranks: Ranks) -> dict[str
     except CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return states
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """Room for a state, of which a rank holds what it holds of the parameter."""
+    if not shape:  # the number of steps
+        return torch.zeros(shape, dtype=dtype)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    where = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+    return zeros(shape, dtype=dtype, **where)
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -42,7 +42,7 @@ def update_(
     adamw_kernel[grid](*tensors, weight.numel(), *update, **options)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "first"])
 def adamw_kernel(
     weights,
     gradients,
@@ -61,6 +61,7 @@ def adamw_kernel(
     correction,
     eps,
     seed,
+    first,
     ROWS: tl.constexpr,
 ):
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -83,7 +84,7 @@ def adamw_kernel(
     step = new_m * rate / (tl.sqrt(new_v * correction) + eps)
     tl.store(weights + at, weight * keep - step, mask=is_inside)
     if m_top is not None:
-        noise = _scramble(at.to(tl.uint32) ^ seed.to(tl.uint32))
+        noise = _scramble((at + first).to(tl.uint32) ^ seed.to(tl.uint32))
         codes, top = _encode(new_m, noise & _NOISE, _M_LARGEST)
         tl.store(m + at, tl.where(new_m < 0, -codes, codes).to(tl.int8), mask=is_inside)
         tl.store(m_top + block, top.to(tl.int16), mask=is_block)

@@ -135,6 +135,23 @@ def test_a_run_on_two_trainers_is_a_run_on_one(reference, tmp_path):
     assert_same_run(tmp_path, alone)
 
 
+def test_replicas_are_one_and_may_become_shards(reference, tmp_path):
+    arm, alone = reference
+    for steps, shard in ((2, "false"), (4, "true"), (STEPS, "false")):
+        settings = {"parallel.trainers": 2, "parallel.shard": shard, "steps": steps}
+        run(words(arm, tmp_path, **settings))
+    assert_close(final_weights(tmp_path), final_weights(alone))
+
+
+def test_adapters_train_on_replicas(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    arm, adapters = "one flow with an FP8 cache", {"model.lora_rank": 4, "quant.kv": "none"}
+    run(words(arm, one, **adapters))
+    run(words(arm, two, **adapters, **{"parallel.trainers": 2, "parallel.shard": "false"}))
+    for row, expected in zip(rows(two), rows(one), strict=True):
+        assert row == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+
+
 def test_the_number_of_trainers_may_change(reference, tmp_path):
     arm, alone = reference
     last = 2 if arm.startswith("one flow") else 3  # codes are shared evenly
@@ -296,7 +313,8 @@ def test_the_doctor_of_two_ranks():
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {line["name"]: line["verdict"] for line in json.loads(done.stdout)}
     names = ("all-reduce of 2 ranks (gloo)", "broadcast of 2 ranks (gloo)")
-    names += ("2 trainers against one", "sync to an engine", "kill -9 of rank 1")
+    names += ("2 trainers against one", "2 replicas against one")
+    names += ("sync to an engine", "kill -9 of rank 1")
     names += ("resume after the kill", "sync to 2 engines (gloo)", "kill -9 of an engine")
     names += ("tokens of engines in other processes", "replacement of the engine")
     assert {name: verdicts[name] for name in names} == dict.fromkeys(names, "ok")

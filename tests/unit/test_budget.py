@@ -392,6 +392,19 @@ def test_one_of_four_trainers_by_hand(on_gpu):
     assert follower_rows(config, rows) == rows, "every rank samples"
 
 
+def test_a_replica_holds_what_one_trainer_does(on_gpu):
+    """But for the tokens: its share of a mini-batch, and of the completions."""
+    settings = {"batch": {"problems": 4, "minibatches": 1}, "quant": {"format": "int8"}}
+    config = recipe(parallel={"trainers": 4, "shard": False}, **settings)
+    alone = recipe(**settings)
+    rows, whole = (memory_rows(c, measure_model(c)) for c in (config, alone))
+    by_tokens = ("KV cache", "activations", "logits and head")
+    for name, number in whole.items():
+        assert rows[name] <= number if name in by_tokens else rows[name] == number, name
+    assert rows["activations"] < whole["activations"]
+    assert rows.keys() == whole.keys()
+
+
 def test_the_first_trainer_may_sample_alone(on_gpu):
     """It caches all 3 problems x 5, where each of two would cache 2 problems x 5."""
     alone = recipe(parallel={"trainers": 2, "colocate": False}, eval={"every": 1})

@@ -30,6 +30,7 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
 from qurl.run import rank_checks
 from qurl.run.checkpoint import load_checkpoint, load_saved_policy, save_checkpoint
+from qurl.run.colocated import ColocatedEngines
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.batches import Share, deal
@@ -38,6 +39,7 @@ from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.parallel import sharding
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import lead
+from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.parallel.sharding import outline_models, read_outline
 from qurl.trainer.parallel.shipping import gather
 from qurl.trainer.policy import Policy
@@ -70,14 +72,16 @@ CASES = {
 CLOSE = 1e-5
 
 
+SMALL = {
+    "steps": 10,
+    "batch": {"problems": 3, "minibatches": 2, "microbatch_tokens": 25},
+    "sampling": {"max_tokens": 9, "group_size": 2},
+    "optim": OPTIM,
+}
+
+
 def make_config(case):
-    defaults = {
-        "steps": 10,
-        "batch": {"problems": 3, "minibatches": 2, "microbatch_tokens": 25},
-        "sampling": {"max_tokens": 9, "group_size": 2},
-        "optim": OPTIM,
-    }
-    return build_config(defaults | CASES[case])
+    return build_config(SMALL | CASES[case])
 
 
 def make(case, path=None):
@@ -182,6 +186,95 @@ def test_two_ranks_are_one(workers, case):
         torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=0)
     assert_close(found, expected)
     assert group.version == 3
+
+
+REPLICAS = {
+    "ppo, critic, two epochs": {},
+    "grpo, reference, UAQ": {},
+    "adapters": {"model": {"lora_rank": 4}},
+    "hAdam": {"optim": OPTIM | {"name": "hadam"}},
+    "BF16 masters": {"model": {"compute_dtype": "bfloat16"}, "optim": {"masters": "bf16"}},
+}
+
+
+def make_whole(case):
+    if case in CASES:
+        return make(case)
+    config = build_config(SMALL | REPLICAS[case])
+    policy = Policy(tiny_llama(), build_tokenizer(), config.model, CPU, config.quant)
+    if config.model.lora_rank:
+        policy.adapt_(config.model, seed=0)
+    learner = build_learner(config, policy)
+    learner.narrow_masters_()
+    return learner
+
+
+@pytest.mark.parametrize("case", REPLICAS)
+def test_two_replicas_are_one(workers, case):
+    expected_rows, _, expected = train(make_whole(case))
+    group = ReplicaGroup(workers, functools.partial(make_whole, case))
+    rows, _, found = train(group)
+    # Sums of another order are rounded to BF16.
+    close = 2e-2 if case == "BF16 masters" else CLOSE
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        names = [name for name in expected_row if not name.startswith("uaq/")]
+        assert {n: row[n] for n in names} == pytest.approx(
+            {n: expected_row[n] for n in names}, rel=close, abs=close
+        )
+    assert_close(found, expected, close)
+    before = weights(make_whole(case))
+    assert any((expected[name] - weight).abs().max() > 1e-3 for name, weight in before.items())
+
+
+def test_checkpoints_of_replicas_are_those_of_one(workers, tmp_path):
+    """Trained on with two replicas, with two shards, and with two replicas again."""
+    case, parts = "ppo, critic, two epochs", batches()
+    alone = make(case)
+    expected = [step(alone, batch, number)[2] for number, batch in enumerate(parts)]
+    learner, found = ReplicaGroup(workers, functools.partial(make, case)), []
+    for number, batch in enumerate(parts):
+        if number:
+            saved = save_checkpoint(tmp_path, number, learner, {}, keep=9)
+            assert (saved / "optimizer.pt").exists() == (number == 1)
+            if number == 1:
+                learner = LearnerGroup(workers, make(case, saved))
+            else:
+                learner = ReplicaGroup(workers, functools.partial(make, case, saved))
+            load_checkpoint(saved, learner)
+        found.append(step(learner, batch, number)[2])
+    for row, expected_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=CLOSE, abs=CLOSE)
+    assert_close(weights(learner), weights(alone))
+
+
+@torch.no_grad()
+def change_one_bit_on_rank_1(post):
+    weight = post.held["learner"].policy.model.model.norm.weight
+    weight[3] += post.ranks.rank * 2.0**-23
+
+
+def test_replicas_that_differ_are_found(workers):
+    group = ReplicaGroup(workers, functools.partial(make, "dapo, checkpointed"))
+    workers.run(change_one_bit_on_rank_1)
+    with pytest.raises(TrainingError, match=r"different weights: policy model\.norm\.weight"):
+        step(group, batches()[0], 0)
+
+
+def test_engines_of_replicas_sync_from_their_own_weights(workers):
+    group = ReplicaGroup(workers, functools.partial(make_whole, "adapters"))
+    step(group, batches()[0], 0)
+    engines = ColocatedEngines(workers, "int8", {})
+    alone = build_engine("local", group.whole_model(), quant="int8")
+    reports = [engine.sync(group.source(engine), version=1) for engine in (engines, alone)]
+    assert reports[0].canary_gap == reports[1].canary_gap
+    problems = [Problem(str(i), [1, 2, 3 + i], "") for i in range(4)]
+    params = SamplingParams(max_tokens=9, seed=3, group_size=2)
+    found, expected = (engine.generate(problems, params) for engine in (engines, alone))
+    by_id = {rollout.problem.id: rollout for rollout in found}
+    for rollout in expected:
+        ours = by_id[rollout.problem.id].completions
+        assert [c.token_ids for c in ours] == [c.token_ids for c in rollout.completions]
+    engines.close()
 
 
 def test_checkpoints_of_two_ranks_and_of_one_are_read_by_either(workers, tmp_path):
@@ -523,8 +616,9 @@ def test_what_is_not_built_for_shards_is_refused_by_name(section, named):
     from qurl.config import check_combinations
 
     config = build_config({"parallel": {"trainers": 2}} | section)
-    with pytest.raises(ConfigError, match=f"{named} is not built for parallel.trainers = 2"):
+    with pytest.raises(ConfigError, match=f"{named} is not built for the shards"):
         check_combinations(config, "recipe")
+    check_combinations(replace(config, parallel=replace(config.parallel, shard=False)), "recipe")
 
 
 def test_the_driver_of_several_trainers_is_no_client_of_ray():

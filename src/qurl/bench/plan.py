@@ -241,6 +241,7 @@ class Planner:
         parallel = replace(
             self.config.parallel,
             trainers=placement.trainers,
+            shard=True,
             engines=0 if placement.is_colocated else placement.engines,
             colocate=not placement.is_driver_alone,
             min_engines=1,

@@ -305,6 +305,8 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
             "first trainer is the driver and must be on a machine of the cluster; run qurl there, "
             "with HOST:PORT of its head or 'auto'"
         )
+    if not parallel.is_sharded:
+        return
     is_set = {
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
@@ -313,7 +315,8 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
     }
     for setting in (setting for setting, is_given in is_set.items() if is_given):
-        yield f"{setting} is not built for parallel.trainers = {trainers}; use one trainer"
+        remedy = "set parallel.shard = false, or use one trainer"
+        yield f"{setting} is not built for the shards of parallel.trainers = {trainers}; {remedy}"
 
 
 def _shipping_mistakes(config: Config) -> Iterator[str]:
@@ -429,6 +432,8 @@ def _unused(
             yield f"rollout.{key}", "rollout.engine = 'vllm' keeps a cache that it sizes itself"
     else:
         yield "rollout.vllm", f"rollout.engine = {rollout.engine!r}"
+    if config.parallel.trainers == 1:
+        yield "parallel.shard", "parallel.trainers = 1"
     if not config.eval.samples:
         for key in ("eval.temperature", "eval.top_p"):
             yield key, "eval.samples = 0: only greedy completions are evaluated"

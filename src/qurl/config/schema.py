@@ -388,8 +388,10 @@ class ParallelConfig(Section):
     """Several GPUs (docs/parallel.md)."""
 
     trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
-    """Number of processes that train one model. Each holds a share of the weights on its own
-    GPU."""
+    """Number of processes that train one model, each on its own GPU."""
+    shard: Flag = True
+    """Each trainer holds a share of weights, gradients and moments. false = each holds all of them,
+    which is faster where they fit, and goes with LoRA and with every optimizer."""
     engines: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
     """Number of separate processes that sample, each with a whole copy of the actor on its own GPU
     (needs Ray). 0 = the trainers sample."""
@@ -409,6 +411,10 @@ class ParallelConfig(Section):
     """Which of the `engines` gets a problem. free: the engine with the fewest sequences. histopipe:
     engines take turns, each with problems of similar expected length
     ([HistoPipe](systems.md#histopipe))."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.trainers > 1 and self.shard
 
 
 @dataclass(frozen=True)

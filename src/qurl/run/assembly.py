@@ -55,9 +55,10 @@ from qurl.tasks.joined import rewards_of
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
-from qurl.trainer.parallel.group import GroupTracker, LearnerGroup, lead_learners
-from qurl.trainer.parallel.processes import follow, is_follower, num_launched
+from qurl.trainer.parallel.group import GroupTracker, LearnerGroup
+from qurl.trainer.parallel.processes import Start, follow, is_follower, lead, num_launched
 from qurl.trainer.parallel.ray import start_by_ray
+from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
@@ -267,7 +268,19 @@ def _open_learner(
     if parallel.address:
         where = (parallel.address, run.path / LOGS, parallel.timeout)
         start = functools.partial(start_by_ray, *where)
-    return lead_learners(parallel.trainers, device, config.threads, make, start)
+    return _lead(config, device, make, start)
+
+
+@contextmanager
+def _lead(
+    config: Config, device: torch.device, make: Callable[[], Learner], start: Start | None
+) -> Iterator[LearnerGroup]:
+    """The other ranks wait while the learner is loaded, or load their own."""
+    with lead(config.parallel.trainers, device.type, config.threads, start) as workers:
+        if config.parallel.is_sharded:
+            yield LearnerGroup(workers, make())
+        else:
+            yield ReplicaGroup(workers, make)
 
 
 def follow_driver(config: Config) -> bool:
@@ -326,7 +339,7 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
-    is_sharded = config.parallel.trainers > 1
+    is_sharded = config.parallel.is_sharded
     if checkpoint:
         policy = load_saved_policy(checkpoint, *precision, is_sharded=is_sharded)
     else:

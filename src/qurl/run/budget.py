@@ -70,7 +70,7 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     lines += describe_ranks(config, rows)
     if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
-    if config.parallel.trainers > 1:
+    if config.parallel.is_sharded:
         loaded = loaded_bytes(config, size) / GIB
         lines.append(f"  {'in main memory':<24}{loaded:10.3f} for the driver to load models")
     lines += describe_engines(config, size, room, is_cuda=device.type == "cuda")
@@ -131,7 +131,7 @@ def machine_memory(config: Config, size: ModelSize) -> float:
     Trainers and engines of a Ray cluster may be elsewhere, and do not count.
     """
     rows, parallel = memory_rows(config, size, is_cuda=False), config.parallel
-    total = peak_memory(config, rows) + 4.0 * size.num_parameters * (parallel.trainers > 1)
+    total = peak_memory(config, rows) + 4.0 * size.num_parameters * config.parallel.is_sharded
     if parallel.address not in HERE:
         return total
     if parallel.engines:
@@ -140,25 +140,27 @@ def machine_memory(config: Config, size: ModelSize) -> float:
 
 
 def loaded_bytes(config: Config, size: ModelSize) -> float:
-    """Main memory of the driver if several train: whole FP32 models, of which its policy stays."""
+    """Main memory of the driver of shards: whole FP32 models, of which its policy stays."""
     return 4.0 * size.num_parameters * (1 + (config.algo.kl_coef > 0) + has_critic(config))
 
 
 def find_savings(config: Config) -> list[str]:
     """Settings that would lower the peak, the cheapest first."""
     has_lora, is_alone = config.model.lora_rank > 0, config.parallel.trainers == 1
+    is_whole = not config.parallel.is_sharded
     is_apart = place_of(config) == "apart"
     settings = {
         "rollout.release_kv = true": not config.rollout.release_kv and not is_apart,
         "model.keep_logits = false": config.model.keep_logits,
-        "more GPUs (parallel.trainers)": not is_alone,
+        "parallel.shard = true": not is_alone and is_whole and not has_lora,
+        "more GPUs (parallel.trainers)": not is_whole,
         "engines on other GPUs (parallel.engines)": not is_alone and not is_apart,
         'optim.moments = "8bit"': config.optim.moments != "8bit" and not has_lora,
         "model.gradient_checkpointing = true": not config.model.gradient_checkpointing,
         "a smaller batch.microbatch_tokens": longest_sequence(config)
         < config.batch.microbatch_tokens,
-        'optim.masters = "bf16"': config.optim.masters != "bf16" and is_alone and not has_lora,
-        "model.lora_rank": is_alone and not has_lora,
+        'optim.masters = "bf16"': config.optim.masters != "bf16" and is_whole and not has_lora,
+        "model.lora_rank": is_whole and not has_lora,
         'model.base = "nvfp4"': has_lora and config.model.base == "full",
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
@@ -176,15 +178,14 @@ def memory_rows(
         is_cuda = pick_device(config.device).type == "cuda"
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
     held, moments = held_rows(config, size, is_cuda), moment_bytes(config, size)
-    is_shared = config.parallel.trainers > 1
-    if is_shared:
+    if config.parallel.is_sharded:
         held = share_held(held, config)
         moments /= config.parallel.trainers
     # The moments come with the first update. Only a cache that is given back makes room.
     used = sum(held.values()) + moments * config.rollout.release_kv
     cache = fit_cache(config, cache_bytes(config, size, wide), used, card)
     rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, size, wide)
-    if is_shared:
+    if config.parallel.is_sharded:
         rows = share_update(rows, config, size)
     is_apart = place_of(config) == "apart"
     return {n: number for n, number in rows.items() if number and not (is_apart and n in ENGINE)}
@@ -301,7 +302,7 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     tokens = microbatch_tokens(config)
     computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
     layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
-    if config.parallel.trainers > 1:
+    if config.parallel.is_sharded:
         layer += wide * (4 * size.hidden_size + 2 * size.mlp_size) + 4 * 2 * size.hidden_size
     if config.model.gradient_checkpointing:
         return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))

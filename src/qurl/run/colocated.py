@@ -1,6 +1,7 @@
 """An engine with each trainer rank: while rollouts are sampled, no GPU is idle.
 
-    sync      each rank codes its rows, all gather the codes, and each writes them into its engine
+    sync      each rank codes its rows, all gather the codes, and each writes them into its engine;
+              a rank with whole weights syncs from these
     generate  the problems are dealt by expected length; rank 0 gets the rollouts of all, and their
               tokens stay on the shelves of the ranks (`qurl.ops.shelf`)
 
@@ -23,9 +24,9 @@ from qurl.rollout.engine import Asked, QueueStream, Stream, check_prompts, gener
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.local.requests import LengthHistory
 from qurl.trainer.batches import level
+from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.processes import Post, Workers
 from qurl.trainer.parallel.shipping import ShardShipment
-from qurl.trainer.policy import Policy
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
 Portion = list[tuple[Problem, int]]
@@ -62,7 +63,7 @@ class ColocatedEngines:
         return self._own.kv_saturated_frac
 
     def sync(self, source: Any, *, version: int) -> SyncReport:
-        """From the shards of the ranks, whatever the source."""
+        """From the learners of the ranks, whatever the source."""
         return self._workers.run(_sync, self._key, version)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -97,18 +98,21 @@ class ColocatedEngines:
 
 
 def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
-    policy: Policy = post.held["learner"].policy
+    learner: Learner = post.held["learner"]
+    policy = learner.policy
     with post.ranks.agreeing(QurlError):
-        options |= {"is_empty": True, "device": policy.device}
+        if not learner.is_replica:
+            options |= {"is_empty": True, "device": policy.device}
         post.held[key] = build_engine(
             "local", policy.model, policy.tokenizer, quant=quant, **options
         )
 
 
 def _sync(post: Post, key: str, version: int) -> SyncReport:
-    shipment = ShardShipment.alike(post)
+    learner: Learner = post.held["learner"]
+    source = learner.policy.model if learner.is_replica else ShardShipment.alike(post)
     with post.ranks.agreeing(QurlError):
-        return post.held[key].sync(shipment, version=version)
+        return post.held[key].sync(source, version=version)
 
 
 def _generate(post: Post, key: str, params: SamplingParams, is_shelved: bool) -> list[Rollout]:

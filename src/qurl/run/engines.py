@@ -54,7 +54,7 @@ def open_place(
         yield lambda policy, quant, options: ColocatedEngines(
             learner.workers, quant, options, shelves
         )
-    elif isinstance(learner, LearnerGroup) and kind in ("local", "vllm"):
+    elif parallel.is_sharded and kind in ("local", "vllm"):
         # The policy at hand is a copy in main memory, and weights come from the ranks.
         yield functools.partial(_here, kind, device=learner.device, is_empty=True)
     else:

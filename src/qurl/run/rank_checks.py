@@ -5,6 +5,7 @@ A rank is a process with a GPU of its own. On a CPU the same checks run with glo
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -31,6 +32,7 @@ from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import Post, Workers, lead
+from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.policy import Policy
 from qurl.trainer.scratch import build_tiny_llama
 from qurl.types import Completion, Graded, Problem, Rollout
@@ -89,12 +91,20 @@ def check_trainers(size: int, device: torch.device, folder: Path) -> Iterator[Fi
     disable_progress_bar()
     alone = make_learner(device.type)
     alone.policy.model.to(device)  # whole, where ranks keep shards
+    fused = make_learner(device.type, is_sharded=False)
+    take_step(fused, 0)
     take_step(alone, 0)
     expected = copy_weights(alone.policy.model)
     take_step(alone, 1)
     with lead(size, device.type, threads=1) as workers:
         for name in EXCHANGES:
             yield check_exchange(workers, name, device)
+        replicas = ReplicaGroup(
+            workers, functools.partial(make_learner, device.type, is_sharded=False)
+        )
+        take_step(replicas, 0)
+        gap = largest_gap(copy_weights(replicas.whole_model()), copy_weights(fused.policy.model))
+        yield judge_gap(f"{size} replicas against one", gap)
         group = LearnerGroup(workers, make_learner(device.type))
         take_step(group, 0)
         gap = largest_gap(copy_weights(group.whole_model()), expected)
@@ -151,17 +161,17 @@ def check_exchange(workers: Workers, name: str, device: torch.device) -> Finding
     return Finding("ok", title, found)
 
 
-def make_learner(device: str, saved: Path | None = None) -> Learner:
-    """A whole learner in main memory, untrained or with the saved policy."""
+def make_learner(device: str, saved: Path | None = None, *, is_sharded: bool = True) -> Learner:
+    """A whole learner, untrained or with the saved policy; one to be sharded is in main memory."""
     config = build_config({**RECIPE, "device": device})
     precision = (config.model, torch.device(device), config.quant)
     if saved is not None:
-        policy = load_saved_policy(saved, *precision, is_sharded=True)
+        policy = load_saved_policy(saved, *precision, is_sharded=is_sharded)
     else:
         torch.manual_seed(0)
         tokenizer = build_tokenizer()
         model = build_tiny_llama(config.model.scratch, tokenizer)
-        policy = Policy(model, tokenizer, *precision, is_sharded=True)
+        policy = Policy(model, tokenizer, *precision, is_sharded=is_sharded)
     algo = config.algo
     parts = {"objective": SURROGATES[algo.objective], "advantage": ADVANTAGES[algo.advantage]}
     return Learner(policy, config, **parts)

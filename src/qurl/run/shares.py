@@ -50,7 +50,7 @@ def num_engines(config: Config) -> int:
 
 def is_shipped(config: Config) -> bool:
     """Whether weights come from elsewhere, so that an engine shares none with its trainer."""
-    return config.parallel.trainers > 1 or config.parallel.engines > 0
+    return config.parallel.is_sharded or config.parallel.engines > 0
 
 
 def engine_weights(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float]:

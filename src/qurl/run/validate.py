@@ -212,7 +212,7 @@ class Recipe:
             savings = " or ".join(find_savings(config))
             raise ConfigError(f"{sizes}, too much for {device}; {savings} saves memory")
         loaded, main = loaded_bytes(config, size), total_memory(torch.device("cpu"))
-        if device.type == "cuda" and config.parallel.trainers > 1 and loaded > main:
+        if device.type == "cuda" and config.parallel.is_sharded and loaded > main:
             raise ConfigError(
                 f"the driver loads FP32 models of {loaded / GIB:.2f} GiB into main memory, and "
                 f"this machine has {main / GIB:.1f} GiB; use one with more"

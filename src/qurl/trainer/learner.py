@@ -39,6 +39,7 @@ from qurl.objectives import Advantage
 from qurl.ops.pooling import summarize
 from qurl.quant.kv import set_kv_scales_
 from qurl.quant.scaling import learning_rate_scales, uaq_scale, unscaled_grad_norm
+from qurl.quant.shipment import checksums
 from qurl.quant.tracking import UpdateTracker
 from qurl.seeds import generator
 from qurl.trainer.batches import (
@@ -53,6 +54,7 @@ from qurl.trainer.critic import Critic
 from qurl.trainer.masters import narrow_masters_
 from qurl.trainer.meter import Meter
 from qurl.trainer.optimizer import (
+    add_up_gradients_,
     apply_gradients,
     build_optimizer,
     learning_rate,
@@ -60,7 +62,7 @@ from qurl.trainer.optimizer import (
 )
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
-from qurl.trainer.ranks import ALONE
+from qurl.trainer.ranks import ALONE, Ranks
 from qurl.trainer.saving import Optimizers, load_optimizers, save_optimizers, share_of
 from qurl.types import (
     SHORTEST,
@@ -120,6 +122,8 @@ class Learner:
         """Changes with the weights; None if they are between two steps, in or after a failure."""
         self.critic = Critic(policy) if advantage.needs_critic else None
         self.ranks = ALONE
+        self.is_replica = False
+        """Whether other ranks have the same weights, and not shards of these."""
         self.build_optimizers_()
 
     def build_optimizers_(self) -> None:
@@ -152,6 +156,11 @@ class Learner:
             found = {**found, "critic": (self.critic, self.critic_optimizer)}
         return found
 
+    @property
+    def _holders(self) -> Ranks:
+        """Those that share the weights and moments among them."""
+        return ALONE if self.is_replica else self.ranks
+
     def source(self, engine: Any) -> nn.Module:
         """The policy's weights as they are now, for this engine to copy."""
         return self.policy.model
@@ -168,23 +177,40 @@ class Learner:
         self.policy.save(folder / "policy")
         if self.critic is not None:
             torch.save(self.critic.state_dict(), folder / CRITIC)
-        save_optimizers(folder, self.optimizers, self.ranks)
+        save_optimizers(folder, self.optimizers, self._holders)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read all that `save` wrote but the policy, which is loaded before."""
         if self.critic is not None:
-            where = self.policy.device if self.ranks.size == 1 else "cpu"
+            where = self.policy.device if self._holders.size == 1 else "cpu"
             weights = torch.load(folder / CRITIC, map_location=where, weights_only=True)
             own = self.critic.state_dict()
             shares = {name: share_of(x, own[name]) for name, x in weights.items() if name in own}
             self.critic.load_state_dict(weights | shares)
-        load_optimizers(folder, self.optimizers, self.ranks)
+        load_optimizers(folder, self.optimizers, self._holders)
 
     @property
     def cap(self) -> float | None:
         """C as the objective applies it."""
         return facts_of(self.objective).cap(self.config.algo.cap)
+
+    def check_alike(self, *, is_trained: bool) -> None:
+        """Raise unless replicas have the same bits in all weights, or in those that are trained."""
+        weights = {
+            f"{role} {name}": weight
+            for role, (model, _) in self.optimizers.items()
+            for name, weight in model.named_parameters()
+            if weight.requires_grad or not is_trained
+        }
+        sums = self.ranks.pool(checksums(weights))
+        differing = [name for name in weights if any(x[name] != sums[0][name] for x in sums)]
+        if differing:
+            raise TrainingError(
+                f"parallel.shard = false, and the trainers have different weights: {differing[0]}, "
+                f"and {len(differing) - 1} others of {len(weights)}. Use GPUs of one kind, and the "
+                "same model, torch and QuRL everywhere"
+            )
 
     def round_kv_(self, scales: KVScales) -> None:
         """Unified policies see keys and values as an engine's cache with these scales does."""
@@ -368,6 +394,9 @@ class Learner:
                     terms = partial(self._critic_terms, denominator=self.ranks.total(num_tokens))
                     self._accumulate(pieces, terms, step, meter)
                     self._apply("critic", self.critic_optimizer, step, meter)
+        if self.is_replica:
+            with self.ranks.agreeing(TrainingError):
+                self.check_alike(is_trained=True)
         metrics = meter.summary() | {"actor/skipped_updates": float(num_skipped)}
         if self.critic is not None:
             known = (batch.values, batch.returns, batch.mask)
@@ -448,6 +477,8 @@ class Learner:
     ) -> None:
         """One update with the gradients so far."""
         config = self.config
+        if self.is_replica:
+            add_up_gradients_(optimizer, self.ranks)
         if name == "actor" and uaq_scale(self.policy.model) != 1.0:
             meter.add({"uaq/unscaled_grad_norm": unscaled_grad_norm(self.policy.model)})
         peak = config.peak_lr if name == "actor" else config.critic.lr

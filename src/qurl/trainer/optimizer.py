@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -16,6 +17,7 @@ from qurl.config import OptimConfig
 from qurl.errors import TrainingError
 from qurl.trainer.adamw8bit import AdamW8bit, find_coded
 from qurl.trainer.hadam import HAdam
+from qurl.trainer.ranks import Ranks
 
 
 def build_optimizer(
@@ -80,6 +82,17 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
     if config.schedule == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
     return peak
+
+
+def add_up_gradients_(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Make each gradient the sum of those of all ranks; one that no rank has stays None."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_known = ranks.pool([p.grad is not None for p in parameters])
+    for parameter, known in zip(parameters, zip(*is_known, strict=True), strict=True):
+        if any(known):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            dist.all_reduce(parameter.grad)
 
 
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:

@@ -19,8 +19,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from qurl.trainer.batches import deal, outline, rows_of
 from qurl.trainer.learner import CRITIC, Learner, step_minibatches
 from qurl.trainer.parallel import dealing
 from qurl.trainer.parallel.dealing import Dealt
-from qurl.trainer.parallel.processes import Post, Start, Workers, lead
+from qurl.trainer.parallel.processes import Post, Workers
 from qurl.trainer.parallel.sharding import outline_models, read_outline, shard_
 from qurl.trainer.parallel.shipping import ShardShipment, gather, gather_whole
 from qurl.trainer.policy import Policy
@@ -66,7 +65,7 @@ class LearnerGroup:
         workers.post.held["made"] = learner, self.policy
         parts = (learner.config, learner.objective, learner.advantage)
         workers.run(_build, *parts, outline_models(learner.policy, learner.reference))
-        self.shelves = Shelves(workers.run(_open_shelf), workers.post.traffic)
+        self.shelves = open_shelves(workers)
 
     @property
     def version(self) -> int | None:
@@ -145,7 +144,7 @@ class LearnerGroup:
         self.workers.run(_save, folder)
 
     def load(self, folder: Path) -> None:
-        self.workers.run(_load, folder)
+        self.workers.run(load, folder)
 
     def watch(self, tracker: UpdateTracker) -> GroupTracker:
         """The tracker on the shards of all ranks."""
@@ -175,19 +174,6 @@ class GroupTracker:
         self._workers.run(_load_tracker, self._number, dict(state))
 
 
-@contextmanager
-def lead_learners(
-    size: int,
-    device: torch.device,
-    threads: int,
-    make: Callable[[], Learner],
-    start: Start | None = None,
-) -> Iterator[LearnerGroup]:
-    """`make` loads the whole learner, for which the other ranks wait."""
-    with lead(size, device.type, threads, start) as workers:
-        yield LearnerGroup(workers, make())
-
-
 def _build(
     post: Post, config: Config, objective: Surrogate, advantage: Advantage, models: bytes
 ) -> None:
@@ -201,6 +187,10 @@ def _build(
     with post.ranks.agreeing(QurlError):
         shard_(learner, post.ranks)
     post.held["learner"] = learner
+
+
+def open_shelves(workers: Workers) -> Shelves:
+    return Shelves(workers.run(_open_shelf), workers.post.traffic)
 
 
 def _open_shelf(post: Post) -> list[Address]:
@@ -230,7 +220,7 @@ def _save(post: Post, folder: Path) -> None:
     save_optimizers(folder, learner.optimizers, post.ranks)
 
 
-def _load(post: Post, folder: Path) -> None:
+def load(post: Post, folder: Path) -> None:
     try:
         post.held["learner"].load(folder)
     except UNREADABLE as error:

@@ -390,8 +390,8 @@ class ParallelConfig(Section):
     trainers: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Number of processes that train one model, each on its own GPU."""
     shard: Flag = True
-    """Each trainer holds a share of weights, gradients and moments. false = each holds all of them,
-    which is faster where they fit, and goes with LoRA and with every optimizer."""
+    """Each trainer holds a share of weights, gradients and moments. false = each holds all of them:
+    no weights are exchanged, layers are fused, and LoRA and every optimizer work."""
     engines: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
     """Number of separate processes that sample, each with a whole copy of the actor on its own GPU
     (needs Ray). 0 = the trainers sample."""

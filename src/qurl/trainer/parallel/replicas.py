@@ -2,9 +2,9 @@
 
     rank 0 .. N - 1:  its rows  ──forward, backward──▶  gradients  ──all-reduce──▶  the same update
 
-Nothing is gathered and layers are fused, so this is faster than shards where a GPU has room for
-whole weights, gradients and moments. What a learner does with them may be anything: adapters, other
-optimizers, compiled layers. Ranks compare checksums of their weights after each step.
+Nothing is gathered and layers are fused, where a GPU has room for whole weights, gradients and
+moments. What a learner does with them may be anything: adapters, other optimizers, compiled layers.
+Ranks compare checksums of their weights after each step.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def find_coded(model: nn.Module) -> set[nn.Parameter]:
         if weight.dim() == 2 and weight.numel() >= MIN_CODED and id(weight) not in embeddings:
             found[weight] = name
     for weight, name in found.items():
-        if isinstance(weight, DTensor) and _is_cut(*weight.shape, weight.device_mesh.size()):
+        if isinstance(weight, DTensor) and _is_cut(weight.shape, weight.device_mesh.size()):
             raise ConfigError(
                 f"optim.moments = '8bit' has blocks of {BLOCK} numbers, which {name} with rows of "
                 f"{weight.shape[1]} would cut; use 'fp32' or another parallel.trainers"
@@ -84,8 +84,9 @@ def find_coded(model: nn.Module) -> set[nn.Parameter]:
     return set(found)
 
 
-def _is_cut(rows: int, width: int, num_ranks: int) -> bool:
+def _is_cut(shape: torch.Size, num_ranks: int) -> bool:
     """Whether a block has numbers of two ranks."""
+    rows, width = shape
     return width % BLOCK > 0 and (rows % num_ranks > 0 or rows // num_ranks * width % BLOCK > 0)
 
 

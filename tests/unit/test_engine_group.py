@@ -398,7 +398,7 @@ def test_a_chunk_that_is_damaged_on_its_way_is_found(carrier, monkeypatch, file_
 
 def test_an_engine_on_every_rank_may_be_built_before_the_one_whose_place_it_takes_is_closed():
     policy = tiny_policy()
-    post = Post(Ranks(), {"learner": SimpleNamespace(policy=policy)})
+    post = Post(Ranks(), {"learner": SimpleNamespace(policy=policy, is_replica=False)})
     workers: Any = SimpleNamespace(
         post=post, has_failed=False, run=lambda function, *given: function(post, *given)
     )

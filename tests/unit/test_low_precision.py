@@ -307,11 +307,11 @@ def test_a_trainer_in_fp32_refuses_narrow_masters():
         ({"experimental": {"dither": True}}, "does not go with experimental.dither = true"),
         (
             {"parallel": {"trainers": 2}},
-            "optim.masters = 'bf16' is not built for parallel.trainers",
+            "optim.masters = 'bf16' is not built for the shards of parallel.trainers",
         ),
         (
             {"parallel": {"trainers": 2}, "optim": {"name": "hadam"}},
-            "optim.name = 'hadam' is not built for parallel.trainers = 2",
+            "optim.name = 'hadam' is not built for the shards of parallel.trainers = 2",
         ),
     ],
 )

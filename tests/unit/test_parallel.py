@@ -654,6 +654,23 @@ def test_an_outline_has_all_but_the_numbers():
     assert shapes == {n: t.shape for n, t in (*model.named_parameters(), *model.named_buffers())}
 
 
+def find_empty(post):
+    """Names of tensors on this rank that have no numbers, whoever holds them."""
+    model = post.held["learner"].policy.model
+    held = ((f"{n}.{k}", x) for n, m in model.named_modules() for k, x in vars(m).items())
+    tensors = [*model.named_parameters(), *model.named_buffers(), *held]
+    empty = [name for name, x in tensors if isinstance(x, torch.Tensor) and x.is_meta]
+    return post.ranks.pool((empty, float(model.model.rotary_emb.factors.sum())))
+
+
+def test_all_tensors_of_a_model_get_to_the_ranks(workers):
+    """Buffers, and those that are neither buffers nor parameters."""
+    learner = make("dapo, checkpointed")
+    learner.policy.model.model.rotary_emb.factors = torch.arange(12.0).view(3, 4).T
+    LearnerGroup(workers, learner)
+    assert workers.run(find_empty) == [([], 66.0)] * 2
+
+
 def whole_bytes_while_sharding(post, outline):
     """The most bytes of weights that are neither empty nor shards, at any time, on each rank."""
     policy, reference = read_outline(outline)

@@ -106,13 +106,13 @@ def _share_(module: nn.Module, device: torch.device) -> None:
     """
     moved: dict[Tensor, Tensor] = {}
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
+        for tensors in (owner._parameters, owner._buffers, vars(owner)):
             for name, tensor in tensors.items():
-                if tensor is None or isinstance(tensor, DTensor):
+                if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
                     continue
                 if tensor not in moved:
                     moved[tensor] = _share(tensor, device)
-                tensors[name] = moved[tensor]  # type: ignore[assignment]
+                tensors[name] = moved[tensor]
 
 
 def _share(tensor: Tensor, device: torch.device) -> Tensor:
@@ -120,6 +120,6 @@ def _share(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_meta:
         whole = torch.empty_like(whole, device=device)
     else:
-        whole = whole.to(device, copy=True)
+        whole = whole.to(device, copy=True).contiguous()  # as in an outline
     dist.broadcast(whole.masters if isinstance(whole, CodedShard) else whole, src=0)
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole

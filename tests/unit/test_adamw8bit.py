@@ -8,7 +8,7 @@ from models import tiny_llama
 from torch import nn
 
 from qurl.config import OptimConfig
-from qurl.trainer.adamw8bit import AdamW8bit, find_coded
+from qurl.trainer.adamw8bit import AdamW8bit, _is_cut, find_coded
 from qurl.trainer.moments import (
     BLOCK,
     Update,
@@ -214,3 +214,15 @@ def test_state_is_loaded_to_the_bit():
         step(ours, first, seed)
         step(theirs, second, seed)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_stacks_of_matrices_are_coded_too():
+    """As those of experts; and ranks cut no block if each has whole ones."""
+    model = nn.Module()
+    model.experts = nn.Parameter(heavy_tailed(4, 32, 384))
+    model.bias = nn.Parameter(torch.zeros(8192))
+    assert find_coded(model) == {model.experts}
+    assert not _is_cut(model.experts.shape, 4)
+    assert _is_cut(model.experts.shape, 3)
+    assert _is_cut(torch.Size([6, 100]), 2)
+    assert not _is_cut(torch.Size([7, 512]), 4)

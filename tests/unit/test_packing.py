@@ -38,8 +38,8 @@ from qurl.errors import ModelError
 from qurl.ops.attention import attend_flash
 from qurl.rollout.hf import HFEngine
 from qurl.trainer.critic import Critic
-from qurl.trainer.packing import ATTENTION, BatchLayout, Packed, attend
-from qurl.trainer.policy import Policy
+from qurl.trainer.packing import ATTENTION, BatchLayout, Packed, attend, try_attention
+from qurl.trainer.policy import Policy, _pack_forwards_
 from qurl.types import Batch, Problem, SamplingParams
 
 FAMILIES = {
@@ -387,6 +387,16 @@ def test_a_model_that_cannot_be_packed_is_padded_and_says_so(make):
     logps = model(input_ids=batch.token_ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     expected = logps.gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1) * batch.mask[:, 1:]
     torch.testing.assert_close(policy.score(batch).logp[:, 1:], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_is_tried_where_the_model_will_be_trained():
+    """Weights to be shared among ranks are in main memory at first. Meta stands for a GPU, which
+    cannot attend in this way."""
+    model = tiny_llama()
+    try_attention(model, CPU, torch.float32)
+    assert _pack_forwards_(model, torch.float32, CPU) is None
+    obstacle = _pack_forwards_(model, torch.float32, torch.device("meta"))
+    assert "LlamaForCausalLM cannot be given packed ones (RuntimeError" in obstacle
 
 
 def test_a_leak_is_noticed(monkeypatch):

@@ -139,6 +139,15 @@ def test_all_logits_are_never_held(softcap):
     assert rows.counts == {4, batch.num_tokens % 4, the_weight} - {0}
 
 
+def test_no_forward_keeps_casts_of_all_weights():
+    """Autocast's cache would, to the end of a forward: a copy of the model in BF16."""
+    policy, cached = tiny_policy(compute_dtype="bfloat16"), []
+    layer = policy.model.model.layers[1]
+    layer.register_forward_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
+    policy.score(random_batch(policy))
+    assert set(cached) == {False}
+
+
 def test_gradient_checkpointing_gives_the_same_gradients():
     model = tiny_llama(attention_dropout=0.3)
     plain = tiny_policy(model=copy.deepcopy(model))

@@ -305,8 +305,13 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
             "first trainer is the driver and must be on a machine of the cluster; run qurl there, "
             "with HOST:PORT of its head or 'auto'"
         )
-    if not parallel.is_sharded:
-        return
+    for setting in find_unsharded(config) if parallel.is_sharded else ():
+        remedy = "set parallel.shard = false, or use one trainer"
+        yield f"{setting} is not built for the shards of parallel.trainers = {trainers}; {remedy}"
+
+
+def find_unsharded(config: Config) -> list[str]:
+    """Settings that shards do not go with."""
     is_set = {
         "model.compile = true": config.model.compile,
         f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,
@@ -314,9 +319,7 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
         f"optim.masters = {config.optim.masters!r}": config.optim.masters != "fp32",
         f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
     }
-    for setting in (setting for setting, is_given in is_set.items() if is_given):
-        remedy = "set parallel.shard = false, or use one trainer"
-        yield f"{setting} is not built for the shards of parallel.trainers = {trainers}; {remedy}"
+    return [setting for setting, is_given in is_set.items() if is_given]
 
 
 def _shipping_mistakes(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from qurl.config import Config
+from qurl.config.rules import find_unsharded
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.ray import HERE
@@ -148,11 +149,12 @@ def find_savings(config: Config) -> list[str]:
     """Settings that would lower the peak, the cheapest first."""
     has_lora, is_alone = config.model.lora_rank > 0, config.parallel.trainers == 1
     is_whole = not config.parallel.is_sharded
+    can_shard = not find_unsharded(config)
     is_apart = place_of(config) == "apart"
     settings = {
         "rollout.release_kv = true": not config.rollout.release_kv and not is_apart,
         "model.keep_logits = false": config.model.keep_logits,
-        "parallel.shard = true": not is_alone and is_whole and not has_lora,
+        "parallel.shard = true": not is_alone and is_whole and can_shard,
         "more GPUs (parallel.trainers)": not is_whole,
         "engines on other GPUs (parallel.engines)": not is_alone and not is_apart,
         'optim.moments = "8bit"': config.optim.moments != "8bit" and not has_lora,
@@ -161,7 +163,7 @@ def find_savings(config: Config) -> list[str]:
         < config.batch.microbatch_tokens,
         'optim.masters = "bf16"': config.optim.masters != "bf16" and is_whole and not has_lora,
         "model.lora_rank": is_whole and not has_lora,
-        'model.base = "nvfp4"': has_lora and config.model.base == "full",
+        'model.base = "nvfp4"': has_lora and config.model.base == "full" and is_alone,
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 

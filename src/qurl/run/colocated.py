@@ -106,6 +106,8 @@ def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
         post.held[key] = build_engine(
             "local", policy.model, policy.tokenizer, quant=quant, **options
         )
+        if learner.is_replica and options.get("unified"):
+            policy.adopt_codes_([layer.codes() for layer in post.held[key].weights.layers])
 
 
 def _sync(post: Post, key: str, version: int) -> SyncReport:

@@ -66,28 +66,30 @@ def load_uncast_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def find_coded(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters whose moments may be coded: large matrices that are not embeddings.
+    """Parameters whose moments may be coded: large matrices, or stacks of them, but no embeddings.
 
     Raises if ranks share one whose blocks of moments they would cut.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {}
     for name, weight in model.named_parameters():
-        if weight.dim() == 2 and weight.numel() >= MIN_CODED and id(weight) not in embeddings:
+        if weight.dim() > 1 and weight.numel() >= MIN_CODED and id(weight) not in embeddings:
             found[weight] = name
     for weight, name in found.items():
         if isinstance(weight, DTensor) and _is_cut(weight.shape, weight.device_mesh.size()):
             raise ConfigError(
                 f"optim.moments = '8bit' has blocks of {BLOCK} numbers, which {name} with rows of "
-                f"{weight.shape[1]} would cut; use 'fp32' or another parallel.trainers"
+                f"{weight.shape[-1]} would cut; use 'fp32', another parallel.trainers, or "
+                "parallel.shard = false"
             )
     return set(found)
 
 
 def _is_cut(shape: torch.Size, num_ranks: int) -> bool:
     """Whether a block has numbers of two ranks."""
-    rows, width = shape
-    return width % BLOCK > 0 and (rows % num_ranks > 0 or rows // num_ranks * width % BLOCK > 0)
+    rows, size = shape[0], shape[1:].numel()
+    is_split = rows % num_ranks > 0 or rows // num_ranks * size % BLOCK > 0
+    return shape[-1] % BLOCK > 0 and is_split
 
 
 def own_rows(tensor: Tensor) -> Tensor:

@@ -119,8 +119,13 @@ def _score_any_head(
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Products in BF16 if that is the dtype, else in the dtype of their factors."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    """Products in BF16 if that is the dtype, else in the dtype of their factors.
+
+    Weights are cast anew each time: a forward reads each once, and a cache would hold all casts to
+    its end, also those of shards and of checkpointed layers.
+    """
+    options = {"dtype": torch.bfloat16, "cache_enabled": False}
+    return torch.autocast(device.type, enabled=dtype == torch.bfloat16, **options)
 
 
 class _TokenScores(torch.autograd.Function):

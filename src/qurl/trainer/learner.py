@@ -63,7 +63,13 @@ from qurl.trainer.optimizer import (
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.trainer.ranks import ALONE, Ranks
-from qurl.trainer.saving import Optimizers, load_optimizers, save_optimizers, share_of
+from qurl.trainer.saving import (
+    Optimizers,
+    load_for,
+    load_optimizers,
+    save_optimizers,
+    share_of,
+)
 from qurl.types import (
     SHORTEST,
     Batch,
@@ -183,8 +189,7 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Read all that `save` wrote but the policy, which is loaded before."""
         if self.critic is not None:
-            where = self.policy.device if self._holders.size == 1 else "cpu"
-            weights = torch.load(folder / CRITIC, map_location=where, weights_only=True)
+            weights = load_for(folder / CRITIC, self.policy.device, self._holders)
             own = self.critic.state_dict()
             shares = {name: share_of(x, own[name]) for name, x in weights.items() if name in own}
             self.critic.load_state_dict(weights | shares)

@@ -109,6 +109,20 @@ def use_packed_attention_(model: Any) -> None:
         raise ModelError("its sliding window is in its mask alone, which packed sequences lack")
 
 
+@torch.no_grad()
+def try_attention(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Attend once with heads of the model's shape; raises if that does not work on the device."""
+    text = model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_kv = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    query, key = (
+        torch.zeros(1, heads, 11, size, device=device, dtype=dtype)
+        for heads in (text.num_attention_heads, num_kv)
+    )
+    bounds = torch.tensor([0, 7, 11], dtype=torch.int32, device=device)
+    attend(nn.Module(), query, key, key, None, cu_seq_lens_q=bounds, max_length_q=7)
+
+
 def register_attention() -> None:
     """Let transformers find `attend` by its name."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -33,7 +33,7 @@ from qurl.trainer.lora import (
     save_adapters,
     without_adapters,
 )
-from qurl.trainer.packing import BatchLayout, Packed, use_packed_attention_
+from qurl.trainer.packing import BatchLayout, Packed, try_attention, use_packed_attention_
 from qurl.trainer.unified import unify_
 from qurl.trainer.weight_files import (
     LARGEST_WEIGHT,
@@ -126,7 +126,7 @@ class Policy:
             if not fuse_layers_(self.model):
                 kind = type(self.model).__name__
                 notes.append(f"{kind} is trained without fused kernels; model.compile may help")
-        obstacle = _pack_forwards_(self.model, self.compute_dtype)
+        obstacle = _pack_forwards_(self.model, self.compute_dtype, device)
         self.is_packed = obstacle is None
         if obstacle is not None:
             notes.append(f"sequences are padded for training: {obstacle}")
@@ -372,13 +372,18 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
-def _pack_forwards_(model: Any, compute_dtype: torch.dtype) -> str | None:
-    """Make the model take packed sequences; if it cannot, leave it as it is and return why."""
+def _pack_forwards_(model: Any, compute_dtype: torch.dtype, device: torch.device) -> str | None:
+    """Make the model take packed sequences; if it cannot, leave it as it is and return why.
+
+    `device` is where it will be trained, if it is not there yet.
+    """
     own = model.config._attn_implementation
     try:
         use_packed_attention_(model)
         for dtype in {torch.float32, compute_dtype}:
             _check_packing(model, dtype)
+        if next(model.parameters()).device.type != device.type:
+            try_attention(model, device, compute_dtype)
     # A model may fail in any way on keywords that it does not know.
     except Exception as error:
         model.set_attn_implementation(own)

@@ -50,10 +50,17 @@ def load_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
     if (folder / FOLDER).exists():
         states = _read_shards(folder / FOLDER, optimizers, ranks)
     else:
-        where = next(optimizers["policy"][0].parameters()).device if ranks.size == 1 else "cpu"
-        states = torch.load(folder / FILE, map_location=where, weights_only=True)
+        device = next(optimizers["policy"][0].parameters()).device
+        states = load_for(folder / FILE, device, ranks)
     for role, (_, optimizer) in optimizers.items():
         _load(optimizer, states[role])
+
+
+def load_for(file: Path, device: torch.device, ranks: Ranks) -> Any:
+    """What a file holds, on the device; what ranks share stays on the disk until it is read."""
+    if ranks.size == 1:
+        return torch.load(file, map_location=device, weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:

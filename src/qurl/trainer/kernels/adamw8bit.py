@@ -35,7 +35,9 @@ def update_(
     update: moments.Update,
 ) -> None:
     """One step in place; without tops the moments are FP32."""
-    assert all(tensor.is_contiguous() for tensor in (weight, gradient, m, v))
+    tops = [top for top in (m_top, v_top) if top is not None]
+    assert all(tensor.is_contiguous() for tensor in (weight, gradient, m, v, *tops))
+    assert all(top.numel() == divide_up(weight.numel(), moments.BLOCK) for top in tops)
     grid = (divide_up(weight.numel(), ROWS * moments.BLOCK),)
     tensors = (weight, gradient, m, v, m_top, v_top)
     options: dict[str, Any] = {"ROWS": ROWS, "num_warps": 8, **EXACT}

@@ -207,8 +207,11 @@ def _round_kv(post: Post, scale: Tensor, center: Tensor) -> None:
 def _save(post: Post, folder: Path) -> None:
     learner: Learner = post.held["learner"]
     gather_whole(post)
-    critic = learner.critic.state_dict() if learner.critic is not None else {}
-    critic = {name: gather(weight).cpu() for name, weight in critic.items()}
+    critic: dict[str, Tensor] = {}
+    for name, weight in learner.critic.state_dict().items() if learner.critic is not None else ():
+        whole = gather(weight)
+        if post.ranks.rank == 0:
+            critic[name] = whole.cpu()
     with post.ranks.agreeing(CheckpointError):
         try:
             if post.ranks.rank == 0:

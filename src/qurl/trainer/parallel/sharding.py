@@ -106,7 +106,8 @@ def _share_(module: nn.Module, device: torch.device) -> None:
     """
     moved: dict[Tensor, Tensor] = {}
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers, vars(owner)):
+        held: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+        for tensors in held:
             for name, tensor in tensors.items():
                 if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
                     continue

@@ -106,14 +106,13 @@ def _share_(module: nn.Module, device: torch.device) -> None:
     """
     moved: dict[Tensor, Tensor] = {}
     for owner in module.modules():
-        held: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
-        for tensors in held:
+        for tensors in (owner._parameters, owner._buffers, vars(owner)):
             for name, tensor in tensors.items():
                 if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
                     continue
                 if tensor not in moved:
                     moved[tensor] = _share(tensor, device)
-                tensors[name] = moved[tensor]
+                tensors[name] = moved[tensor]  # type: ignore[assignment]
 
 
 def _share(tensor: Tensor, device: torch.device) -> Tensor:

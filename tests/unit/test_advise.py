@@ -352,6 +352,13 @@ def test_measuring_a_step(monkeypatch):
         sampling={"max_tokens": 24, "group_size": 2},
         device="cpu",
     )
+
+    def count_tokens(call, device):
+        """In place of a clock: differences of short times can be negative."""
+        rollouts = call()
+        return 1e-3 * sum(len(c.token_ids) for r in rollouts for c in r.completions), rollouts
+
+    monkeypatch.setattr(probe, "time_call", count_tokens)
     monkeypatch.setattr(probe, "MORE_TOKENS", 12)
     monkeypatch.setattr(probe, "paused_gc", nullcontext)  # it collects garbage first, which is slow
     monkeypatch.setattr(probe, "free_memory", lambda: None)
@@ -363,6 +370,7 @@ def test_measuring_a_step(monkeypatch):
     for arm in arms:
         found = measured[arm.name]
         assert all(s > 0 for s in (found.rollout, found.forwards, found.update))
+        assert found.rollout == pytest.approx(1e-3 * 2 * 2 * 24, rel=1e-3), "the longest counts"
         assert found.rollout != computed[arm.name].rollout
     assert measured["int8"].update == measured["none"].update, "both train in BF16"
     assert measured["int8-unified"].rollout == measured["int8"].rollout

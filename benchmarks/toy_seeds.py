@@ -18,6 +18,7 @@ import os
 import statistics
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ RESULT = RESULTS / "toy_seeds.json"
 FORMATS = ("int4", "int6")
 STEPS, LEARNING_RATE, EPOCHS = 80, 5e-4, 4
 BASELINE = "tis C=2"
+POOLED = (("uncorrected", "tis C=2"), ("acr C=2", "tis C=2"), ("acr C=5", "tis C=5"))
 METHODS = {
     "uncorrected": {"algo.objective": "ppo_prox"},
     "decoupled": {"algo.objective": "decoupled"},
@@ -137,7 +139,21 @@ def make_table(runs: list[dict]) -> str:
         ]
         lines += [row(m, found, by_method[BASELINE]) for m, found in by_method.items() if found]
         lines += [""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *pool_formats(runs)])
+
+
+def pool_formats(runs: list[dict]) -> list[str]:
+    """Differences of pairs of methods, in full precision and in the actor's, over all formats."""
+    lines = ["All formats together:"]
+    for method, baseline in POOLED:
+        found, others = (
+            {(f, seed): run for f in FORMATS for seed, run in pick(runs, f, m).items()}
+            for m in (method, baseline)
+        )
+        full, actor = (difference(found, others, name) for name in list(COLUMNS)[:2])
+        pairs = len(found.keys() & others.keys())
+        lines.append(f"{method} less {baseline}, {pairs} pairs: {full}; actor {actor}")
+    return lines
 
 
 def pick(runs: list[dict], format: str, method: str) -> dict[int, dict]:
@@ -159,7 +175,7 @@ def mean(found: dict[int, dict], name: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def difference(found: dict[int, dict], baseline: dict[int, dict], name: str) -> str:
+def difference(found: dict[Any, dict], baseline: dict[Any, dict], name: str) -> str:
     shared = sorted(found.keys() & baseline.keys())
     differences = [100 * (found[s][name] - baseline[s][name]) for s in shared]
     if found is baseline or len(differences) < 3:

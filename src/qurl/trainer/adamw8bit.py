@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qurl.errors import ConfigError
 from qurl.trainer import moments
-from qurl.trainer.coded import CodedShard
+from qurl.trainer.coded import own_rows
 from qurl.trainer.masters import store_, widen
 from qurl.trainer.moments import BLOCK, Update, make_moments
 
@@ -90,12 +90,6 @@ def _is_cut(shape: torch.Size, num_ranks: int) -> bool:
     rows, size = shape[0], shape[1:].numel()
     is_split = rows % num_ranks > 0 or rows // num_ranks * size % BLOCK > 0
     return shape[-1] % BLOCK > 0 and is_split
-
-
-def own_rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.masters if isinstance(own, CodedShard) else own
 
 
 def first_of(weight: Tensor) -> int:

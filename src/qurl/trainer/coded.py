@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from qurl.quant.formats import Format, Quantized, quantize
@@ -105,6 +106,12 @@ class CodedWeight(Tensor):
             raise NotImplementedError(f"{function} of a weight that is known in codes only")
         weight = arguments[0]
         return cls(weight.coded, torch.empty(0, dtype=weight.dtype, device=weight.device))
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """The plain rows that this rank holds of a tensor, sharded or not, coded or not."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.masters if isinstance(own, CodedShard) else own
 
 
 def _wrap(kind: Any, like: Tensor, shape: Sequence[int]) -> Any:

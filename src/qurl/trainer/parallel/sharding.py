@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from qurl.trainer.coded import CodedShard
+from qurl.trainer.coded import own_rows
 from qurl.trainer.learner import Learner
 from qurl.trainer.packing import register_attention
 from qurl.trainer.policy import Policy, Untrained, decoder_layers
@@ -121,5 +121,5 @@ def _share(tensor: Tensor, device: torch.device) -> Tensor:
         whole = torch.empty_like(whole, device=device)
     else:
         whole = whole.to(device, copy=True).contiguous()  # as in an outline
-    dist.broadcast(whole.masters if isinstance(whole, CodedShard) else whole, src=0)
+    dist.broadcast(own_rows(whole), src=0)
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole

@@ -20,7 +20,7 @@ from qurl.quant.formats import Format, quantize
 from qurl.quant.kv import KVRounding
 from qurl.quant.linear import full_precision
 from qurl.quant.shipment import Chunk, Packing, as_saved, bucket, find_weight, names_by_layer
-from qurl.trainer.coded import CodedShard
+from qurl.trainer.coded import own_rows
 from qurl.trainer.learner import Learner
 from qurl.trainer.packing import BatchLayout, Packed
 from qurl.trainer.parallel.processes import Post
@@ -76,16 +76,12 @@ def gather(weight: Tensor) -> Tensor:
     """The whole of a weight that may be sharded."""
     if not isinstance(weight, DTensor):
         return weight
-    return _join(_masters(weight.to_local()), weight)
-
-
-def _masters(shard: Tensor) -> Tensor:
-    return shard.masters if isinstance(shard, CodedShard) else shard
+    return _join(own_rows(weight), weight)
 
 
 def _code_rows(name: str, weight: DTensor, format: Format, dtype: torch.dtype) -> Chunk:
     """Codes and scales of a whole weight; each rank codes its rows."""
-    own = quantize(_masters(weight.to_local()).to(dtype), format)
+    own = quantize(own_rows(weight).to(dtype), format)
     codes = _join(own.codes.view(torch.uint8), weight).view(format.dtype)
     return Chunk({name: codes, f"{name}_scale": _join(own.scale, weight)})
 

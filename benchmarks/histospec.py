@@ -7,7 +7,7 @@ Without a model: running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded 
 right sums, 32 x 8 completions a step of a tiny model in INT8 at temperature 1, on one thread of a
 CPU, whose seconds say little about a GPU. The learning rate is that of the demo, so the policy
 moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 8 x 8 and 32 x 8
-completions a step. Both ask 128 problems again and again. Every arm starts from the same weights;
+completions a step. Both ask the same problems again and again. Every arm starts from the same weights;
 on a CPU all sample the same tokens, which is checked. Writes benchmarks/results/histospec.json or
 histospec_gsm8k.json.
 """
@@ -35,7 +35,8 @@ from qurl.tasks.generated import Draft
 from qurl.train import train
 
 GSM8K = ROOT / "recipes" / "gsm8k-histospec.toml"
-NUM_PROBLEMS, NUM_ASKED = 128, 32
+NUM_ASKED = 32
+"""Problems of a step of the toy task."""
 
 SHARED = {
     "task.difficulty": 8,
@@ -100,14 +101,14 @@ def share_right(text: str, answer: str, extra: object) -> float:
     return sum(a == b for a, b in zip(found, right, strict=False)) / max(len(found), len(right))
 
 
-def prepare(folder: Path) -> dict[str, object]:
+def prepare(folder: Path, num_problems: int) -> dict[str, object]:
     """The model and the problems that all arms share."""
     words = ["--task.name", "benchmarks.histospec:running_sums"]
     keys = ("task.difficulty", "model.scratch.warm_start_steps", "threads", "device")
     config = load_config(DEMO, [*words, *to_words({key: SHARED[key] for key in keys})])
     model = initial_model(config, folder, torch.device("cpu"))
     path = folder / "train.jsonl"
-    write_problems(path, load_split(config, "train"), NUM_PROBLEMS)
+    write_problems(path, load_split(config, "train"), num_problems)
     reward = "benchmarks.histospec:share_right"
     return {"model.path": model, "task.name": "file", "task.reward": reward, "task.path": path}
 
@@ -116,15 +117,17 @@ def prepare_gsm8k(folder: Path, args: argparse.Namespace) -> dict[str, object]:
     """The first problems of the file."""
     path = folder / "train.jsonl"
     with path.open("w") as file:
-        for _, row in itertools.islice(read_columns(args.data), NUM_PROBLEMS):
+        for _, row in itertools.islice(read_columns(args.data), args.problems):
             file.write(json.dumps(row) + "\n")
     return {"model.path": args.model, "task.path": path, "task.eval_path": path}
 
 
-def run_arm(folder: Path, arm: str, flags: dict[str, object], recipe: Path, epochs: int) -> Path:
-    """Train one arm, and return its run directory."""
+def run_arm(
+    folder: Path, arm: str, flags: dict[str, object], recipe: Path, num_asked: int
+) -> Path:
+    """Train one arm until it has asked so many problems, and return its run directory."""
     name = arm.replace(" ", "-").replace(",", "")
-    steps = epochs * NUM_PROBLEMS // int(str(flags["batch.problems"]))
+    steps = num_asked // int(str(flags["batch.problems"]))
     return train(load_config(recipe, to_words(flags | {"steps": steps, "run_dir": folder / name})))
 
 
@@ -140,6 +143,7 @@ def by_epoch(run: Path, epochs: int) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--problems", type=int, default=128, help="of an epoch; whole steps")
     parser.add_argument("--model", type=Path, help="folder; with --data, GSM8K instead of the toy")
     parser.add_argument("--data", type=Path, help="problems of GSM8K")
     parser.add_argument("--arms", help="a|b: only these")
@@ -153,11 +157,11 @@ def main() -> None:
         if is_toy:
             kept = {k: v for k, v in SHARED.items() if not k.startswith("model.scratch")}
             del kept["task.difficulty"]
-            shared = kept | prepare(folder)
+            shared = kept | prepare(folder, args.problems)
         else:
             shared = GSM8K_SHARED | prepare_gsm8k(folder, args)
         for arm in names:
-            run = run_arm(folder, arm, shared | arms[arm], recipe, args.epochs)
+            run = run_arm(folder, arm, shared | arms[arm], recipe, args.epochs * args.problems)
             results[arm] = by_epoch(run, args.epochs)
             samples[arm] = (run / "samples.jsonl").read_text()
             print(arm)

@@ -39,7 +39,13 @@ WARM_UP = 2
 """Steps that compile, capture and allocate."""
 LENGTHS = ("equal", "mixed")
 PARTS = ("rollout", "prox", "update", "sync")
-TRL_SETTINGS = ("tuned", "defaults")
+TRL_SETTINGS = {
+    "none": (),
+    "trl": ("tuned", "defaults"),
+    "trl-tuned": ("tuned",),
+    "trl-defaults": ("defaults",),
+}
+"""Settings of TRL to measure, by --against."""
 
 HEAD = (
     "model  arm                 batch          lengths    step s  rollout     prox   update     "
@@ -61,8 +67,9 @@ class StepBench(BatchBench):
     lengths: str = "equal"
     """equal: completions have --tokens; mixed: each token ends its completion with probability
     2 / --tokens, unless they reach that length; several with commas."""
-    against: Literal["none", "trl"] = "none"
-    """Measure TRL's GRPOTrainer too: with vLLM in its process; on a CPU, with transformers."""
+    against: Literal["none", "trl", "trl-tuned", "trl-defaults"] = "none"
+    """Measure TRL's GRPOTrainer too, in one setting or in both: with vLLM in its process; on a CPU,
+    with transformers."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def run_step(bench: StepBench) -> None:
                     config = step_config(bench, arm, Path(work, f"{kind}-{arm.name}"), folder)
                     figures = measure_step(bench, config, device, kind)
                     save_figures(record, bench, shape, arm.name, kind, figures)
-                for setting in TRL_SETTINGS if bench.against == "trl" else ():
+                for setting in TRL_SETTINGS[bench.against]:
                     run_trl(bench, shape, folder, kind, setting, record.path)
     print(f"saved to {record.path}")
 
@@ -104,12 +111,12 @@ def plan_step(bench: StepBench) -> tuple[list[Shape], list[Arm], list[str]]:
     for arm in arms:
         step_config(bench, arm, Path("run"), Path("model"))
     lengths = split_list("lengths", bench.lengths, LENGTHS)
-    if bench.against == "trl":
+    if TRL_SETTINGS[bench.against]:
         is_cpu = pick_device(bench.device).type == "cpu"
         needed = ("trl",) if is_cpu else ("trl", "vllm")
         if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             raise ConfigError(
-                f"--against trl: {' and '.join(missing)} cannot be found; run "
+                f"--against {bench.against}: {' and '.join(missing)} cannot be found; run "
                 f"pip install '{'trl' if is_cpu else 'trl[vllm,liger]'}'"
             )
         if not Path("benchmarks", "trl_step.py").exists():

@@ -7,9 +7,9 @@ Without a model: running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded 
 right sums, 32 x 8 completions a step of a tiny model in INT8 at temperature 1, on one thread of a
 CPU, whose seconds say little about a GPU. The learning rate is that of the demo, so the policy
 moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 8 x 8 and 32 x 8
-completions a step. Both ask the same problems again and again. Every arm starts from the same weights;
-on a CPU all sample the same tokens, which is checked. Writes benchmarks/results/histospec.json or
-histospec_gsm8k.json.
+completions a step. Both ask the same problems again and again. Every arm starts from the same
+weights; on a CPU all sample the same tokens, which is checked. Writes
+benchmarks/results/histospec.json or histospec_gsm8k.json.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def prepare_gsm8k(folder: Path, args: argparse.Namespace) -> dict[str, object]:
     return {"model.path": args.model, "task.path": path, "task.eval_path": path}
 
 
-def run_arm(
-    folder: Path, arm: str, flags: dict[str, object], recipe: Path, num_asked: int
-) -> Path:
+def run_arm(folder: Path, arm: str, flags: dict[str, object], recipe: Path, num_asked: int) -> Path:
     """Train one arm until it has asked so many problems, and return its run directory."""
     name = arm.replace(" ", "-").replace(",", "")
     steps = num_asked // int(str(flags["batch.problems"]))

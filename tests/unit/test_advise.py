@@ -116,7 +116,7 @@ def test_the_errors_that_are_shown_are_those_of_the_measurements():
     assert len(seconds) >= 48
     assert len(gains) >= 34
     assert math.sqrt((seconds**2).mean()) < 0.05
-    assert seconds.max() < 0.145
+    assert seconds.max() < 0.16
     assert math.sqrt((gains**2).mean()) < 0.035
     assert 0.9 * ROLLOUT_ERROR < np.quantile(gains, 0.9) < ROLLOUT_ERROR
     assert gains.max() < 0.095
@@ -135,7 +135,7 @@ def test_training_is_forecast_for_shapes_that_set_no_rate():
     assert errors["3B none update"] < 0.03
     assert largest("1.5B", "update", "prox") < 0.02, "these set the rates"
     assert largest("1.5B", "step") < 0.05
-    assert largest("1.5B", "training") < 0.055
+    assert largest("1.5B", "training") < 0.065
     assert largest("3B", "step") < 0.035
     assert largest("7B", "step") < 0.07, "BF16 with micro-batches of 4160 tokens"
     assert max(errors.values()) < 0.2, "0.5B"

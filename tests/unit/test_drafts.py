@@ -11,8 +11,8 @@ from qurl.config import build_config
 from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, DataError
 from qurl.rollout import build_engine, canary
-from qurl.rollout.local.drafts import WINDOWS, Drafter
-from qurl.rollout.local.suffixes import END, LONGEST_PATTERN, NUM_LEADING, SuffixIndex
+from qurl.rollout.local.drafts import WINDOWS, Drafter, Pace
+from qurl.rollout.local.patterns import END, LONGEST_PATTERN, NUM_LEADING, PatternIndex
 from qurl.run.assembly import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
@@ -28,6 +28,7 @@ PARAMS = SamplingParams(max_tokens=20, group_size=3, seed=2, stop=STOP)
 def build(model=MODEL, depth=0, tokenizer=None, draft_tokens=192, **options):
     engine = build_engine("local", model, tokenizer, draft_tokens=draft_tokens, **options)
     engine.stepper.depth = depth
+    engine.drafter.pace = None  # drafts in every step
     return engine
 
 
@@ -81,11 +82,12 @@ def test_an_index_drafts_what_a_search_through_all_places_finds(seed):
     vocabulary = rng.choice([2, 3, 6])
     text = lambda most: [rng.randrange(vocabulary) for _ in range(rng.randint(0, most))]  # noqa: E731
     prompt, texts = [0, *text(12)], [text(40) for _ in range(rng.randint(1, 6))]
-    index = SuffixIndex(prompt, [torch.tensor(t, dtype=torch.int32) for t in texts], depth=23)
+    responses = [torch.tensor(t, dtype=torch.int32) for t in texts]
+    indices = {shortest: PatternIndex(prompt, responses, shortest) for shortest in (3, 4)}
     num_drafts = 0
     for _ in range(150):
         tail, length, shortest = text(9) or [1], rng.randint(1, 16), rng.choice([3, 4])
-        draft = index.draft(tail, length, shortest)
+        draft = indices[shortest].draft(tail, length)
         assert draft == brute_force(prompt, texts, tail, length, shortest)
         num_drafts += bool(draft)
     assert num_drafts > 20
@@ -94,21 +96,21 @@ def test_an_index_drafts_what_a_search_through_all_places_finds(seed):
 def test_an_index_worked_by_hand():
     """After 1 2 3 4 come 5 (twice) and 6 (once); after 5 come 7 and an end. So 5 has the share 2/3,
     and of the two that tie behind it the end, which is no token, comes first."""
-    index = SuffixIndex([9, 9], [[1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], depth=8)
-    first, last = index.find([1, 2, 3, 4])
-    assert last - first == 3
-    assert index.draft([1, 2, 3, 4], 16, 4) == [5]
-    assert index.draft([2, 3, 4], 16, 4) == []
-    assert index.draft([2, 3, 4], 16, 3) == [5]
-    assert index.draft([8, 1, 2, 3, 4, 6], 16, 4) == []
-    assert index.draft([9, 9, 1, 2], 16, 4) == [3, 4, 5]
+    texts = [[1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
+    index, index_of_3 = (PatternIndex([9, 9], texts, shortest) for shortest in (4, 3))
+    assert len(index.find([1, 2, 3, 4])) == 3
+    assert index.draft([1, 2, 3, 4], 16) == [5]
+    assert index.draft([2, 3, 4], 16) == []
+    assert index_of_3.draft([2, 3, 4], 16) == [5]
+    assert index.draft([8, 1, 2, 3, 4, 6], 16) == []
+    assert index.draft([9, 9, 1, 2], 16) == [3, 4, 5]
 
 
 def test_a_draft_ends_where_its_share_falls_below_a_tenth():
     """Eleven responses differ in the fifth token: each has a share of 1/11."""
     texts = [[1, 2, 3, 4, 10 + i] for i in range(11)]
-    assert SuffixIndex([0], texts, depth=8).draft([0, 1, 2, 3], 16, 4) == [4]
-    assert SuffixIndex([0], texts[:10], depth=8).draft([0, 1, 2, 3], 16, 4) == [4, 10]
+    assert PatternIndex([0], texts, 4).draft([0, 1, 2, 3], 16) == [4]
+    assert PatternIndex([0], texts[:10], 4).draft([0, 1, 2, 3], 16) == [4, 10]
 
 
 # Windows
@@ -136,6 +138,52 @@ def test_a_large_batch_has_no_room_for_drafts(num_rows, room):
     """64 sequences with two draft tokens each are 192 tokens; one sequence more is too many."""
     assert Drafter(192, "double_halve").room(num_rows) == room
     assert Drafter(0, "double_halve").room(num_rows) == 0
+
+
+# Whether drafts pay
+
+
+def run_steps(drafter, num_steps, num_rows, draft_s, num_tokens):
+    """Let a step without drafts take a second; returns how many had drafts."""
+    num_drafted = 0
+    for _ in range(num_steps):
+        has_drafts = drafter.room(num_rows) > 0
+        seconds, tokens = (draft_s, num_tokens) if has_drafts else (1.0, 1.0)
+        drafter.pace.record(num_rows, seconds, num_tokens=tokens, has_drafts=has_drafts)
+        num_drafted += has_drafts
+    return num_drafted
+
+
+def test_drafts_that_take_longer_per_token_end():
+    """Sixteen steps of either kind are tried: 3 s for 1.4 tokens are slower than 1 s for one. After
+    1024 steps without drafts they are tried again: 16 + 1024 + 16 + 44 steps."""
+    drafter = Drafter(192, "double_halve", Pace())
+    assert run_steps(drafter, 1100, 40, draft_s=3.0, num_tokens=1.4) == 32
+    assert drafter.room(4) > 0, "another size of batch is another question"
+
+
+def test_drafts_that_save_time_stay():
+    drafter = Drafter(192, "double_halve", Pace())
+    assert run_steps(drafter, 1100, 40, draft_s=1.2, num_tokens=1.4) == 1100 - 16
+
+
+def test_a_slow_step_now_and_then_decides_nothing():
+    """Capturing a graph takes a hundred times as long as a step."""
+    pace = Pace()
+    for step in range(16):
+        pace.record(8, 100.0 if step < 3 else 1.2, num_tokens=1.4, has_drafts=True)
+        pace.record(8, 1.0, num_tokens=1, has_drafts=False)
+    assert pace.favours_drafts(8)
+
+
+def test_a_generation_times_its_steps():
+    engine = build()
+    engine.drafter.pace = pace = Pace()
+    expected = without_drafts()
+    assert sample(engine, PROBLEMS, PARAMS, responses(expected)) == expected
+    kinds = {kind for (_, kind), seconds in pace._seconds.items() if seconds}
+    assert kinds == {True}, "these are too few steps to decide"
+    assert all(0 < x < 10 for seconds in pace._seconds.values() for x in seconds)
 
 
 # No token changes

@@ -11,14 +11,16 @@ distribution.
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from statistics import median
 
 import numpy as np
 
 from qurl.errors import ConfigError, DataError
+from qurl.rollout.local.patterns import LONGEST_PATTERN, PatternIndex
 from qurl.rollout.local.requests import FIRST_WINDOW, Group, Request
-from qurl.rollout.local.suffixes import LONGEST_PATTERN, SuffixIndex
 from qurl.types import Problem, TokenIds
 
 
@@ -82,26 +84,61 @@ class DraftCounts:
         }
 
 
+class Pace:
+    """Whether drafts save time, as measured, for batches of about the same size.
+
+    A step with drafts gives more tokens and takes longer: its host looks for them and waits for the
+    result. That pays if the model is large and the drafts are good.
+    """
+
+    NUM_TRIED = 16
+    """Steps of either kind before one of them is preferred; the median of the newest counts."""
+    NUM_PLAIN = 1024
+    """Steps without drafts before they are tried again: answers come to resemble earlier ones."""
+
+    def __init__(self) -> None:
+        newest = lambda: deque(maxlen=self.NUM_TRIED)  # noqa: E731
+        self._seconds: dict[tuple[int, bool], deque[float]] = defaultdict(newest)
+        self._num_plain: Counter[int] = Counter()
+
+    def record(self, num_rows: int, seconds: float, *, num_tokens: float, has_drafts: bool) -> None:
+        """A step of so many rows, each of which got `num_tokens` on average."""
+        size = num_rows.bit_length()
+        self._seconds[size, has_drafts].append(seconds / num_tokens)
+        self._num_plain[size] = 0 if has_drafts else self._num_plain[size] + 1
+        if self._num_plain[size] == self.NUM_PLAIN:
+            self._seconds[size, True].clear()
+
+    def favours_drafts(self, num_rows: int) -> bool:
+        plain, drafted = (self._seconds[num_rows.bit_length(), kind] for kind in (False, True))
+        if min(len(plain), len(drafted)) < self.NUM_TRIED:
+            return len(drafted) < self.NUM_TRIED
+        return median(drafted) < median(plain)
+
+
 class Drafter:
     """Decides who gets a draft, and of how many tokens."""
 
-    def __init__(self, step_tokens: int, window: str) -> None:
+    def __init__(self, step_tokens: int, window: str, pace: Pace | None = None) -> None:
         """`step_tokens` of a decode step, draft tokens included; 0 = never a draft.
 
         Up to that many tokens, a step takes about the time that reading the weights takes, so that
-        draft tokens are nearly free. From there on each token costs time, accepted or not.
+        draft tokens are nearly free. From there on each token costs time, accepted or not. Without
+        a `pace` nothing is timed, and there are drafts whenever they fit.
         """
         if window not in WINDOWS:
             raise ConfigError(f"draft_window = {window!r} is not one of {', '.join(WINDOWS)}")
         if step_tokens < 0:
             raise ConfigError(f"draft_tokens = {step_tokens} must be at least 0 (0 = no drafts)")
-        self.step_tokens, self.window = step_tokens, WINDOWS[window]
+        self.step_tokens, self.window, self.pace = step_tokens, WINDOWS[window], pace
         self.counts = DraftCounts()
 
     def room(self, num_rows: int) -> int:
-        """Draft tokens that each of so many requests can have; 0 if too few to be worth it."""
+        """Draft tokens that each of so many requests can have; 0 if they are not worth it."""
         room = self.step_tokens // max(num_rows, 1) - 1
-        return room if room >= FIRST_WINDOW else 0
+        if room < FIRST_WINDOW or not (self.pace is None or self.pace.favours_drafts(num_rows)):
+            return 0
+        return room
 
     def draft(self, request: Request, room: int) -> list[int]:
         """What may follow the request's tokens."""
@@ -110,8 +147,7 @@ class Drafter:
         length = min(request.window, room, request.num_left - 1)
         if length < 1 or not group.earlier:
             return []
-        tail = request.tail(LONGEST_PATTERN)
-        return self._index(group).draft(tail, length, self.window.shortest_pattern)
+        return self._index(group).draft(request.tail(LONGEST_PATTERN), length)
 
     def accept(self, request: Request, draft: Sequence[int], drawn: Sequence[int]) -> int:
         """How many of the drawn tokens count; the request's window follows."""
@@ -129,12 +165,12 @@ class Drafter:
         self.counts.draft_steps += has_draft
         self.counts.rows += num_rows
 
-    def _index(self, group: Group) -> SuffixIndex:
+    def _index(self, group: Group) -> PatternIndex:
         """Built when the first draft is wanted: in a large batch most problems never want one."""
         if group.index is None:
             start = time.perf_counter()
-            depth = LONGEST_PATTERN + self.window.longest
-            group.index = SuffixIndex(group.problem.prompt_ids, group.earlier, depth)
+            shortest = self.window.shortest_pattern
+            group.index = PatternIndex(group.problem.prompt_ids, group.earlier, shortest)
             self.counts.index_seconds += time.perf_counter() - start
         return group.index
 

@@ -19,7 +19,7 @@ from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids
 from qurl.rollout.engine import check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
-from qurl.rollout.local.drafts import DraftCounts, Drafter, check_earlier
+from qurl.rollout.local.drafts import DraftCounts, Drafter, Pace, check_earlier
 from qurl.rollout.local.generation import Generation, Resources
 from qurl.rollout.local.graphs import Stepper
 from qurl.rollout.local.kv_range import KVRange
@@ -93,7 +93,7 @@ class LocalEngine:
         self.weights = Weights(model, quant, dtype, device, **precision)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
-        self.drafter = Drafter(draft_tokens, draft_window)
+        self.drafter = Drafter(draft_tokens, draft_window, Pace() if is_cuda else None)
         self.stepper = Stepper(self._ops, max_batch, draft_tokens)
         self._sync = WeightSync(self.weights, scales, owns_norms=has_noise)
         self._receiver = Receiver(model, self.weights, full_layers)

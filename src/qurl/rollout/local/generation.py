@@ -11,6 +11,7 @@ once, since the next draft depends on it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Generation:
 
     def _step(self) -> None:
         """Launch one more decode step, and read an earlier one."""
-        scheduler = self._prepare()
+        scheduler, start = self._prepare(), time.perf_counter()
         if not scheduler.has_work:  # the last tokens are in flight
             self._drain()
             return
@@ -131,12 +132,16 @@ class Generation:
         if not scheduler.reserve(can_preempt=not self._in_flight, num_drafted=room):
             self._drain()  # a request cannot be preempted before all of its tokens are known
             scheduler.reserve()
+        num_rows, num_tokens = scheduler.num_running, 1.0
         if room:
-            self._draft(scheduler, room)
+            num_tokens = self._draft(scheduler, room)
         elif scheduler.num_running:
             self._launch(scheduler)
         while len(self._in_flight) > self._engine.stepper.depth:
             self._read()
+        if (pace := self._engine.drafter.pace) is not None and num_rows:
+            seconds = time.perf_counter() - start
+            pace.record(num_rows, seconds, num_tokens=num_tokens, has_drafts=bool(room))
 
     def _prepare(self) -> Scheduler:
         """A scheduler that knows all requests, and pages for them."""
@@ -231,13 +236,16 @@ class Generation:
         room = self._engine.drafter.room(scheduler.num_running)
         return room if room and any(r.group.earlier for r in scheduler.running) else 0
 
-    def _draft(self, scheduler: Scheduler, room: int) -> None:
-        """One step of all running requests, with drafts; its tokens are read at once."""
+    def _draft(self, scheduler: Scheduler, room: int) -> float:
+        """One step of all running requests, with drafts; its tokens are read at once.
+
+        Returns how many tokens a request got on average.
+        """
         self._drain()  # drafts continue what is known
         self._place(scheduler)
         requests, drafter = scheduler.running, self._engine.drafter
         if not requests:
-            return
+            return 1.0
         spare = np.minimum(scheduler.spare(), room).tolist()
         drafts = [drafter.draft(r, num) for r, num in zip(requests, spare, strict=True)]
         numbers = pack_drafts(requests, drafts)
@@ -245,15 +253,18 @@ class Generation:
         tokens, logprobs = self._engine.stepper.verify(numbers, num_keys)
         self._are_rows_behind = True
         ends = np.cumsum([1 + len(draft) for draft in drafts])
-        drawn = [part.tolist() for part in np.split(tokens, ends[:-1])]
-        counts = np.array([drafter.accept(*x) for x in zip(requests, drafts, drawn, strict=True)])
+        starts = np.concatenate([[0], ends[:-1]])
+        drawn = tokens.tolist()
+        parts = [drawn[start:end] for start, end in zip(starts, ends, strict=True)]
+        counts = np.array([drafter.accept(*x) for x in zip(requests, drafts, parts, strict=True)])
         drafter.count(len(requests), has_draft=any(drafts))
-        indices, starts = scheduler.indices[: len(requests)].copy(), ends - np.diff(ends, prepend=0)
+        indices = scheduler.indices[: len(requests)].copy()
         scheduler.advance(counts)
         for place in range(counts.max()):
             is_in = counts > place
             at = starts[is_in] + place
             self._take(indices[is_in], tokens[at], logprobs[at])
+        return float(counts.mean())
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -306,9 +317,9 @@ class Generation:
 
 def pack_drafts(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> np.ndarray:
     """The numbers [6, N] of `Stepper.verify`: each request's newest token, and its draft behind."""
-    sizes = [1 + len(draft) for draft in drafts]
+    sizes = np.array([1 + len(draft) for draft in drafts])
     owner = np.repeat(np.arange(len(requests)), sizes)
-    offset = np.concatenate([np.arange(size) for size in sizes])
+    offset = np.arange(len(owner)) - (np.cumsum(sizes) - sizes)[owner]
     tokens = [t for r, draft in zip(requests, drafts, strict=True) for t in (r.last_token, *draft)]
     position, counter, key = np.array(
         [(r.num_tokens - 1, r.num_sampled, r.key) for r in requests]

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from qurl.rollout.local.suffixes import SuffixIndex
+from qurl.rollout.local.patterns import PatternIndex
 from qurl.types import Completion, Problem, TokenIds
 
 FIRST_WINDOW = 2
@@ -90,7 +90,7 @@ class Group:
     """Pages of the prompt, held for these members."""
     earlier: Sequence[TokenIds] = ()
     """Responses of an earlier epoch, for drafts."""
-    index: SuffixIndex | None = None
+    index: PatternIndex | None = None
     """Of these responses, once a draft was wanted."""
 
 

@@ -3,10 +3,12 @@
 import copy
 import json
 import shutil
+from functools import partialmethod
 
 import pytest
 import torch
 from models import CPU, SHAPE, random_batch, tiny_llama, tiny_policy
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -161,12 +163,24 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
-def test_compiled_layers_compute_the_same(tmp_path):
+NEEDS_GPP = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor calls g++ for a CPU")
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_GPP])]
+)
+def test_compiled_layers_compute_the_same(tmp_path, monkeypatch, backend):
+    """`aot_eager` traces forward and backward as Inductor does, without its half minute of g++."""
+    from torch._dynamo.utils import counters  # slow to import
+
+    torch.compiler.reset()
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     model = tiny_llama()
     plain = tiny_policy(model=copy.deepcopy(model))
     compiled = tiny_policy(model=model, compile=True)
     critics = [Critic(policy) for policy in (plain, compiled)]
+    counters.clear()
+    counts = []
     for rows in (2, 3, 5):
         batch = random_batch(plain, rows=rows)
         for policy, critic in zip((plain, compiled), critics, strict=True):
@@ -175,6 +189,9 @@ def test_compiled_layers_compute_the_same(tmp_path):
         expected = gradients(plain.model)
         for name, gradient in gradients(compiled.model).items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[0] > 0
+    assert len(set(counts)) == 1, "compiled once for all sizes"
     for layer in (*compiled.model.model.layers, *critics[1].backbone.layers):
         assert layer._compiled_call_impl is not None
     compiled.save(tmp_path)

@@ -1,6 +1,11 @@
+import inspect
 import json
 import os
+import sys
 from pathlib import Path
+
+# Read when numpy is imported. Triton's interpreter multiplies tiles too small for threads.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -16,6 +21,32 @@ def _quiet_single_thread() -> None:
     """Tiny tensors: more threads are slower. Progress bars would mix with what tests capture."""
     torch.set_num_threads(1)
     disable_progress_bar()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patch_triton_once_per_launch():
+    """Triton's interpreter patches `triton.language` again whenever one device function calls
+    another, to no effect: nearly half of the time of its kernels."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(fn):
+        languages = {
+            value.__name__
+            for value in fn.__globals__.values()
+            if inspect.ismodule(value) and value in (interpreter.tl, interpreter.tl.core)
+        }
+        if patched and languages <= patched:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        patched.update(languages)
+        restore = scope.restore
+        scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,9 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(load_config(None, flags(arm, whole)))
     words = flags(arm, broken)
-    for num_rows in (1, 6):  # before the first checkpoint, and between two later ones
+    # Between two checkpoints; one arm also before the first, where nothing is to be restored.
+    kills = [1, 6] if arm == next(iter(ARMS)) else [6]
+    for num_rows in kills:
         run_until(words, broken, num_rows)
     train(load_config(None, words))
 
@@ -123,7 +125,7 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     for name in expected:
         assert torch.equal(expected[name], found[name]), name
     kinds = [event["kind"] for event in read_jsonl(broken / "events.jsonl")]
-    assert kinds.count("resume") == 2
+    assert kinds.count("resume") == len(kills)
 
 
 class Interrupting:

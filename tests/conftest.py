@@ -1,3 +1,4 @@
+import gc
 import inspect
 import json
 import os
@@ -24,11 +25,22 @@ def _quiet_single_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _keep_libraries_from_the_garbage_collector():
+    """Every run collects garbage before its first step (`settled_heap`): a fifth of a second, most
+    of it spent on imported modules. Runs unfreeze all when they end, so that must do nothing."""
+    gc.collect()
+    gc.freeze()
+    unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
+    yield
+    gc.unfreeze = unfreeze
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _patch_triton_once_per_launch():
     """Triton's interpreter patches `triton.language` again whenever one device function calls
     another, to no effect: nearly half of the time of its kernels."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
+    if not hasattr(interpreter, "_LangPatchScope"):  # not imported, or another version
         return
     patch, patched = interpreter._patch_lang, set()
 

@@ -1,8 +1,6 @@
 import gc
-import inspect
 import json
 import os
-import sys
 from pathlib import Path
 
 # Read when numpy is imported. Triton's interpreter multiplies tiles too small for threads.
@@ -33,32 +31,6 @@ def _keep_libraries_from_the_garbage_collector():
     unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
     yield
     gc.unfreeze = unfreeze
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _patch_triton_once_per_launch():
-    """Triton's interpreter patches `triton.language` again whenever one device function calls
-    another, to no effect: nearly half of the time of its kernels."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_LangPatchScope"):  # not imported, or another version
-        return
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(fn):
-        languages = {
-            value.__name__
-            for value in fn.__globals__.values()
-            if inspect.ismodule(value) and value in (interpreter.tl, interpreter.tl.core)
-        }
-        if patched and languages <= patched:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        patched.update(languages)
-        restore = scope.restore
-        scope.restore = lambda: (restore(), patched.clear())
-        return scope
-
-    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session")

@@ -87,8 +87,10 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
     )
 
 
-def stays(metric: str, side: Literal["above", "below"], words: str, window: int = 0) -> Watch:
-    """Watches for a metric on one side of the threshold in each of the last `window` rows."""
+def stays(
+    name: str, metric: str, side: Literal["above", "below"], words: str, window: int = 0
+) -> Alarm:
+    """An alarm on a metric on one side of the threshold in each of the last `window` rows."""
     sign = 1 if side == "above" else -1
 
     def watch(rows: Sequence[Row], shared: int, threshold: float) -> Finding | None:
@@ -98,11 +100,11 @@ def stays(metric: str, side: Literal["above", "below"], words: str, window: int 
             return None
         return Finding(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
 
-    return watch
+    return Alarm(name, (metric,), watch, f"{name}_{side}")
 
 
-def collapses(metric: str, words: str, *, is_best: bool = False) -> Watch:
-    """Watches each of the last `window` rows for less than `threshold` times the metric's start.
+def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> Alarm:
+    """An alarm on less than `threshold` times the metric's start in each of the last `window` rows.
 
     The start is the mean of the first `window` rows; `is_best` takes the best such mean instead.
     """
@@ -120,7 +122,7 @@ def collapses(metric: str, words: str, *, is_best: bool = False) -> Watch:
         known = f"{share:.2g} of the mean of its {of} {window} steps ({level:.3g})"
         return Finding(share, f"{metric} = {last[-1]:.3g} is {known}: {words}")
 
-    return watch
+    return Alarm(name, (metric,), watch, f"{name}_below")
 
 
 def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
@@ -176,57 +178,32 @@ ALARMS = (
         lacks_signal,
         "no_signal_steps",
     ),
-    Alarm(
+    stays(
         "truncated",
-        ("response_length/clip_ratio",),
-        stays(
-            "response_length/clip_ratio",
-            "above",
-            "nearly all answers are cut at sampling.max_tokens. Raise it, or see whether they end",
-        ),
-        "truncated_above",
+        "response_length/clip_ratio",
+        "above",
+        "nearly all answers are cut at sampling.max_tokens. Raise it, or see whether they end",
     ),
-    Alarm(
-        "reward_collapse",
-        ("reward/mean",),
-        collapses("reward/mean", "the policy is losing what it could do", is_best=True),
-        "reward_collapse_below",
+    collapses(
+        "reward_collapse", "reward/mean", "the policy is losing what it could do", is_best=True
     ),
     Alarm("held_out_collapse", ("/accuracy", "/accuracy_low", "/accuracy_high"), held_out_falls),
-    Alarm(
-        "entropy_collapse",
-        ("actor/entropy",),
-        collapses("actor/entropy", "the policy hardly explores any more"),
-        "entropy_collapse_below",
-    ),
-    Alarm(
-        "length_collapse",
-        ("response_length/mean",),
-        collapses("response_length/mean", "the answers have shrunk"),
-        "length_collapse_below",
-    ),
+    collapses("entropy_collapse", "actor/entropy", "the policy hardly explores any more"),
+    collapses("length_collapse", "response_length/mean", "the answers have shrunk"),
     Alarm("mismatch_growth", ("rollout_corr/k3_kl",), mismatch_grows, "mismatch_growth_above"),
-    Alarm(
+    stays(
         "sample_size",
-        ("rollout_corr/rollout_is_eff_sample_size",),
-        stays(
-            "rollout_corr/rollout_is_eff_sample_size",
-            "below",
-            "a few importance weights decide the updates",
-        ),
-        "sample_size_below",
+        "rollout_corr/rollout_is_eff_sample_size",
+        "below",
+        "a few importance weights decide the updates",
     ),
     Alarm("grader_timeouts", ("timeouts",), graders_time_out, "grader_timeouts_above"),
-    Alarm(
+    stays(
         "repeated_problems",
-        ("sampling/distinct_frac",),
-        stays(
-            "sampling/distinct_frac",
-            "below",
-            "most prompts of the step are repeated. The data has few rows, or equal ones",
-            window=1,
-        ),
-        "repeated_problems_below",
+        "sampling/distinct_frac",
+        "below",
+        "most prompts of the step are repeated. The data has few rows, or equal ones",
+        window=1,
     ),
     Alarm("non_finite", (), is_broken),
 )
@@ -281,11 +258,9 @@ class Monitor:
 
     def _find_alarms(self, rows: Sequence[Row]) -> dict[str, Finding]:
         """The alarms that are on after these rows, those that are "off" left out."""
-        config, found = self._config.alarms, {}
-        for alarm in ALARMS if rows else ():
-            if getattr(config, alarm.name) != "off" and (finding := alarm.find(rows, config)):
-                found[alarm.name] = finding
-        return found
+        config = self._config.alarms
+        wanted = [alarm for alarm in ALARMS if rows and getattr(config, alarm.name) != "off"]
+        return {alarm.name: found for alarm in wanted if (found := alarm.find(rows, config))}
 
     def _act(self, step: int) -> None:
         was_on, findings = self._on, self._find_alarms(self._rows)

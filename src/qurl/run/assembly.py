@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +56,7 @@ from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.dither import dither_
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import GroupTracker, LearnerGroup
-from qurl.trainer.parallel.processes import Start, follow, is_follower, lead, num_launched
+from qurl.trainer.parallel.processes import follow, is_follower, lead, num_launched
 from qurl.trainer.parallel.ray import start_by_ray
 from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.policy import Policy, Untrained, load_policy
@@ -258,29 +258,24 @@ def make_learner(
     return learner
 
 
+@contextmanager
 def _open_learner(
     config: Config, run: Run, device: torch.device, make: Callable[[], Learner]
-) -> AbstractContextManager[AnyLearner]:
-    """A learner in this process, or on as many ranks as the recipe asks for."""
+) -> Iterator[AnyLearner]:
+    """A learner in this process, or on as many ranks as the recipe asks for.
+
+    The other ranks wait while it is loaded, or load their own.
+    """
     parallel, start = config.parallel, None
     if parallel.trainers == 1:
-        return nullcontext(make())
+        yield make()
+        return
     if parallel.address:
         where = (parallel.address, run.path / LOGS, parallel.timeout)
         start = functools.partial(start_by_ray, *where)
-    return _lead(config, device, make, start)
-
-
-@contextmanager
-def _lead(
-    config: Config, device: torch.device, make: Callable[[], Learner], start: Start | None
-) -> Iterator[LearnerGroup]:
-    """The other ranks wait while the learner is loaded, or load their own."""
-    with lead(config.parallel.trainers, device.type, config.threads, start) as workers:
-        if config.parallel.is_sharded:
-            yield LearnerGroup(workers, make())
-        else:
-            yield ReplicaGroup(workers, make)
+    with lead(parallel.trainers, device.type, config.threads, start) as workers:
+        is_sharded = parallel.is_sharded
+        yield LearnerGroup(workers, make()) if is_sharded else ReplicaGroup(workers, make)
 
 
 def follow_driver(config: Config) -> bool:
@@ -339,14 +334,10 @@ def _load_policies(
         if checkpoint:
             load_saved_adapters(checkpoint, policy)
         return policy, Untrained(policy) if has_reference else None
-    is_sharded = config.parallel.is_sharded
-    if checkpoint:
-        policy = load_saved_policy(checkpoint, *precision, is_sharded=is_sharded)
-    else:
-        policy = load_policy(initial, *precision, is_sharded=is_sharded)
-    if not has_reference:
-        return policy, None
-    return policy, load_policy(initial, *precision, is_sharded=is_sharded).freeze_()
+    options = {"is_sharded": config.parallel.is_sharded}
+    untrained = functools.partial(load_policy, initial, *precision, **options)
+    policy = load_saved_policy(checkpoint, *precision, **options) if checkpoint else untrained()
+    return policy, untrained().freeze_() if has_reference else None
 
 
 def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:

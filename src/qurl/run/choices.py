@@ -26,10 +26,6 @@ from qurl.tasks import Draw, Task
 EngineFactory = Callable[..., Engine]
 """`factory(model, tokenizer, *, quant, compute_dtype)` makes an engine, as `build_engine` does."""
 
-PARTS = (
-    *("objective", "advantage", "engine", "task", "reward", "select", "episode"),
-    *("budget", "thermostat", "replay", "subselect"),
-)
 KEYS = {"task" if key == "task.name" else key.partition(".")[2]: key for key in BUILT_IN}
 """Key of the recipe that names each part of a run."""
 NAMES: dict[Any, str] = {
@@ -41,26 +37,28 @@ NAMES: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """The parts that make one run different from another, as objects or by name."""
+    """The parts that make one run different from another, in the order of `train`.
+
+    None: as the recipe says. Names are as in the recipe.
+    """
 
     objective: Surrogate
     advantage: Estimator
-    task: Task | Draw | str
     engine: EngineFactory | None
+    task: Task | Draw | str
     reward: Reward | None
-    episode: Episode | None
-    """None for the last three: as the recipe says."""
     select: Selector | type | str
+    episode: Episode | None
     budget: Budget | type | str
     thermostat: Thermostat | type | str
     replay: Replay | type | str
     subselect: SubSelect | type | str
-    """For the last five, names are as in the recipe."""
 
     @classmethod
     def of(cls, config: Config, *parts: Any) -> Choices:
-        """Parts in the order of `train`; for None, what the recipe names. Refuses what clashes."""
-        given: dict[str, Any] = dict(zip_longest(PARTS, parts))
+        """The given parts; for None, what the recipe names. Refuses what clashes."""
+        names = (field.name for field in dataclasses.fields(cls))
+        given: dict[str, Any] = dict(zip_longest(names, parts))
         for part, value in given.items():
             if isinstance(value, str):
                 remedy = f"a name belongs into the recipe, as {KEYS[part]}"

@@ -106,12 +106,12 @@ def evaluate(
         seed=derive_seed(config.seed, "eval"),
     )
     rollouts = engine.generate(problems, greedy)
-    answers = Answers(rollouts, Grading(pool, rollouts).grades())
+    graded, drawn = Grading(pool, rollouts).grades(), ()
     if num := config.eval.samples:
         options = {"temperature": config.eval.temperature, "top_p": config.eval.top_p}
         sampled = dataclasses.replace(greedy, group_size=num, **options)
         drawn = Grading(pool, engine.generate(problems, sampled)).grades()
-        answers = dataclasses.replace(answers, sampled=drawn)
+    answers = Answers(rollouts, graded, drawn)
     names = [str(problem.extra.get("qurl_set", "")) for problem in problems]
     sets = {
         name: answers.select([i for i, n in enumerate(names) if n == name]).summarise(
@@ -128,7 +128,7 @@ class Answers:
 
     rollouts: Sequence[Rollout]
     greedy: Sequence[Sequence[Grade]]
-    sampled: Sequence[Sequence[Grade]] = ()
+    sampled: Sequence[Sequence[Grade]]
 
     def select(self, rows: Sequence[int]) -> Answers:
         """Those of some problems."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -120,9 +119,8 @@ class Recipe:
                 f"run_dir = {str(path)!r} cannot be written: no permission in {place}"
             )
         try:
-            with TemporaryDirectory(
-                dir=place, prefix=".qurl-"
-            ):  # a system may refuse what it allows
+            # A file system may refuse what its permissions allow.
+            with TemporaryDirectory(dir=place, prefix=".qurl-"):
                 changes = find_changes(path, self.config)
         except OSError as error:
             if isinstance(error, QurlError):
@@ -170,7 +168,7 @@ class Recipe:
         num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
         if config.rollout.deterministic and num_threads > 1:
             raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
-        if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        if config.rollout.engine == "vllm" and find_spec("vllm") is None:
             raise MissingExtra("vllm", "vllm", "rollout.engine = 'vllm'")
         if path == "scratch":
             layers = config.model.scratch.layers

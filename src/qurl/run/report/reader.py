@@ -140,9 +140,7 @@ class RunReader:
 
     def _event(self, event: dict[str, Any]) -> dict[str, Any]:
         """An event with its step, which older ones state in their message only."""
-        event = {str(key): _shown(value) for key, value in event.items() if key != "machine"} | {
-            key: value for key, value in event.items() if key == "machine"
-        }
+        event = {str(k): v if k == "machine" else _shown(v) for k, v in event.items()}
         stated = re.match(r"step (\d+)\b", str(event.get("message", "")))
         if "step" not in event and stated:
             event["step"] = int(stated[1])

@@ -9,6 +9,7 @@ Every few steps some reference problems are answered. Their accuracies predict t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -38,8 +39,6 @@ class Dots:
     def __init__(self, setup: Setup) -> None:
         self.config, self.task = setup.config.systems.dots, setup.task
         self._steps_per_epoch = len(setup.task) / setup.config.batch.problems
-        self._embeddings: Tensor | None = None
-        self._predictor: Predictor | None = None
         self._step, self._cursor, self._is_due = 0, 0, True
         self._references: list[int] = []
         self._predicted = torch.zeros(0)  # [N]
@@ -99,16 +98,12 @@ class Dots:
 
     @torch.no_grad()
     def _from_references(self, known: Tensor, values: Tensor) -> Tensor:
-        embeddings = self._embed()
-        references = embeddings[known]
-        own = torch.full((len(embeddings),), -1)
+        embeddings = self._embeddings
+        references, own = embeddings[known], torch.full((len(embeddings),), -1)
         own[known] = torch.arange(len(known))
         if len(known) == 1:  # nothing is left to attend to once it is masked
             return values.expand(len(embeddings)).clone()
         if self.config.predictor:
-            self._predictor = self._predictor or load_predictor(
-                self.config.predictor, embeddings.shape[1]
-            )
             predicted = self._predictor(embeddings, references, values, own)
         else:
             scale = fit_scale(references, values)
@@ -118,11 +113,14 @@ class Dots:
             predicted = slope * predicted + intercept
         return predicted.clamp(0, 1)
 
-    def _embed(self) -> Tensor:
-        if self._embeddings is None:
-            problems = [self.task[index] for index in range(len(self.task))]
-            self._embeddings = embed(problems, self.config.encoder)
-        return self._embeddings
+    @cached_property
+    def _embeddings(self) -> Tensor:
+        problems = [self.task[index] for index in range(len(self.task))]
+        return embed(problems, self.config.encoder)
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return load_predictor(self.config.predictor, self._embeddings.shape[1])
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         """Compare what was predicted with what came."""

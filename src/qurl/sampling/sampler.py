@@ -101,14 +101,15 @@ class Sampler:
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
         )
-        sizes = self._sizes(problems)
+        indices = [self.stream.index_of(problem) for problem in problems]
+        sizes = self._sizes(indices)
         cut = [_cut(p, n, sampling.chunk) for p, n in zip(problems, sizes, strict=True)]
         grading, start = Grading(self.pool), time.perf_counter()
-        expected, engines = self._plan(problems)
+        expected, engines = self._plan(indices)
         with self.engine.stream(params) as rollouts:
             num_pieces = [len(pieces) for pieces in cut]
             hints = {
-                "earlier": _repeat(self._earlier(problems), num_pieces),
+                "earlier": _repeat(self._earlier(indices), num_pieces),
                 "engines": _repeat(engines, num_pieces),
             }
             _submit(rollouts, [*chain(*cut)], params.group_size, hints)
@@ -126,7 +127,7 @@ class Sampler:
             for problem, pieces in zip(problems, cut, strict=True)
         ]
         if shape := getattr(hooks.budget, "shape", None):
-            graded = shape([self.stream.index_of(p) for p in problems], graded)
+            graded = shape(indices, graded)
         self.stream.record(graded)
         if expected:
             lengths = [fmean(len(c.token_ids) for c in g.rollout.completions) for g in graded]
@@ -134,28 +135,26 @@ class Sampler:
             self._foretold[1].extend(lengths)
         return graded
 
-    def _earlier(self, problems: Sequence[Problem]) -> Earlier:
+    def _earlier(self, indices: Sequence[int]) -> Earlier:
         """The last responses to each problem; none unless drafts are on."""
         if self.config.rollout.drafts == "off":
             return ()
-        return [self.stream.history.responses(self.stream.index_of(p)) for p in problems]
+        return [self.stream.history.responses(index) for index in indices]
 
-    def _plan(self, problems: Sequence[Problem]) -> tuple[list[float], list[int]]:
+    def _plan(self, indices: Sequence[int]) -> tuple[list[float], list[int]]:
         """Expected length and engine of each problem, if HistoPipe deals them and knows any."""
         if self.config.parallel.deal == "free":
             return [], []
-        indices, num_engines = [*map(self.stream.index_of, problems)], self.config.parallel.engines
-        return plan(indices, self.stream.history, num_engines, self.step)
+        return plan(indices, self.stream.history, self.config.parallel.engines, self.step)
 
-    def _sizes(self, problems: Sequence[Problem]) -> list[int]:
+    def _sizes(self, indices: Sequence[int]) -> list[int]:
         """Completions of each problem, as the budget has them."""
-        indices, size = [self.stream.index_of(p) for p in problems], self.config.sampling.group_size
+        size, num = self.config.sampling.group_size, len(indices)
         with naming_failures("sampling.budget"):
             sizes = [int(n) for n in self.hooks.budget(indices, self.stream.history, size)]
-        if len(sizes) != len(problems) or min(sizes, default=1) < 1:
+        if len(sizes) != num or min(sizes, default=1) < 1:
             raise ConfigError(
-                f"sampling.budget returned {sizes}; it must return {len(problems)} sizes of 1 or "
-                "more"
+                f"sampling.budget returned {sizes}; it must return {num} sizes of 1 or more"
             )
         return sizes
 

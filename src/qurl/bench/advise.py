@@ -116,7 +116,7 @@ def advise(
     answer, recommended, verdict = choose(rows, find_savings(config))
     plan = make_plan(scenario, rows)
     if plan:
-        notes += scenario.planner.notes(plan, config.save.every)
+        notes += scenario.planner.notes(plan)
     notes = (*hardware.notes, *notes, *scenario.notes(), how)
     return Advice(answer, recommended, verdict, rows, scenario.describe(), notes, plan)
 
@@ -202,11 +202,8 @@ def choose(
     if not base.fits:
         return "yes", recommended, (f"Yes: {settings} fits the GPU, BF16 rollouts do not.", second)
     if low > 1:
-        return (
-            "yes",
-            recommended,
-            (f"Yes: {settings} runs a step {range_text} as fast as BF16.", second),
-        )
+        first = f"Yes: {settings} runs a step {range_text} as fast as BF16."
+        return "yes", recommended, (first, second)
     first = f"Perhaps: {settings} runs a step {range_text} as fast; measure it on the GPU."
     return "perhaps", recommended, (first, second)
 

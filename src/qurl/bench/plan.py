@@ -20,29 +20,14 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
+from qurl.bench import cluster
 from qurl.bench.arms import Arm
-from qurl.bench.cluster import (
-    MTBF_HOURS,
-    NODE,
-    collected_bytes,
-    driver_seconds,
-    exchange_seconds,
-    lost_share,
-    shipment_bytes,
-    sync_seconds,
-)
 from qurl.bench.forecast import StepSeconds, Work, step_seconds
 from qurl.bench.limits import speed_of
 from qurl.bench.shapes import Shape
 from qurl.config import Config
-from qurl.run.budget import (
-    GIB,
-    engine_rows,
-    loaded_bytes,
-    longest_sequence,
-    memory_rows,
-    peak_memory,
-)
+from qurl.run import budget
+from qurl.run.budget import GIB, longest_sequence
 from qurl.run.cards import Card
 from qurl.run.shares import CACHE
 from qurl.run.sizes import ModelSize
@@ -126,21 +111,21 @@ class Planner:
             yield Placement(total, total, True)
         if engine not in ("local", "vllm"):
             return
-        unit = NODE * max(1, total // (32 * NODE)) if total > NODE else 1
+        node = cluster.NODE
+        unit = node * max(1, total // (32 * node)) if total > node else 1
         for trainers in range(unit, total, unit):
             yield Placement(trainers, total - trainers, False)
 
-    def notes(self, predictions: Sequence[Prediction], save_every: int) -> list[str]:
+    def notes(self, predictions: Sequence[Prediction]) -> list[str]:
         """What a run needs beside the table: main memory to start, and time lost to failures."""
-        loaded = loaded_bytes(self.config, self.size) / GIB
+        loaded = budget.loaded_bytes(self.config, self.size) / GIB
         notes = [f"the driver needs {loaded:.0f} GiB of main memory to load the models"]
-        hours, fitting = MTBF_HOURS / self.num_gpus, [p for p in predictions if p.fits]
-        if fitting:
-            fastest = min(fitting, key=lambda p: p.step)
-            lost = lost_share(self.num_gpus, max(1, save_every) * fastest.step)
+        if steps := [p.step for p in predictions if p.fits]:
+            hours, every = cluster.MTBF_HOURS / self.num_gpus, max(1, self.config.save.every)
+            lost = cluster.lost_share(self.num_gpus, every * min(steps))
             notes.append(
                 f"extrapolated: a failure every {hours:,.0f} hours, which costs {lost:.1%} of the "
-                f"time with save.every = {max(1, save_every)}"
+                f"time with save.every = {every}"
             )
         return notes
 
@@ -163,17 +148,19 @@ class Planner:
         trainer, engine, cache = self.memory(arm, placement)
         seconds = self._step_seconds(arm, work, placement, cache)
         passes = self._passes(work, placement.trainers)
-        exchange, exchanged = exchange_seconds(
-            self.size, self.card, placement.trainers, *passes, is_unified=arm.is_unified
+        trainers, is_colocated = placement.trainers, placement.is_colocated
+        exchange, exchanged = cluster.exchange_seconds(
+            self.size, self.card, trainers, *passes, is_unified=arm.is_unified
         )
         weights = (self.size, arm.quant["format"])
-        shipped = (collected_bytes if placement.is_colocated else shipment_bytes)(*weights)
-        groups = (placement.trainers, placement.engines)
-        tokens = self._sequences * work.new_tokens
+        shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
+        sync = cluster.sync_seconds(
+            *weights, self.card, trainers, placement.engines, is_colocated=is_colocated
+        )
+        is_shelved = trainers > 1 and not placement.is_driver_alone
         lengths = (work.prompt_tokens, work.new_tokens)
-        is_shelved = placement.trainers > 1 and not placement.is_driver_alone
-        driver, received, sent = driver_seconds(
-            self._sequences, *lengths, placement.trainers, is_shelved=is_shelved
+        driver, received, sent = cluster.driver_seconds(
+            self._sequences, *lengths, trainers, is_shelved=is_shelved
         )
         return Prediction(
             arm=arm.name,
@@ -181,16 +168,16 @@ class Planner:
             rollout=seconds.rollout,
             compute=seconds.train,
             exchange=exchange,
-            sync=sync_seconds(*weights, self.card, *groups, is_colocated=placement.is_colocated),
+            sync=sync,
             driver=driver,
             rest=seconds.rest,
             trainer_gib=trainer / GIB,
             engine_gib=engine / GIB,
             fits=max(trainer, engine) <= self.card.memory and cache >= self._longest_cache(arm),
             exchanged_bytes=exchanged,
-            sync_bytes=shipped,
+            sync_bytes=shipped(*weights),
             driver_bytes=received + sent,
-            num_tokens=tokens,
+            num_tokens=self._sequences * work.new_tokens,
         )
 
     @property
@@ -209,13 +196,9 @@ class Planner:
         tokens = cache / self._longest_cache(arm) * longest_sequence(self.config)
         capacity = max(1.0, tokens / (work.prompt_tokens + work.new_tokens / 2))
         together = min(sampled, self.config.rollout.max_batch, capacity)
-        ranks = placement.trainers
-        trained = step_seconds(
-            self.shape, arm, speed, replace(work, sequences=rows, num_ranks=ranks)
-        )
-        asked = step_seconds(
-            self.shape, arm, speed, replace(work, sequences=sampled, together=together)
-        )
+        training = replace(work, sequences=rows, num_ranks=placement.trainers)
+        sampling = replace(work, sequences=sampled, together=together)
+        trained, asked = (step_seconds(self.shape, arm, speed, x) for x in (training, sampling))
         return replace(trained, rollout=asked.rollout, rest=asked.rest)
 
     def _longest_cache(self, arm: Arm) -> float:
@@ -247,11 +230,11 @@ class Planner:
             min_engines=1,
         )
         config = replace(arm.apply(self.config), parallel=parallel)
-        rows = memory_rows(config, self.size, self.card.memory, is_cuda=True)
-        trainer = peak_memory(config, rows)
+        rows = budget.memory_rows(config, self.size, self.card.memory, is_cuda=True)
+        trainer = budget.peak_memory(config, rows)
         if placement.is_colocated:
             return trainer, trainer, rows.get(CACHE, 0.0)
-        engine = engine_rows(config, self.size, self.card.memory, is_cuda=True)
+        engine = budget.engine_rows(config, self.size, self.card.memory, is_cuda=True)
         return trainer, sum(engine.values()), engine.get(CACHE, 0.0)
 
 

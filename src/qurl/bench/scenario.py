@@ -15,13 +15,7 @@ import torch
 from qurl.bench import probe
 from qurl.bench.arms import Arm
 from qurl.bench.cluster import ASSUMPTIONS
-from qurl.bench.forecast import (
-    StepSeconds,
-    Work,
-    rollout_seconds,
-    skips_prox,
-    step_seconds,
-)
+from qurl.bench.forecast import StepSeconds, Work, rollout_seconds, skips_prox, step_seconds
 from qurl.bench.limits import Speed, find_speed, speed_of
 from qurl.bench.plan import Planner, Prediction
 from qurl.bench.shapes import SHAPES, Shape, model_config
@@ -115,7 +109,6 @@ def find_size(config: Config, shape: str | None) -> ModelSize:
 def shape_of(size: ModelSize) -> Shape:
     """The sizes that forecasts read; raises for models that are not of the Llama family."""
     head_dim = size.head_numbers // size.num_heads
-    head = size.vocabulary * size.hidden_size
     shape = Shape(
         name="model",
         hidden=size.hidden_size,
@@ -124,7 +117,7 @@ def shape_of(size: ModelSize) -> Shape:
         kv_heads=size.kv_numbers // head_dim,
         intermediate=size.mlp_size,
         vocabulary=size.vocabulary,
-        is_tied=size.num_parameters - size.num_quantized < 1.5 * head,
+        is_tied=size.num_parameters - size.num_quantized < 1.5 * size.num_head,
         head_size=head_dim,
     )
     if abs(shape.num_body - size.num_quantized) > 0.01 * size.num_quantized:

@@ -115,10 +115,7 @@ CHARTS: Sequence[Chart] = (
         SAMPLER,
         "Probability gap",
         "Difference between policy and sampler in the probability of a sampled token.",
-        {
-            "training/rollout_probs_diff_mean": "mean",
-            "training/rollout_probs_diff_max": "largest",
-        },
+        {"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "largest"},
         "log",
     ),
     Chart(
@@ -197,14 +194,7 @@ CHARTS: Sequence[Chart] = (
             "uaq/update_proj": "projection",
         },
     ),
-    Chart(
-        SPEED,
-        "Time per step",
-        "Seconds, by part.",
-        {"timing_s/*": ""},
-        kind="stack",
-        unit="s",
-    ),
+    Chart(SPEED, "Time per step", "Seconds, by part.", {"timing_s/*": ""}, kind="stack", unit="s"),
     Chart(
         SPEED,
         "Throughput",
@@ -216,10 +206,7 @@ CHARTS: Sequence[Chart] = (
         SPEED,
         "Memory",
         "Peak so far.",
-        {
-            "perf/cpu_memory_used_gb": "process",
-            "perf/max_memory_allocated_gb": "GPU (torch)",
-        },
+        {"perf/cpu_memory_used_gb": "process", "perf/max_memory_allocated_gb": "GPU (torch)"},
         unit="GiB",
     ),
 )

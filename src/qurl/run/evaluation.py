@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +25,7 @@ from qurl.run.intervals import Estimate, Z, wilson_interval
 from qurl.run.splits import held_out_problems, load_split
 from qurl.seeds import derive_seed
 from qurl.trainer.policy import load_trained_policy
-from qurl.types import Problem, Rollout, SamplingParams
+from qurl.types import Completion, Problem, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -106,59 +107,51 @@ def evaluate(
         seed=derive_seed(config.seed, "eval"),
     )
     rollouts = engine.generate(problems, greedy)
-    graded, drawn = Grading(pool, rollouts).grades(), ()
+    grades = Grading(pool, rollouts).grades()
+    sampled: Sequence[Sequence[Grade]] = [()] * len(problems)
     if num := config.eval.samples:
         options = {"temperature": config.eval.temperature, "top_p": config.eval.top_p}
-        sampled = dataclasses.replace(greedy, group_size=num, **options)
-        drawn = Grading(pool, engine.generate(problems, sampled)).grades()
-    answers = Answers(rollouts, graded, drawn)
-    names = [str(problem.extra.get("qurl_set", "")) for problem in problems]
-    sets = {
-        name: answers.select([i for i, n in enumerate(names) if n == name]).summarise(
-            f"{precision}/{name}"
-        )
-        for name in dict.fromkeys(filter(None, names))
-    }
-    return answers.summarise(precision, sets)
+        params = dataclasses.replace(greedy, group_size=num, **options)
+        sampled = Grading(pool, engine.generate(problems, params)).grades()
+    answers: list[Answer] = []
+    by_set: dict[str, list[Answer]] = {}
+    for problem, rollout, [grade], drawn in zip(problems, rollouts, grades, sampled, strict=True):
+        answers.append(Answer(rollout.completions[0], grade, drawn))
+        by_set.setdefault(str(problem.extra.get("qurl_set", "")), []).append(answers[-1])
+    sets = {k: summarise(part, f"{precision}/{k}", {}) for k, part in by_set.items() if k}
+    return summarise(answers, precision, sets)
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Greedy rollouts, and the grades of each problem's completions."""
+class Answer(NamedTuple):
+    """How one problem was answered."""
 
-    rollouts: Sequence[Rollout]
-    greedy: Sequence[Sequence[Grade]]
-    sampled: Sequence[Sequence[Grade]]
+    completion: Completion
+    grade: Grade
+    """Of the greedy completion."""
+    sampled: Sequence[Grade]
+    """Of the sampled ones; empty without `eval.samples`."""
 
-    def select(self, rows: Sequence[int]) -> Answers:
-        """Those of some problems."""
-        return Answers(
-            [self.rollouts[row] for row in rows],
-            [self.greedy[row] for row in rows],
-            [self.sampled[row] for row in rows] if self.sampled else (),
-        )
 
-    def summarise(self, precision: str, sets: Mapping[str, EvalResult] | None = None) -> EvalResult:
-        outcomes = tuple(grade.accuracy >= 1 for [grade] in self.greedy)
-        num_right, num = sum(outcomes), len(outcomes)
-        scores = {"accuracy": Estimate(num_right / num, *wilson_interval(num_right, num))}
-        if self.sampled:
-            correct = [sum(grade.accuracy >= 1 for grade in group) for group in self.sampled]
-            size = len(self.sampled[0])
-            scores[f"avg@{size}"] = mean_score([count / size for count in correct])
-            for k in sorted({*(2**i for i in range(size.bit_length())), size}):
-                scores[f"pass@{k}"] = mean_score([pass_at_k(size, c, k) for c in correct])
-        completions = [rollout.completions[0] for rollout in self.rollouts]
-        groups = (*self.greedy, *self.sampled)
-        return EvalResult(
-            precision=precision,
-            outcomes=outcomes,
-            scores=scores,
-            mean_length=statistics.fmean(len(c.token_ids) for c in completions),
-            frac_truncated=statistics.fmean(c.finish == "length" for c in completions),
-            num_timeouts=sum(grade.timed_out for group in groups for grade in group),
-            sets=sets or {},
-        )
+def summarise(
+    answers: Sequence[Answer], precision: str, sets: Mapping[str, EvalResult]
+) -> EvalResult:
+    outcomes = tuple(answer.grade.accuracy >= 1 for answer in answers)
+    num_right, num = sum(outcomes), len(outcomes)
+    scores = {"accuracy": Estimate(num_right / num, *wilson_interval(num_right, num))}
+    if size := len(answers[0].sampled):
+        correct = [sum(grade.accuracy >= 1 for grade in answer.sampled) for answer in answers]
+        scores[f"avg@{size}"] = mean_score([count / size for count in correct])
+        for k in sorted({*(2**i for i in range(size.bit_length())), size}):
+            scores[f"pass@{k}"] = mean_score([pass_at_k(size, c, k) for c in correct])
+    return EvalResult(
+        precision=precision,
+        outcomes=outcomes,
+        scores=scores,
+        mean_length=statistics.fmean(len(a.completion.token_ids) for a in answers),
+        frac_truncated=statistics.fmean(a.completion.finish == "length" for a in answers),
+        num_timeouts=sum(grade.timed_out for a in answers for grade in (a.grade, *a.sampled)),
+        sets=sets,
+    )
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -106,8 +106,7 @@ def _with_safeguards(config: Config, recipe: Mapping[str, Any], flags: Sequence[
         "save": needs_file(config.task.name) and config.save.keep,
         "eval": config.task.eval_path or config.task.eval_sets,
     }.items():
-        names = (f"--{section}.every", f"--{section}.every=")
-        is_given = any(flag == names[0] or flag.startswith(names[1]) for flag in flags)
+        is_given = f"--{section}.every" in [flag.partition("=")[0] for flag in flags]
         if is_wanted and not is_given and "every" not in recipe.get(section, {}):
             changes[section] = dataclasses.replace(getattr(config, section), every=SAFE_EVERY)
     return dataclasses.replace(config, **changes)

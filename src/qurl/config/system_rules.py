@@ -161,11 +161,10 @@ def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
         "systems.shuffle_r1": ("shuffle-r1", "batch.subselect", subselect),
         "systems.pods": ("pods", "batch.subselect", subselect),
         "systems.aqn": ("aqn", "quant.noise", config.quant.noise),
+        "systems.histospec": ("histospec", "rollout.drafts", config.rollout.drafts),
     }
     for section, (name, key, value) in reasons.items():
         if value != name:
             yield section, f"{key} = {value!r}"
-    if config.rollout.drafts != "histospec":
-        yield "systems.histospec", f"rollout.drafts = {config.rollout.drafts!r}"
     if "e3" not in (sampling.budget, sampling.thermostat):
         yield "systems.e3", "neither sampling.budget nor sampling.thermostat is 'e3'"

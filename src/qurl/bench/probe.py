@@ -116,10 +116,8 @@ def measure_mismatch(
     params = SamplingParams(max_tokens=MISMATCH_TOKENS, temperature=temperature)
     gaps = {}
     for arm in arms:
-        precision = {
-            "quant": Arm.of(arm).quant["format"],
-            "kv": Arm.of(arm).quant.get("kv", "none"),
-        }
+        quant = Arm.of(arm).quant
+        precision = {"quant": quant["format"], "kv": quant.get("kv", "none")}
         engine = build_engine("local", policy.model, policy.tokenizer, **precision)
         rollouts = engine.generate(problems, params)
         batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)

@@ -188,7 +188,7 @@ class Scenario:
 
     def place(self, arm: Arm) -> Prediction:
         """The fastest placement that fits and trains on what was just sampled."""
-        found = self.planner.best(arm, self._work(arm, cache=0.0))
+        found = self.planner.best(arm, self.work(arm))
         found = [p for p in found if not p.placement.ahead]
         return min(found, key=lambda p: (not p.fits, p.step))
 
@@ -203,12 +203,9 @@ class Scenario:
 
     def work(self, arm: Arm) -> Work:
         """Of one GPU; how several share sequences and caches, the planner decides."""
-        cache = self.memory(arm)[1] if self.hardware.num_gpus == 1 else 0.0
-        return self._work(arm, cache)
-
-    def _work(self, arm: Arm, cache: float) -> Work:
-        config, longest = self.config, self.config.sampling.max_tokens
-        sequences = config.batch.problems * config.sampling.group_size / self.hardware.num_gpus
+        config, num_gpus = self.config, self.hardware.num_gpus
+        sequences = config.batch.problems * config.sampling.group_size / num_gpus
+        cache = self.memory(arm)[1] if num_gpus == 1 else 0.0
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
         tokens = cache / (itemsize * self.size.kv_numbers_per_token)
         # Sequences of a batch have all lengths up to the longest, about.
@@ -222,7 +219,7 @@ class Scenario:
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             together=min(sequences, config.rollout.max_batch, capacity),
-            longest=max(longest, self.new_tokens),
+            longest=max(config.sampling.max_tokens, self.new_tokens),
             num_updates=config.updates_per_step,
             num_passes=config.batch.epochs,
             num_forwards=prox + (config.algo.kl_coef > 0) + advantage.needs_critic,

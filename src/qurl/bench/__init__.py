@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 from qurl.errors import ConfigError, MissingExtra
 
@@ -20,13 +19,8 @@ usage: qurl bench rollout|sync|train|step [--flags]
   qurl bench rollout --help     every flag
 """
 
-KINDS = {
-    "rollout": ("RolloutBench", "run_rollout"),
-    "sync": ("SyncBench", "run_sync"),
-    "train": ("TrainBench", "run_train"),
-    "step": ("StepBench", "run_step"),
-}
-"""Module of a benchmark: its flags and the function that runs it."""
+KINDS = {"rollout": "RolloutBench", "sync": "SyncBench", "train": "TrainBench", "step": "StepBench"}
+"""Module of a benchmark, and the class of its flags."""
 
 
 def run_bench(args: Sequence[str]) -> int:
@@ -37,31 +31,27 @@ def run_bench(args: Sequence[str]) -> int:
     kind, *flags = args
     if kind not in KINDS:
         raise ConfigError(f"qurl bench {kind}: there are {', '.join(KINDS)}")
-    module = importlib.import_module(f"qurl.bench.{kind}")
-    options, run = (getattr(module, name) for name in KINDS[kind])
-    run(_parse(options, f"bench {kind}", flags))
-    return 0
+    return _run(f"bench {kind}", KINDS[kind], flags)
 
 
 def run_tuner(flags: Sequence[str]) -> int:
     """Parse the flags of `qurl tune` and run it."""
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("triton", "dev", "qurl tune")
-    from qurl.bench.tune import Tune, run_tune
-
-    run_tune(_parse(Tune, "tune", flags))
-    return 0
+    return _run("tune", "Tune", flags)
 
 
 def run_audit(flags: Sequence[str]) -> int:
     """Parse the flags of `qurl audit` and run it."""
-    from qurl.bench.audit import Audit, run_audit
-
-    run_audit(_parse(Audit, "audit", flags))
-    return 0
+    return _run("audit", "Audit", flags)
 
 
-def _parse(options: Any, command: str, flags: Sequence[str]) -> Any:
+def _run(command: str, options: str, flags: Sequence[str]) -> int:
+    """The last word of a command names its module, which has `run_<module>(options)`."""
     import tyro
 
-    return tyro.cli(options, prog=f"qurl {command}", args=list(flags))
+    name = command.split()[-1]
+    module = importlib.import_module(f"qurl.bench.{name}")
+    given = tyro.cli(getattr(module, options), prog=f"qurl {command}", args=list(flags))
+    getattr(module, f"run_{name}")(given)
+    return 0

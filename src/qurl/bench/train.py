@@ -1,11 +1,8 @@
 """`qurl bench train`: the trainer alone, on a batch of full length with random weights.
 
 Timed are `Learner.recompute`, the forward for logp_prox, and `Learner.update`, all forwards,
-backwards and optimizer updates of a step. Speeds are those of the update:
-
-    tokens/s   tokens of the batch per second, prompts included
-    6ND        6 N D / seconds; N is all parameters, a tied head once, D the tokens of the batch
-    TFLOP/s    products that the update needs / seconds (`qurl.bench.limits`)
+backwards and optimizer updates of a step. Speeds are those of the update (`TrainBench`); its limit
+is that of `qurl.bench.limits`.
 """
 
 from __future__ import annotations

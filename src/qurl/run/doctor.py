@@ -36,9 +36,7 @@ BUSY_SHARE = 0.1
 """Share of a GPU's memory that others may hold without a note."""
 
 
-def run_doctor(
-    *, as_json: bool = False, gpus: int | None = None, device: str | None = None
-) -> bool:
+def run_doctor(*, as_json: bool, gpus: int | None, device: str | None) -> bool:
     """Print a line per check, or all of them as JSON; False if one failed.
 
     With `gpus`, so many ranks are checked in place of kernels.

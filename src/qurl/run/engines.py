@@ -38,7 +38,7 @@ LOGS = "workers"
 
 @contextmanager
 def open_place(
-    config: Config, learner: Learner | LearnerGroup, run: Run, *, has_episode: bool = False
+    config: Config, learner: Learner | LearnerGroup, run: Run, *, has_episode: bool
 ) -> Iterator[Place]:
     """Where the recipe wants its engines; processes that this starts end with it."""
     parallel, kind = config.parallel, config.rollout.engine

@@ -210,15 +210,14 @@ def choose(
 
 def pick_rollout(rows: Sequence[Row]) -> Row:
     """The fastest; INT8 where formats are equally fast, no FP8 cache if it gains little."""
-    by_arm = {row.arm: row for row in rows}
     fastest = max(rows, key=lambda row: row.gain[1])
-    order = [name for name in ROLLOUT_ARMS if name in by_arm]
-    order.sort(key=lambda name: "+kv" in name)
-    for name in order:
-        bound = CACHE_GAIN if "+kv" in fastest.arm and "+kv" not in name else 1.02
-        if by_arm[name].gain[1] * bound >= fastest.gain[1]:
-            return by_arm[name]
-    return fastest
+
+    def is_as_fast(row: Row) -> bool:
+        bound = CACHE_GAIN if "+kv" in fastest.arm and "+kv" not in row.arm else 1.02
+        return row.gain[1] * bound >= fastest.gain[1]
+
+    order = sorted(rows, key=lambda row: ("+kv" in row.arm, ROLLOUT_ARMS.index(row.arm)))
+    return next(filter(is_as_fast, order))
 
 
 def describe_unified(rows: Sequence[Row], chosen: Row) -> str:

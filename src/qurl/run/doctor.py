@@ -102,20 +102,19 @@ def check_versions() -> Iterator[Finding]:
         advice = f"install the package (pip install {DISTRIBUTION}) to check its dependencies"
         yield Finding("note", "packages", "QuRL runs from a folder and is not installed", advice)
         declared = []
-    needed = [r for r in map(Requirement, declared) if not r.marker]
-    yield from (check_package(requirement) for requirement in needed)
+    yield from (check_package(r) for r in map(Requirement, declared) if not r.marker)
     yield check_triton()
 
 
 def check_package(requirement: Requirement) -> Finding:
+    name, advice = requirement.name, f"pip install '{requirement}'"
     try:
-        version = importlib.metadata.version(requirement.name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("FAIL", requirement.name, "not installed", f"pip install '{requirement}'")
+        return Finding("FAIL", name, "not installed", advice)
     if requirement.specifier.contains(version, prereleases=True):
-        return Finding("ok", requirement.name, version)
-    advice = f"pip install '{requirement}'"
-    return Finding("FAIL", requirement.name, f"{version} does not satisfy {requirement}", advice)
+        return Finding("ok", name, version)
+    return Finding("FAIL", name, f"{version} does not satisfy {requirement}", advice)
 
 
 def check_triton() -> Finding:

@@ -84,3 +84,8 @@ class MissingExtra(QurlError, ImportError):
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with: pip install 'qurl-rl[{extra}]'"
         )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line; its kind if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -679,6 +679,13 @@ def test_an_object_is_recorded_in_place_of_the_name_that_it_replaces(monkeypatch
     assert recorded.startswith("__main__:")
 
 
+def test_a_task_without_problems_is_not_replaced_by_the_recipes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    empty = importlib.import_module("qurl.bench.step").LetterTask(None, 1, 0)
+    monkeypatch.setattr(type(empty), "__len__", lambda self: 0)
+    assert Choices.of(load_config(None, []), None, None, None, empty).task is empty
+
+
 def pins(file):
     lines = (ROOT / "requirements" / file).read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))

@@ -293,6 +293,12 @@ def test_hardware_that_is_not_here():
     assert not any(note.startswith("extrapolated:") for note in advice.notes)
 
 
+def test_a_model_that_leaves_no_memory_for_a_cache_gets_an_answer():
+    advice = advise(recipe(), gpu="rtx 3090", shape="7B")
+    assert advice.answer == "no"
+    assert not any(row.fits for row in advice.rows)
+
+
 def test_cards():
     assert find_card("h100").memory == 80e9
     assert find_card("RTX4090").capability == (8, 9)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qurl.bench import run_audit
+from qurl.bench.audit import Auditor
 from qurl.bench.gradients import Moments, Sketcher, group_of
 from qurl.cli import main
 from qurl.errors import ConfigError
@@ -141,21 +142,33 @@ def test_bad_flags_are_refused(tmp_path):
         run_audit([str(tmp_path), "--at", "1", "--problems", "10", "--chunks", "4"])
 
 
-def test_a_run_is_audited(tmp_path, capsys):
-    """Without quantization the weights are 1, so all objectives have one gradient."""
+def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
+    """Every number of updates starts from the weights and moments of the checkpoint."""
+    starts, update = [], Auditor._update
+
+    def watched(self, *args):
+        optimizer = self.learner.optimizer.state_dict()["state"].values()
+        tensors = [x for state in optimizer for x in state.values() if torch.is_tensor(x)]
+        tensors += (x.detach() for x in self.policy.model.parameters())
+        starts.append([float(x.double().abs().sum()) for x in tensors])
+        update(self, *args)
+
+    monkeypatch.setattr(Auditor, "_update", watched)
     run, out = tmp_path / "run", tmp_path / "audit.json"
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
     words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
     assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
-    words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2"]
+    words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2", "2"]
     assert main(["audit", str(run), *words, "--formats", "none", "int4", "--out", str(out)]) == 0
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
     [entries] = json.loads(out.read_text())["results"].values()
     figures = [entry["figures"] for entry in entries]
     arms = [(f["updates"], f["format"], f["objective"]) for f in figures]
     objectives = ("ppo_prox", "decoupled", "tis", "acr")
-    assert arms == [(u, f, o) for u in (0, 2) for f in ("none", "int4") for o in objectives]
+    assert arms == [(u, f, o) for u in (0, 2, 2) for f in ("none", "int4") for o in objectives]
+    assert starts[0] == starts[1]
+    assert len(starts) == 2
     assert set(figures[0]["groups"]) == {"all", "embedding and head", "attention", "mlp", "other"}
     assert all(f["shares"]["clipped"] == 0 for f in figures if f["updates"] == 0)
     assert "saved to" in capsys.readouterr().out

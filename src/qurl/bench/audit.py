@@ -20,11 +20,12 @@ import dataclasses
 import functools
 import operator
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import tyro
@@ -164,7 +165,10 @@ class Auditor:
         """One for each number of updates, format, objective and cap."""
         chunks = {format: self._roll_out(format) for format in self.options.formats}
         trained_on = self._batch_to_train(max(self.options.updates))
-        start = {name: x.detach().clone() for name, x in self.policy.model.named_parameters()}
+        start = {
+            name: ([x.detach().clone() for x in model.parameters()], deepcopy(optim.state_dict()))
+            for name, (model, optim) in self.learner.optimizers.items()
+        }
         for updates in self.options.updates:
             self._restore(start)
             if updates:
@@ -286,9 +290,13 @@ class Auditor:
         learner.config = config
 
     @torch.no_grad()
-    def _restore(self, start: dict[str, Tensor]) -> None:
-        for name, parameter in self.policy.model.named_parameters():
-            parameter.copy_(start[name])
+    def _restore(self, start: Mapping[str, tuple[Sequence[Tensor], Mapping[str, Any]]]) -> None:
+        """Weights and optimizers of policy and critic as they were."""
+        for name, (model, optimizer) in self.learner.optimizers.items():
+            weights, state = start[name]
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+            optimizer.load_state_dict(deepcopy(dict(state)))
 
     def _compare(
         self, found: dict[str, Tensor], target: dict[str, Tensor], above: dict[str, Tensor]

@@ -20,13 +20,14 @@ from qurl.bench.limits import Speed, find_speed, speed_of
 from qurl.bench.plan import Planner, Prediction
 from qurl.bench.shapes import SHAPES, Shape, model_config
 from qurl.config import Config
-from qurl.errors import ConfigError, QurlError
+from qurl.errors import ConfigError, QurlError, first_line
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.target import Target
 from qurl.run.budget import GIB, memory_rows, peak_memory
 from qurl.run.cards import Card, find_card
 from qurl.run.directory import METRICS, read_jsonl
+from qurl.run.shares import CACHE
 from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
@@ -101,7 +102,7 @@ def find_size(config: Config, shape: str | None) -> ModelSize:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path = {config.model.path!r} is not reachable here "
-            f"({str(error).splitlines()[0]}); give a folder with its config.json, or "
+            f"({first_line(error)}); give a folder with its config.json, or "
             f"--shape {'|'.join(SHAPES)} to plan with a shape of Qwen2.5"
         ) from error
 
@@ -138,8 +139,7 @@ def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
         model = None if path == "scratch" else load_model_config(path)
         return load_split(config, "train", tokenizer, model), []
     except (QurlError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        return None, [f"prompts are taken to have {longest} tokens: {reason}"]
+        return None, [f"prompts are taken to have {longest} tokens: {first_line(error)}"]
 
 
 def count_prompt_tokens(config: Config, task: Task | None) -> int:
@@ -199,7 +199,7 @@ class Scenario:
             return GIB * max(found.trainer_gib, found.engine_gib), 0.0
         config = arm.apply(self.config)
         rows = memory_rows(config, self.size, self.hardware.memory, is_cuda=True)
-        return peak_memory(config, rows), rows["KV cache"]
+        return peak_memory(config, rows), rows.get(CACHE, 0.0)
 
     def work(self, arm: Arm) -> Work:
         """Of one GPU; how several share sequences and caches, the planner decides."""

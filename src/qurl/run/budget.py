@@ -9,6 +9,7 @@ import torch
 
 from qurl.config import Config
 from qurl.config.rules import find_unsharded
+from qurl.errors import first_line
 from qurl.objectives import ADVANTAGES, Advantage
 from qurl.ops.device import pick_device
 from qurl.ops.ray import HERE
@@ -59,8 +60,8 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     except (OSError, ValueError) as error:
         if os.path.exists(config.model.path):
             raise
-        reason = str(error).splitlines()[0]
-        lines.append(f"  unknown: {config.model.path} is not reachable here ({reason})")
+        reason = f"{config.model.path} is not reachable here ({first_line(error)})"
+        lines.append(f"  unknown: {reason}")
         return "\n".join(lines)
     room, of = (card.memory, card.name) if card else room_of(device)
     rows = memory_rows(config, size, room, is_cuda=device.type == "cuda")

@@ -70,7 +70,8 @@ class Choices:
                 given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
         if isinstance(given["engine"], type):
             check_engine(given["engine"])
-        given["task"] = given["task"] or config.task.name
+        if given["task"] is None:
+            given["task"] = config.task.name
         for key in SAMPLING_PARTS:
             name = key.partition(".")[2]
             given[name] = given[name] if given[name] is not None else named_part(config, key)

@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "toy_seeds")
     parser.add_argument("--table", action="store_true", help="print what was measured, run nothing")
@@ -71,7 +72,7 @@ def main() -> None:
 def run_all(args: argparse.Namespace) -> None:
     runs = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
     done = {(run["format"], run["method"], run["seed"]) for run in runs}
-    jobs = [(f, m, s) for f in args.formats for s in range(args.seeds) for m in METHODS]
+    jobs = [(f, m, s) for s in range(args.seeds) for f in args.formats for m in args.methods]
     lock = threading.Lock()
 
     def work(job: tuple[str, str, int]) -> None:

@@ -164,6 +164,30 @@ def test_gpus_share_sequences_and_groups():
     assert many.rollout == pytest.approx(predict(64, Placement(32, 32, False))[0].rollout)
 
 
+def test_replicas_add_up_gradients_after_each_mini_batch():
+    """Four updates a step of 4 P bytes, twice 7 / 8 of them around a ring of 8 at 0.8 x 450 GB/s.
+    Products are those of fused layers, and each rank has the whole optimizer."""
+    one, eight = (predict(n, Placement(n, n, True, is_sharded=False))[0] for n in (1, 8))
+    received = 4 * 2 * 4 * P * 7 / 8
+    assert eight.exchanged_bytes == pytest.approx(received)
+    assert eight.exchange == pytest.approx(received / (0.8 * H200.link) + 8 * 7 * 10e-6)
+    optimizer = 4 * P * 36 / 4.3e12
+    assert eight.compute == pytest.approx((one.compute - optimizer) / 8 + optimizer, rel=0.01)
+    assert eight.train == eight.compute + eight.exchange
+    assert (eight.sync, eight.sync_bytes) == (cluster.VERIFY_SECONDS, 0)
+    assert eight.trainer_gib == pytest.approx(one.trainer_gib, rel=0.2), "nothing is shared"
+    assert eight.trainer_gib > 2 * predict(8, Placement(8, 8, True))[0].trainer_gib
+
+
+def test_replicas_take_about_as_long_as_shards():
+    """docs/scale.md says so. Products are faster, and nothing hides the exchange."""
+    for card, shape in (("H200", "1.5B"), ("H200", "3B"), ("A100", "0.5B"), ("A100", "1.5B")):
+        plan, arm = scenario(recipe(), card, gpus=8, shape=shape), Arm.of("int8")
+        found = {str(p.placement): p for p in plan.planner.best(arm, plan.work(arm))}
+        assert found["replicas"].fits
+        assert found["replicas"].step == pytest.approx(found["together"].step, rel=0.03)
+
+
 def test_micro_batches_of_a_step():
     """Per rank 8 rows of 1536 tokens, in pieces of 10 rows: 4 pieces of 0.75 + 2 gathers."""
     planner = scenario(recipe(), gpus=8).planner
@@ -229,7 +253,7 @@ def test_the_plan_of_a_recipe():
     config = recipe(model={"path": "nowhere", "gradient_checkpointing": True})
     advice = advise(config, gpus=16, shape="7B", gpu="H100")
     kinds = [str(p.placement) for p in advice.plan]
-    assert kinds == 2 * ["driver", "together", "apart", "ahead"]
+    assert kinds == 2 * ["driver", "together", "replicas", "apart", "ahead"]
     assert {p.placement.num_gpus for p in advice.plan} == {16}
     assert all(p.placement.trainers % 8 == 0 for p in advice.plan), "whole nodes"
     for source, text in cluster.ASSUMPTIONS:

@@ -57,6 +57,7 @@ ASSUMPTIONS: Sequence[tuple[Source, str]] = (
     ("assumed", f"exchanges reach {LINK_SHARE:.0%} of links and networks"),
     ("assumed", f"nodes of {NODE} GPUs; {HOP_SECONDS * 1e6:.0f} us per hop of a ring"),
     ("assumed", "exchanges of FSDP2 hide behind products, or products behind them"),
+    ("assumed", "replicas add up their gradients after all products of a mini-batch"),
     ("assumed", f"the driver receives and sends {CONTROL_RATE / 1e9} GB/s"),
     ("assumed", f"texts have {TEXT_BYTES} bytes a token"),
     ("assumed", f"a restart takes {RESTART_SECONDS:.0f} s"),
@@ -145,6 +146,18 @@ def exchange_seconds(
         seconds += count * ring_seconds(num_bytes, ranks, rate, num_calls)
         received += count * ring_bytes(num_bytes, ranks)
     return seconds, received
+
+
+def addition_seconds(
+    size: ModelSize, card: Card, ranks: int, num_updates: float
+) -> tuple[float, float]:
+    """(seconds, bytes that a rank receives) of adding up the FP32 gradients of replicas.
+
+    An all-reduce is a reduce-scatter and an all-gather: 2 B (n - 1) / n.
+    """
+    gradients, rate = 4.0 * size.num_parameters, collective_rate(card, ranks)
+    seconds = ring_seconds(gradients, ranks, rate)
+    return 2 * num_updates * seconds, 2 * num_updates * ring_bytes(gradients, ranks)
 
 
 def sync_seconds(

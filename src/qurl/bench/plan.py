@@ -3,6 +3,8 @@
     driver     all GPUs train, the first one samples: sync + rollout + train + driver
                (parallel.colocate = false)
     together   every GPU trains and samples in turn:  the same (parallel.trainers)
+    replicas   the same with a whole trainer on each GPU, which adds up gradients after a mini-batch
+               (parallel.shard = false)
     apart      T GPUs train, E sample, in turn:       the same, while the others wait
                (parallel.trainers and parallel.engines)
     ahead      apart, with rollout.ahead = 1:         sync + max(rollout, train + driver)
@@ -41,6 +43,7 @@ class Placement:
     engines: int
     is_colocated: bool
     ahead: int = 0
+    is_sharded: bool = True
 
     @property
     def num_gpus(self) -> int:
@@ -52,6 +55,8 @@ class Placement:
         return self.is_colocated and self.engines < self.trainers
 
     def __str__(self) -> str:
+        if not self.is_sharded:
+            return "replicas"
         if self.is_colocated:
             return "driver" if self.is_driver_alone else "together"
         return "ahead" if self.ahead else "apart"
@@ -79,7 +84,9 @@ class Prediction:
 
     @property
     def train(self) -> float:
-        """Products and exchanges overlap."""
+        """Products and exchanges of shards overlap; gradients are added up after all products."""
+        if not self.placement.is_sharded:
+            return self.compute + self.exchange
         return max(self.compute, self.exchange)
 
     @property
@@ -109,6 +116,7 @@ class Planner:
         yield Placement(total, 1, True)
         if engine == "local":
             yield Placement(total, total, True)
+            yield Placement(total, total, True, is_sharded=False)
         if engine not in ("local", "vllm"):
             return
         node = cluster.NODE
@@ -147,16 +155,9 @@ class Planner:
     def predict(self, arm: Arm, work: Work, placement: Placement) -> Prediction:
         trainer, engine, cache = self.memory(arm, placement)
         seconds = self._step_seconds(arm, work, placement, cache)
-        passes = self._passes(work, placement.trainers)
-        trainers, is_colocated = placement.trainers, placement.is_colocated
-        exchange, exchanged = cluster.exchange_seconds(
-            self.size, self.card, trainers, *passes, is_unified=arm.is_unified
-        )
-        weights = (self.size, arm.quant["format"])
-        shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
-        sync = cluster.sync_seconds(
-            *weights, self.card, trainers, placement.engines, is_colocated=is_colocated
-        )
+        trainers = placement.trainers
+        exchange, exchanged = self._exchange(arm, work, placement)
+        sync, shipped = self._sync(arm, placement)
         is_shelved = trainers > 1 and not placement.is_driver_alone
         lengths = (work.prompt_tokens, work.new_tokens)
         driver, received, sent = cluster.driver_seconds(
@@ -175,10 +176,28 @@ class Planner:
             engine_gib=engine / GIB,
             fits=max(trainer, engine) <= self.card.memory and cache >= self._longest_cache(arm),
             exchanged_bytes=exchanged,
-            sync_bytes=shipped(*weights),
+            sync_bytes=shipped,
             driver_bytes=received + sent,
             num_tokens=self._sequences * work.new_tokens,
         )
+
+    def _exchange(self, arm: Arm, work: Work, placement: Placement) -> tuple[float, float]:
+        """Seconds of the trainers' exchanges, and bytes that each receives."""
+        ranks = (self.size, self.card, placement.trainers)
+        if placement.is_sharded:
+            passes = self._passes(work, placement.trainers)
+            return cluster.exchange_seconds(*ranks, *passes, is_unified=arm.is_unified)
+        return cluster.addition_seconds(*ranks, self.config.updates_per_step * work.num_networks)
+
+    def _sync(self, arm: Arm, placement: Placement) -> tuple[float, float]:
+        """Seconds of a sync, and its bytes. A replica codes its own weights for its engine."""
+        if not placement.is_sharded:
+            return cluster.VERIFY_SECONDS, 0.0
+        weights, is_colocated = (self.size, arm.quant["format"]), placement.is_colocated
+        places = (placement.trainers, placement.engines)
+        seconds = cluster.sync_seconds(*weights, self.card, *places, is_colocated=is_colocated)
+        shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
+        return seconds, shipped(*weights)
 
     @property
     def _sequences(self) -> int:
@@ -196,7 +215,8 @@ class Planner:
         tokens = cache / self._longest_cache(arm) * longest_sequence(self.config)
         capacity = max(1.0, tokens / (work.prompt_tokens + work.new_tokens / 2))
         together = min(sampled, self.config.rollout.max_batch, capacity)
-        training = replace(work, sequences=rows, num_ranks=placement.trainers)
+        num_ranks = placement.trainers if placement.is_sharded else 1
+        training = replace(work, sequences=rows, num_ranks=num_ranks)
         sampling = replace(work, sequences=sampled, together=together)
         trained, asked = (step_seconds(self.shape, arm, speed, x) for x in (training, sampling))
         return replace(trained, rollout=asked.rollout, rest=asked.rest)
@@ -224,7 +244,7 @@ class Planner:
         parallel = replace(
             self.config.parallel,
             trainers=placement.trainers,
-            shard=True,
+            shard=placement.is_sharded,
             engines=0 if placement.is_colocated else placement.engines,
             colocate=not placement.is_driver_alone,
             min_engines=1,

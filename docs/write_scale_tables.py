@@ -83,7 +83,7 @@ def steps() -> list[str]:
             ends = [f"**{shorten(best.step)}**", shorten(plain.step) if plain.fits else "-"]
             cells = [model, f"{gpus:,}", str(place), split, *map(shorten, parts)]
             rows.append([*cells, *ends, f"{gib:.0f}"])
-    head = "model | GPUs | placement | train + sample | rollout | train | FSDP2 | sync | driver"
+    head = "model | GPUs | placement | train + sample | rollout | train | exchange | sync | driver"
     return table(f"{head} | **step** | step, BF16 | GiB", rows)
 
 

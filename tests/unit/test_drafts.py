@@ -12,7 +12,13 @@ from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, DataError
 from qurl.rollout import build_engine, canary
 from qurl.rollout.local.drafts import WINDOWS, Drafter, Pace
-from qurl.rollout.local.patterns import END, LONGEST_PATTERN, NUM_LEADING, PatternIndex
+from qurl.rollout.local.patterns import (
+    END,
+    LONGEST_PATTERN,
+    MOST_PLACES,
+    NUM_LEADING,
+    PatternIndex,
+)
 from qurl.run.assembly import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams
@@ -106,6 +112,13 @@ def test_an_index_worked_by_hand():
     assert index.draft([9, 9, 1, 2], 16) == [3, 4, 5]
 
 
+def test_a_text_that_loops_keeps_few_places():
+    """Each draft walks through the places of its run: one draft must not read a whole text."""
+    index = PatternIndex([0], [[7] * 4096] * 8, 4)
+    assert len(index.find([7, 7, 7, 7])) == MOST_PLACES
+    assert index.draft([7] * 7, 16) == [7] * 16
+
+
 def test_a_draft_ends_where_its_share_falls_below_a_tenth():
     """Eleven responses differ in the fifth token: each has a share of 1/11."""
     texts = [[1, 2, 3, 4, 10 + i] for i in range(11)]
@@ -163,8 +176,10 @@ def test_drafts_that_take_longer_per_token_end():
 
 
 def test_drafts_that_save_time_stay():
+    """Steps without drafts are tried again too: their time may have changed."""
     drafter = Drafter(192, "double_halve", Pace())
-    assert run_steps(drafter, 1100, 40, draft_s=1.2, num_tokens=1.4) == 1100 - 16
+    assert run_steps(drafter, 1100, 40, draft_s=1.2, num_tokens=1.4) == 1100 - 16 - 16
+    assert run_steps(drafter, 1100, 40, draft_s=1.6, num_tokens=1.4) < 1100 / 2
 
 
 def test_a_slow_step_now_and_then_decides_nothing():

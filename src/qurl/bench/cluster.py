@@ -27,6 +27,8 @@ HOP_SECONDS = 10e-6
 BUCKET_BYTES = float(CHUNK_BYTES)
 GATHERS_PER_LAYER = 16
 """Of a sync: codes and scales of seven projections, and two norms."""
+GRADIENTS_PER_LAYER = 12
+"""Of replicas: those of seven projections, three biases and two norms."""
 CONTROL_RATE = 1.25e9
 VERIFY_SECONDS = 0.12
 OUTLINE_BYTES, OUTLINE_SECONDS, ROW_BYTES = 170, 20e-6, 200
@@ -149,14 +151,15 @@ def exchange_seconds(
 
 
 def addition_seconds(
-    size: ModelSize, card: Card, ranks: int, num_updates: float
+    size: ModelSize, card: Card, ranks: int, num_trained: float, num_updates: float
 ) -> tuple[float, float]:
     """(seconds, bytes that a rank receives) of adding up the FP32 gradients of replicas.
 
-    An all-reduce is a reduce-scatter and an all-gather: 2 B (n - 1) / n.
+    An all-reduce is a reduce-scatter and an all-gather: 2 B (n - 1) / n. There is one for each of a
+    layer's tensors.
     """
-    gradients, rate = 4.0 * size.num_parameters, collective_rate(card, ranks)
-    seconds = ring_seconds(gradients, ranks, rate)
+    gradients, num_calls = 4.0 * num_trained, GRADIENTS_PER_LAYER * size.num_layers
+    seconds = ring_seconds(gradients, ranks, collective_rate(card, ranks), num_calls)
     return 2 * num_updates * seconds, 2 * num_updates * ring_bytes(gradients, ranks)
 
 

@@ -19,7 +19,7 @@ products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B (its
 
     updates            3B 2.5 %, 0.5B 11 to 15 %
     whole steps        1.5B and 3B 5 % at most; 7B 6 % too fast with micro-batches of 4160 tokens
-    gains of steps     two pairs of 0.5B, seven arms of 1.5B and 3B: 5.6 % at most
+    gains of steps     two pairs of 0.5B, four arms of 1.5B: 5.6 % at most
 
 Unified FP8 has four measured steps and LoRA one, which set their rates: nothing checks them.
 """

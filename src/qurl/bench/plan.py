@@ -28,6 +28,7 @@ from qurl.bench.forecast import StepSeconds, Work, step_seconds
 from qurl.bench.limits import speed_of
 from qurl.bench.shapes import Shape
 from qurl.config import Config
+from qurl.config.rules import find_unsharded
 from qurl.run import budget
 from qurl.run.budget import GIB, longest_sequence
 from qurl.run.cards import Card
@@ -113,6 +114,9 @@ class Planner:
         Which there are depends on the engine (`qurl.run.engines`).
         """
         total, engine = self.num_gpus, self.config.rollout.engine
+        if find_unsharded(self.config):
+            yield Placement(total, total if engine == "local" else 1, True, is_sharded=False)
+            return
         yield Placement(total, 1, True)
         if engine == "local":
             yield Placement(total, total, True)
@@ -187,7 +191,10 @@ class Planner:
         if placement.is_sharded:
             passes = self._passes(work, placement.trainers)
             return cluster.exchange_seconds(*ranks, *passes, is_unified=arm.is_unified)
-        return cluster.addition_seconds(*ranks, self.config.updates_per_step * work.num_networks)
+        num_updates = self.config.updates_per_step * work.num_networks
+        return cluster.addition_seconds(
+            *ranks, budget.num_trained(self.config, self.size), num_updates
+        )
 
     def _sync(self, arm: Arm, placement: Placement) -> tuple[float, float]:
         """Seconds of a sync, and its bytes. A replica codes its own weights for its engine."""
@@ -262,7 +269,7 @@ def build_plan_table(predictions: Sequence[Prediction]) -> Table:
     """Seconds of a step by part; `GiB` of trainer and engine, where they are apart."""
     table = Table(box=None, pad_edge=False)
     table.add_column("placement", no_wrap=True)
-    for name in ("GPUs", "rollout", "train", "FSDP", "sync", "driver", "step", "GiB"):
+    for name in ("GPUs", "rollout", "train", "exchange", "sync", "driver", "step", "GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for p in predictions:
         place, parts = p.placement, (p.rollout, p.train, p.exchange, p.sync, p.driver, p.step)

@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -93,21 +94,24 @@ class Pace:
 
     NUM_TRIED = 16
     """Steps of either kind before one of them is preferred; the median of the newest counts."""
-    NUM_PLAIN = 1024
-    """Steps without drafts before they are tried again: answers come to resemble earlier ones."""
+    NUM_BEFORE_RETRY = 1024
+    """Steps of one kind before the other is tried again: contexts and answers change."""
 
     def __init__(self) -> None:
-        newest = lambda: deque(maxlen=self.NUM_TRIED)  # noqa: E731
+        newest = partial(deque[float], maxlen=self.NUM_TRIED)
         self._seconds: dict[tuple[int, bool], deque[float]] = defaultdict(newest)
-        self._num_plain: Counter[int] = Counter()
+        self._num_alike: Counter[tuple[int, bool]] = Counter()
 
     def record(self, num_rows: int, seconds: float, *, num_tokens: float, has_drafts: bool) -> None:
         """A step of so many rows, each of which got `num_tokens` on average."""
         size = num_rows.bit_length()
-        self._seconds[size, has_drafts].append(seconds / num_tokens)
-        self._num_plain[size] = 0 if has_drafts else self._num_plain[size] + 1
-        if self._num_plain[size] == self.NUM_PLAIN:
-            self._seconds[size, True].clear()
+        kind, other = (size, has_drafts), (size, not has_drafts)
+        self._seconds[kind].append(seconds / num_tokens)
+        self._num_alike[kind] += 1
+        self._num_alike[other] = 0
+        if self._num_alike[kind] == self.NUM_BEFORE_RETRY:
+            self._num_alike[kind] = 0
+            self._seconds[other].clear()
 
     def favours_drafts(self, num_rows: int) -> bool:
         plain, drafted = (self._seconds[num_rows.bit_length(), kind] for kind in (False, True))

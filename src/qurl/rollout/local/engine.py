@@ -93,7 +93,8 @@ class LocalEngine:
         self.weights = Weights(model, quant, dtype, device, **precision)
         self.memory = CacheMemory(self.weights.arch, dtype, device, cache)
         self._ops = choose_ops(self.weights, deterministic=deterministic, unified=unified)
-        self.drafter = Drafter(draft_tokens, draft_window, Pace() if is_cuda else None)
+        pace = Pace() if is_cuda and draft_tokens else None
+        self.drafter = Drafter(draft_tokens, draft_window, pace)
         self.stepper = Stepper(self._ops, max_batch, draft_tokens)
         self._sync = WeightSync(self.weights, scales, owns_norms=has_noise)
         self._receiver = Receiver(model, self.weights, full_layers)

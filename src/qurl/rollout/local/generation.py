@@ -139,7 +139,7 @@ class Generation:
             self._launch(scheduler)
         while len(self._in_flight) > self._engine.stepper.depth:
             self._read()
-        if (pace := self._engine.drafter.pace) is not None and num_rows:
+        if (pace := self._engine.drafter.pace) is not None and num_rows and num_tokens:
             seconds = time.perf_counter() - start
             pace.record(num_rows, seconds, num_tokens=num_tokens, has_drafts=bool(room))
 
@@ -239,13 +239,13 @@ class Generation:
     def _draft(self, scheduler: Scheduler, room: int) -> float:
         """One step of all running requests, with drafts; its tokens are read at once.
 
-        Returns how many tokens a request got on average.
+        Returns how many tokens a request got on average; 0 if none was left.
         """
         self._drain()  # drafts continue what is known
         self._place(scheduler)
         requests, drafter = scheduler.running, self._engine.drafter
         if not requests:
-            return 1.0
+            return 0.0
         spare = np.minimum(scheduler.spare(), room).tolist()
         drafts = [drafter.draft(r, num) for r, num in zip(requests, spare, strict=True)]
         numbers = pack_drafts(requests, drafts)

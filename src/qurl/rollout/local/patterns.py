@@ -21,6 +21,8 @@ END = -1
 """Stands behind each text of an index; no token has this id."""
 LONGEST_PATTERN = 7
 SMALLEST_SHARE = 0.1
+MOST_PLACES = 64
+"""Of one run."""
 NUM_LEADING = 5
 """Prompt tokens before each response, so that its beginning is found too."""
 
@@ -28,9 +30,9 @@ NUM_LEADING = 5
 class PatternIndex:
     """A prompt and earlier responses to it, searchable by runs of tokens.
 
-    A table has the places behind every run of the shortest length. Few places have the same run, so
-    longer ones are found by looking at the tokens before them. The host searches for every sequence
-    in every decode step, and searching sorted suffixes took four times as long.
+    A table has the places behind every run of the shortest length. Longer runs are found by looking
+    at the tokens before these places. The host does this for every sequence in every decode step,
+    so a run that repeats over and over keeps only its first places.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class PatternIndex:
         runs, size = text.tobytes(), shortest_pattern * text.itemsize
         for place in range(shortest_pattern, len(text)):
             start = (place - shortest_pattern) * text.itemsize
-            self._places.setdefault(runs[start : start + size], []).append(place)
+            places = self._places.setdefault(runs[start : start + size], [])
+            if len(places) < MOST_PLACES:
+                places.append(place)
 
     def draft(self, tail: Sequence[int], length: int) -> list[int]:
         """Up to `length` tokens that may follow `tail`, by its longest end that goes on here."""

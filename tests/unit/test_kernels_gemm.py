@@ -317,7 +317,7 @@ def test_measured_plans_name_real_kernels():
     plans = Plans(H200)
     assert plans.table, "the package ships a table for this device"
     for (kind, _, depth, tokens), plan in plans.table.items():
-        assert kind in ("int8", "fp8", "fp8-unified", "bf16")
+        assert kind in ("int8", "fp8", "fp8-unified", "nvfp4", "bf16")
         assert tokens in BUCKETS
         assert plan is not None or kind != "int8", "cuBLAS has no INT8 product with our scales"
         assert plan is None or plan.splits * plan.depth <= depth

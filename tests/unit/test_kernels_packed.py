@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from qurl.ops.target import Target
 from qurl.quant import Quantized, dequantize, get_format, quantize
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
-from qurl.quant.kernels.packed import decode, decode_factor
+from qurl.quant.kernels.packed import decode, decode_factor, multiply_packed
 from qurl.quant.kernels.plans import BUCKETS, PACKED_TOKENS, Plans, rule_of_thumb
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.linear import Partial, finish
@@ -61,6 +61,21 @@ def test_codes_times_scales_are_exact_in_16_bits(dtype):
     x = torch.eye(512, device=DEVICE, dtype=dtype)[:64]
     product = multiply(x, weight, None, FP32, Plan(16, 64, 64))
     assert torch.equal(finish(product), (exact * weight.tensor_scale).T[:64])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_codes_in_another_order_give_the_same_product(dtype):
+    x, weight, bias = operands(17, 70, 512, dtype)
+    plan, block = Plan(16, 64, 256), 8
+    pairs = weight.codes.view(torch.int16).reshape(70, -1, block, 4)
+    codes = pairs.transpose(2, 3).reshape(70, -1).contiguous().view(torch.uint8)
+    assert not torch.equal(codes, weight.codes)
+    turned = Quantized(codes, weight.scale, weight.format, weight.tensor_scale)
+    y = torch.full((2, 1, 17, 70), torch.nan, device=DEVICE)
+    multiply_packed(x, weight, bias, y[0], plan, is_gated=False)
+    multiply_packed(x, turned, bias, y[1], plan, is_gated=False, block=block)
+    assert y.isfinite().all()
+    assert torch.equal(y[0], y[1])
 
 
 @pytest.mark.parametrize("size", SIZES)

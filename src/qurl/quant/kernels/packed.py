@@ -85,9 +85,20 @@ _CHUNK = 2048
 
 
 def multiply_packed(
-    x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor, plan: Plan, *, is_gated: bool
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    y: Tensor,
+    plan: Plan,
+    *,
+    is_gated: bool,
+    block: int = 1,
 ) -> None:
-    """Write x W^T of x [M, K] into y [parts, M, N], or silu(gate) * up into y [M, N / 2]."""
+    """Write x W^T of x [M, K] into y [parts, M, N], or silu(gate) * up into y [M, N / 2].
+
+    In codes of `block` groups together, the pairs of bytes of one thread lie side by side: the
+    first pair of all groups, then the second one, and so on (`benchmarks/nvfp4_order.py`).
+    """
     M, (N, K) = len(x), weight.shape
     assert x.shape[1] == K
     assert plan.depth % (2 * GROUP) == 0
@@ -95,7 +106,7 @@ def multiply_packed(
     pairs = codes.view(torch.int16)
     x_tiles, w_tiles, has_descriptors = as_tiles(x, pairs, plan)
     grid, steps, constants = plan.launch(M, pairs, K, is_gated=is_gated)
-    constants["HAS_DESCRIPTORS"] = has_descriptors
+    constants |= {"HAS_DESCRIPTORS": has_descriptors, "BLOCK": block}
     arguments = (pairs, scale, outer, y, bias, M, N, K, K // 4, K // GROUP, steps)
     packed_gemm_kernel[grid](x_tiles, w_tiles, *arguments, **constants)
 
@@ -170,6 +181,7 @@ def packed_gemm_kernel(
     IS_FINISHED: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -208,7 +220,7 @@ def packed_gemm_kernel(
             x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
         scale = load_tile(scale_w, channels, groups + step * (DEPTH // _GROUP), N, num_groups)
         product = tl.dot(
-            as_factor(_weights(codes, scale, x_tile.dtype)),
+            as_factor(_weights(codes, scale, x_tile.dtype, BLOCK)),
             as_factor(x_tile).T,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
         )
@@ -221,7 +233,7 @@ def packed_gemm_kernel(
 
 
 @triton.jit
-def _weights(codes, scale, DTYPE: tl.constexpr):
+def _weights(codes, scale, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """q a / 256 [CHANNELS, DEPTH] of pairs of bytes and scales, exact in DTYPE."""
     if not INTERPRETED and tl.bfloat16 == DTYPE:
         # Triton by itself multiplies BF16 numbers one by one, and in FP32.
@@ -232,20 +244,21 @@ def _weights(codes, scale, DTYPE: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             _PRODUCTS,
             "=&r,=&r,=&r,=&r,r,r",
-            [codes, _repeat(steps, codes.shape[1])],
+            [codes, _repeat(steps, codes.shape[1], BLOCK)],
             (tl.int32, tl.int32),
             is_pure=True,
             pack=2,
         )
         low, high = _numbers_of_pair(low), _numbers_of_pair(high)
     else:
-        steps = _repeat(_from_float8(scale) * (1 / _LIFT), codes.shape[1])
+        steps = _repeat(_from_float8(scale) * (1 / _LIFT), codes.shape[1], BLOCK)
         low = tl.join(_from_code(codes) * steps, _from_code(codes >> 8) * steps)
         high = tl.join(_from_code(codes >> 4) * steps, _from_code(codes >> 12) * steps)
         low, high = narrow(low, DTYPE), narrow(high, DTYPE)
-    # [CHANNELS, group, pair, byte, half] to the order of input channels.
-    tile = tl.join(low, high).reshape(codes.shape[0], scale.shape[1], _HALF // 2, 2, 2)
-    return tile.permute(0, 1, 4, 2, 3).reshape(codes.shape[0], 4 * codes.shape[1])
+    # [CHANNELS, block, pair, group, byte, half] to the order of input channels.
+    BLOCKS: tl.constexpr = scale.shape[1] // BLOCK
+    tile = tl.join(low, high).reshape(codes.shape[0], BLOCKS, _HALF // 2, BLOCK, 2, 2)
+    return tile.permute(0, 1, 3, 5, 2, 4).reshape(codes.shape[0], 4 * codes.shape[1])
 
 
 @triton.jit
@@ -257,10 +270,12 @@ def _numbers_of_pair(bits):
 
 
 @triton.jit
-def _repeat(steps, WIDTH: tl.constexpr):
-    """Each of the scales [CHANNELS, groups] so often that there are WIDTH."""
-    TIMES: tl.constexpr = WIDTH // steps.shape[1]
-    steps = tl.broadcast_to(steps[:, :, None], (steps.shape[0], steps.shape[1], TIMES))
+def _repeat(steps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Each of the scales [CHANNELS, groups] so often that there are WIDTH, in the codes' order."""
+    BLOCKS: tl.constexpr = steps.shape[1] // BLOCK
+    PAIRS: tl.constexpr = WIDTH // steps.shape[1]
+    steps = steps.reshape(steps.shape[0], BLOCKS, 1, BLOCK)
+    steps = tl.broadcast_to(steps, (steps.shape[0], BLOCKS, PAIRS, BLOCK))
     return steps.reshape(steps.shape[0], WIDTH)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from benchmarks.nvfp4_order import BLOCK, reorder
 from qurl.ops.target import Target
 from qurl.quant import Quantized, dequantize, get_format, quantize
 from qurl.quant.kernels.gemm import Plan, library_product, multiply, multiply_gated
@@ -66,14 +67,11 @@ def test_codes_times_scales_are_exact_in_16_bits(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_codes_in_another_order_give_the_same_product(dtype):
     x, weight, bias = operands(17, 70, 512, dtype)
-    plan, block = Plan(16, 64, 256), 8
-    pairs = weight.codes.view(torch.int16).reshape(70, -1, block, 4)
-    codes = pairs.transpose(2, 3).reshape(70, -1).contiguous().view(torch.uint8)
-    assert not torch.equal(codes, weight.codes)
-    turned = Quantized(codes, weight.scale, weight.format, weight.tensor_scale)
+    plan, turned = Plan(16, 64, 256), reorder(weight)
+    assert not torch.equal(turned.codes, weight.codes)
     y = torch.full((2, 1, 17, 70), torch.nan, device=DEVICE)
     multiply_packed(x, weight, bias, y[0], plan, is_gated=False)
-    multiply_packed(x, turned, bias, y[1], plan, is_gated=False, block=block)
+    multiply_packed(x, turned, bias, y[1], plan, is_gated=False, block=BLOCK)
     assert y.isfinite().all()
     assert torch.equal(y[0], y[1])
 

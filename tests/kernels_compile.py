@@ -164,7 +164,7 @@ def codes(num_rows: int, columns: int, format: str, *, is_weight: bool = False) 
     f = get_format(format)
     if f.is_weight_only:
         bytes = numbers(num_rows, columns // 2, dtype=torch.uint8)
-        scale = numbers(num_rows, columns // 16, dtype=torch.float8_e4m3fn)
+        scale = numbers(num_rows, columns // 16)
         return Quantized(bytes, scale, f, floats(num_rows, 1))
     groups = 1 if f.block is None else -(-columns // f.block)
     scale_rows = -(-num_rows // f.block) if f.block and is_weight else num_rows

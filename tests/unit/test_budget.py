@@ -194,7 +194,7 @@ def test_adapters_by_hand(on_gpu):
 
 
 def test_a_base_in_codes_by_hand(on_gpu):
-    """Codes take 0.5625 bytes a weight, once for the trainer and once for the engine, which has the
+    """Codes take 0.625 bytes a weight, once for the trainer and once for the engine, which has the
     adapters in BF16. Nothing is merged; gate and up of a layer are decoded, and put side by side.
     """
     scratch = {"hidden_size": 32, "layers": 2, "heads": 4}
@@ -202,22 +202,22 @@ def test_a_base_in_codes_by_hand(on_gpu):
     config = recipe(model=model, quant={"format": "nvfp4"}, eval={"every": 1})
     rows = memory_rows(config, measure_model(config))
     adapters = 8 * 2 * 736
-    assert rows["policy, frozen"] == 0.5625 * 32_768 + 2 * 6_560
-    assert rows["engine weights"] == 0.5625 * 32_768 + 2 * adapters
+    assert rows["policy, frozen"] == 0.625 * 32_768 + 2 * 6_560
+    assert rows["engine weights"] == 0.625 * 32_768 + 2 * adapters
     assert rows["adapters, FP32"] == 4 * adapters
     assert rows["decoded weights"] == 2 * 2 * (2 * 128 * 32)
     assert not rows.keys() & {"merged weights", "engine of evaluations"}
 
 
 def test_nvfp4_weights_of_a_7b_model():
-    """Its projections in 4.5 bits and a number per row; nothing is allocated."""
+    """Its projections in 5 bits and a number per row; nothing is allocated."""
     width, mlp, layers, _, kv_heads, *_ = QWEN_7B
     shapes = [(width, width), (2 * 128 * kv_heads, width), (width, width), (2 * mlp, width)]
     shapes += [(width, mlp)]
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
     total = layers * sum(quantize(weight, "nvfp4").num_bytes for weight in numbers)
     rows = sum(shape[0] for shape in shapes)
-    assert total == layers * (sum(n.numel() for n in numbers) * 4.5 / 8 + 4 * rows)
+    assert total == layers * (sum(n.numel() for n in numbers) * 5 / 8 + 4 * rows)
     assert 3.6e9 < total < 4.6e9
 
 

@@ -103,7 +103,7 @@ def test_scales_are_fp32_except_of_float64(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bf16_weights_are_coded_as_their_fp32_values(name):
-    x = _normal(40, 208, dtype=torch.bfloat16)
+    x = _normal(40, 224, dtype=torch.bfloat16)
     low, full = quantize(x, name), quantize(x.float(), name)
     assert torch.equal(low.codes.float(), full.codes.float())
     assert torch.equal(low.scale.float(), full.scale.float())
@@ -234,13 +234,15 @@ def test_nvfp4_by_hand():
     x = torch.zeros(2, 32)
     x[0, 0], x[0, 1] = 6 * 448, -448
     x[0, 16:20] = torch.tensor([12.0, 1.0, 2.5, -3.5])
-    x[1, 0], x[1, 8] = 102.0, 8.0
+    x[1, 0], x[1, 11] = 102.0, -8.0
     q = quantize(x, "nvfp4")
     assert q.tensor_scale.tolist() == [[1.0], [1.0]]
     assert q.scale.float().tolist() == [[448, 2], [16, 0]]
     assert (q.codes.shape, q.codes.dtype) == ((2, 16), torch.uint8)
-    # The low half of byte i is channel i, the high half channel i + 8: 6 is 7, 0.5 is 1.
-    assert q.codes[1].tolist() == [7 | 1 << 4, *[0] * 15]
+    # 6 is 7 and -0.5 is 9. Channel 0 is in the first half of a word, at bits 6 to 8. Channel 11 is
+    # 8 + 3 and so in the fourth half, at bits 3 to 5, with its sign at bit 12.
+    halves = q.codes[1].view(torch.int16).tolist()
+    assert halves == [7 << 6, 0, 0, 1 << 3 | 1 << 12, 0, 0, 0, 0]
     expected = x.clone()
     expected[0, 18:20] = torch.tensor([2.0, -4.0])
     expected[1, 0] = 96
@@ -270,15 +272,25 @@ def test_nvfp4_of_zeros_is_zero():
     assert dequantize(quantize(x, "nvfp4")).tolist() == [[1.0] * 16 + [0.0] * 16]
 
 
-def test_nvfp4_takes_four_and_a_half_bits():
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 640])
+def test_nvfp4_packs_every_code_and_finds_it_again(columns):
+    channels = torch.arange(columns)
+    codes = (channels + channels // 8) % 16
+    packed = nvfp4.pack(codes.repeat(3, 1))
+    assert packed.shape == (3, columns // 2)
+    numbers = torch.tensor((*nvfp4.NUMBERS, *(-n for n in nvfp4.NUMBERS)))[codes]
+    assert torch.equal(nvfp4.unpack(packed), numbers.repeat(3, 1))
+
+
+def test_nvfp4_takes_five_bits():
     q = quantize(_normal(64, 512), "nvfp4")
-    assert q.num_bytes == 64 * 512 * 4.5 / 8 + 64 * 4
-    assert q.format.weight_bytes == 4.5 / 8
+    assert q.num_bytes == 64 * 512 * 5 / 8 + 64 * 4
+    assert q.format.weight_bytes == 5 / 8
     assert q.shape == (64, 512)
 
 
-def test_nvfp4_refuses_rows_that_its_groups_do_not_divide():
-    with pytest.raises(ValueError, match=r"16 input channels together, and a weight has 40; use"):
+def test_nvfp4_refuses_rows_that_its_words_do_not_divide():
+    with pytest.raises(ValueError, match=r"32 input channels together, and a weight has 40; use"):
         quantize(_normal(2, 40), "nvfp4")
 
 

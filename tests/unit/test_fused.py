@@ -30,8 +30,8 @@ from tests.models import CPU, tiny_llama
 V = 61
 SHAPE = {
     "vocab_size": V,
-    "hidden_size": 48,
-    "intermediate_size": 80,
+    "hidden_size": 96,
+    "intermediate_size": 160,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

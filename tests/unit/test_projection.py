@@ -70,14 +70,14 @@ def test_numbers(bias, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_frozen_base_in_codes_with_adapters_beside_it(dtype):
     """y = x W_hat^T + b + s (x A^T) B^T; only A and B get gradients."""
-    plain, coded = projection(), []
+    plain, coded = projection(inputs=96), []
     for index, linear in enumerate(plain.linears):
         layer = CodedLinear(linear, get_format("nvfp4"), DEVICE)
         layer.adapter = Adapter(linear.weight, 4, 6, torch.Generator().manual_seed(index))
         nn.init.normal_(layer.adapter.B, std=0.1)
         coded.append(layer)
     found = Projection(coded)
-    x, dy = normal(33, 80, dtype=dtype), normal(33, 80, dtype=dtype, seed=1)
+    x, dy = normal(33, 96, dtype=dtype), normal(33, 80, dtype=dtype, seed=1)
     y, dx = found.multiply(x, dtype), found.input_gradient(dy)
     found.add_gradients_(dy, x)
     w = torch.cat([layer.weight.detach() for layer in coded]).double()

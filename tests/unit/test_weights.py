@@ -121,7 +121,7 @@ def test_tiles_are_stacked_where_none_spans_two_projections(native):
 
 
 def test_tiles_that_would_span_two_projections_stay_apart():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 224})
     sync = load(model, "fp8-block")
     assert (len(sync.weights.layers[0].qkv), len(sync.weights.layers[0].gate_up)) == (1, 2)
     assert_holds(sync, model)
@@ -293,7 +293,7 @@ def test_a_sync_by_the_kernel_is_the_same(quant, monkeypatch):
 @pytest.mark.parametrize("quant", FORMATS)
 @pytest.mark.parametrize("native", [False, True])
 def test_a_sound_copy_passes_at_every_version(quant, native):
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 224})
     sync = load(model, quant, native_codes=native)
     for version in range(12):
         sync.check(version)
@@ -321,7 +321,7 @@ def test_one_wrong_code_is_found_in_its_turn(quant, name):
 
 
 def test_one_wrong_code_of_a_tile_is_found_in_its_turn():
-    model = tiny_llama(**ALIGNED | {"intermediate_size": 208})
+    model = tiny_llama(**ALIGNED | {"intermediate_size": 224})
     sync = load(model, "fp8-block")
     part = sync.weights.layers[0].views["down_proj"]
     assert part.weight.scale.shape == (1, 2)

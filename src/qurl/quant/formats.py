@@ -47,7 +47,7 @@ class Format:
     @property
     def weight_bytes(self) -> float:
         """Of one weight, without scales of whole rows or tiles."""
-        return 0.5 + 1 / nvfp4.GROUP if self.is_weight_only else self.dtype.itemsize
+        return 0.5 + 2 / nvfp4.GROUP if self.is_weight_only else self.dtype.itemsize
 
 
 FORMATS: Mapping[str, Format] = {
@@ -74,7 +74,7 @@ class Quantized:
     format: Format
     tensor_scale: Tensor | None = None
     """NVFP4's g, repeated for each row [N, 1], as stacked weights have different ones. Its `scale`
-    is a [N, K / 16] in FP8."""
+    is a [N, K / 16], numbers of FP8 in BF16."""
 
     @property
     def num_bytes(self) -> int:

@@ -3,14 +3,21 @@
     g = max|W| / (6 * 448);  a = fp8(max|group| / (6 g));  q = e2m1(w / (a g));  w_hat = q (a g)
 
 E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties go to the even one of two.
-A group is 16 input channels of one output channel. Its scale a is FP8 E4M3, g is one FP32 number
-for the tensor: together 4.5 bits a weight. A group whose a rounds to 0 is all zeros.
+A group is 16 input channels of one output channel. Its scale a is a number of FP8 E4M3, g is one
+FP32 number for the tensor. A group whose a rounds to 0 is all zeros.
 
-A byte holds channels i (low) and i + 8 (high) of a group, so a kernel reads activations in runs of
-eight. Shapes: N output channels, K input channels.
+Unpacking limits the speed of a product (`qurl.quant.kernels.packed`), so codes and scales are
+stored as it reads them. Scales are held in BF16: a weight takes 5 bits. The codes of channels i,
+i + 8, i + 16 and i + 24 share 16 bits, at places (`PLACES`) from which few shifts make BF16 numbers
+of them. Those of i and i + 1, with i even, make a word. One thread of a matrix unit multiplies the
+words of the same i of all groups, so these lie together in a block of up to 8 groups.
+
+Shapes: N output channels, K input channels.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -23,17 +30,24 @@ LARGEST = 6.0
 SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the three low bits of a code; the fourth is the sign."""
+PLACES = ((6, 15), (3, 12), (0, 14), (9, 13))
+"""Of the three low bits and of the sign, for each of the four codes in 16 bits."""
+TOGETHER = 32
+"""Input channels whose codes share words."""
+MOST_GROUPS = 8
+"""Groups in a block: then a thread fetches 16 bytes at once."""
 
 
 def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes [N, K / 2], a [N, K / 16] in FP8, and g for each row [N, 1], unless given.
+    """Packed codes [N, K / 2], a [N, K / 16] in BF16, and g for each row [N, 1], unless given.
 
     It computes in FP32, or in FP64 for a weight of that precision.
     """
     rows, columns = weight.shape
-    if columns % GROUP:
+    if columns % TOGETHER:
         raise ModelError(
-            f"nvfp4 codes {GROUP} input channels together, and a weight has {columns}; use 'int8'"
+            f"nvfp4 packs {TOGETHER} input channels together, and a weight has {columns}; use "
+            "'int8'"
         )
     x = weight if weight.dtype == torch.float64 else weight.float()
     groups = x.unflatten(-1, (-1, GROUP))  # [N, K / 16, 16]
@@ -43,8 +57,8 @@ def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor,
     scale = (amax / (LARGEST * outer)).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
     step = (scale.to(x.dtype) * outer)[..., None]
     # A group of zeros is divided by infinity, not by 0.
-    low, high = round_e2m1(groups / step.masked_fill(step == 0, torch.inf)).chunk(2, -1)
-    return (low | high << 4).flatten(1), scale, outer.contiguous()
+    codes = round_e2m1(groups / step.masked_fill(step == 0, torch.inf)).flatten(1)
+    return pack(codes), scale.bfloat16(), outer.contiguous()
 
 
 def scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -67,9 +81,27 @@ def round_e2m1(x: Tensor) -> Tensor:
     return code | ((x < 0) & (code > 0)).to(torch.uint8) << 3
 
 
+def groups_of_block(columns: int) -> int:
+    """Groups whose words lie together: 8 if K is a multiple of 128, else 4 or 2."""
+    return math.gcd(columns // GROUP, MOST_GROUPS)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Bytes [N, K / 2] of codes [N, K]."""
+    pairs = groups_of_block(codes.shape[1]) // 2
+    # [N, blocks, pairs of groups, places, i]
+    parts = codes.int().unflatten(1, (-1, pairs, len(PLACES), 8)).unbind(3)
+    placed = [(p & 7) << low | p >> 3 << sign for p, (low, sign) in zip(parts, PLACES, strict=True)]
+    halves = torch.stack(placed).sum(0)
+    words = halves.unflatten(-1, (4, 2)).transpose(2, 3)  # [N, blocks, i / 2, pairs, i % 2]
+    return words.to(torch.int16).flatten(1).view(torch.uint8)
+
+
 def unpack(packed: Tensor) -> Tensor:
     """The numbers [N, K] that packed codes [N, K / 2] stand for."""
-    pairs = packed.unflatten(-1, (-1, GROUP // 2))
-    codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(-2)
+    pairs = groups_of_block(2 * packed.shape[1]) // 2
+    words = packed.view(torch.int16).int().unflatten(1, (-1, 4, pairs, 2))
+    halves = words.transpose(2, 3).flatten(-2)  # [N, blocks, pairs, i]
+    codes = [halves >> low & 7 | (halves >> sign & 1) << 3 for low, sign in PLACES]
     numbers = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=packed.device)
-    return numbers[codes.long()]
+    return numbers[torch.stack(codes, 3).flatten(1)]

@@ -4,17 +4,17 @@
 
     y[m, n] = g[n] sum_k x[m, k] (q a)[n, k] + bias[n]
 
-Codes are unpacked in registers, so a product moves a quarter of BF16's bytes. A code q has two
+Codes are unpacked in registers, so a product moves a third of BF16's bytes. A code q has two
 significant bits and a scale a has four, so q a is exact in BF16 and in FP16, and g is a factor of
 the FP32 sum: weights are not rounded. The trainer does the same (`qurl.quant.coded_linear`).
 
-A code has one bit of sign, two of exponent and one of mantissa. Those become the lowest bits of the
-exponent and the highest of the mantissa of a wider number, which is too small by 2^126. A scale has
-four bits of exponent and three of mantissa and becomes too small by 2^120. Multiplying such numbers
-is exact, subnormal ones included, so neither zeros nor subnormal scales need a case of their own.
+A code has one bit of sign, two of exponent and one of mantissa. Those become the sign, the lowest
+bits of the exponent and the highest of the mantissa of a BF16 number, which is too small by 2^126.
+Multiplying it by a 2^118 is exact, subnormal numbers and zeros included.
 
-Two bytes hold the channels i, i + 1, i + 8 and i + 9 of a group of 16, just those that one thread
-of a matrix unit multiplies. They are fetched together.
+A word of 32 bits has the codes of both lanes of four BF16 pairs, so most pairs take one shift, one
+mask and one product. They are just those that one thread of a matrix unit multiplies. What a thread
+needs of a block of groups lies together and is fetched at once.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -32,102 +32,92 @@ from qurl.ops.launch import DTYPES, EXACT, divide_up
 from qurl.ops.rounding import INTERPRETED, as_factor, float8_bits, narrow
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights, store_tile
-from qurl.quant.nvfp4 import GROUP, LARGEST, SCALE_MAX, scale_of
+from qurl.quant.nvfp4 import (
+    GROUP,
+    LARGEST,
+    PLACES,
+    SCALE_MAX,
+    TOGETHER,
+    groups_of_block,
+    scale_of,
+)
 
 _GROUP = tl.constexpr(GROUP)
-_HALF = tl.constexpr(GROUP // 2)
+_TOGETHER = tl.constexpr(TOGETHER)
+_RUN = tl.constexpr(8)
+"""Channels i whose codes have the same place in their halves of words."""
+_PLACES = tl.constexpr(PLACES)
+_BITS = tl.constexpr(tuple(7 << low | 1 << sign for low, sign in PLACES))
+"""Of a code, by its place."""
 _LARGEST = tl.constexpr(LARGEST)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _LIFT = tl.constexpr(256.0)
 """Weights in a product are q a / 256: 2^-126 of a code times 2^118, most that BF16 has for a."""
-_SCALES = tl.constexpr("""{
-    .reg .b32 first, second, to_one, lift, zero;
-    mov.b32 to_one, 0x7B807B80;             // 2^120
-    mov.b32 lift, 0x7A807A80;               // 2^118
-    mov.b32 zero, 0x80008000;               // -0, which leaves the sign of a product
-    prmt.b32 first, $2, 0, 0x4140;          // bytes to lanes of 16 bits
-    prmt.b32 second, $2, 0, 0x4342;
-    shl.b32 first, first, 4;
-    shl.b32 second, second, 4;
-    fma.rn.bf16x2 first, first, to_one, zero;
-    fma.rn.bf16x2 second, second, to_one, zero;
-    fma.rn.bf16x2 $0, first, lift, zero;
-    fma.rn.bf16x2 $1, second, lift, zero;
-}""")
-"""Four bytes of E4M3 to BF16 numbers a 2^118."""
-_WEIGHTS = """
-    shl.b32 codes, $4, {shift};             // to the high half of each byte: s e e m
-    shf.r.wrap.b32 turned, codes, codes, 6; // e m to the top of the next lower byte
-    and.b32 low, turned, 0xC0C0C0C0;        // low bytes of BF16 numbers: e m 0 0 0 0 0 0
-    and.b32 high, codes, 0x80808080;        // and high ones: s 0 0 0 0 0 0 e
-    lop3.b32 high, turned, 0x01010101, high, 0xEA;
-    prmt.b32 codes, low, high, 0x5043;
-    prmt.b32 low, low, high, 0x7261;
-    fma.rn.bf16x2 {first}, codes, scale, zero;
-    fma.rn.bf16x2 {second}, low, other_scale, zero;
-"""
-_PRODUCTS = tl.constexpr(
-    """{
-    .reg .b32 codes, turned, low, high, zero, scale, other_scale;
+_WEIGHTS = tl.constexpr("""{
+    .reg .b32 pair, sign, scales, first, second, lift, zero;
     .reg .b16 a, b;
     mov.b32 zero, 0x80008000;               // -0, which leaves the sign of a product
-    mov.b32 {a, b}, $5;
-    mov.b32 scale, {a, a};
-    mov.b32 other_scale, {b, b};
-    """
-    + _WEIGHTS.format(shift=4, first="$0", second="$1")
-    + _WEIGHTS.format(shift=0, first="$2", second="$3")
-    + "}"
-)
-"""Two pairs of bytes and their scales a 2^118 to q a / 256: pairs of low, then of high halves."""
+    mov.b32 lift, 0x7A807A80;               // 2^118
+    fma.rn.bf16x2 scales, $5, lift, zero;
+    mov.b32 {a, b}, scales;
+    mov.b32 first, {a, a};
+    mov.b32 second, {b, b};
+    and.b32 pair, $4, 0x81C081C0;           // s 0 0 0 0 0 0 e e m 0 0 0 0 0 0
+    fma.rn.bf16x2 $0, pair, first, zero;
+    shl.b32 pair, $4, 3;
+    and.b32 pair, pair, 0x81C081C0;
+    fma.rn.bf16x2 $1, pair, first, zero;
+    shl.b32 pair, $4, 6;
+    and.b32 pair, pair, 0x01C001C0;
+    shl.b32 sign, $4, 1;
+    lop3.b32 pair, sign, 0x80008000, pair, 0xEA;
+    fma.rn.bf16x2 $2, pair, second, zero;
+    shr.b32 pair, $4, 3;
+    and.b32 pair, pair, 0x01C001C0;
+    shl.b32 sign, $4, 2;
+    lop3.b32 pair, sign, 0x80008000, pair, 0xEA;
+    fma.rn.bf16x2 $3, pair, second, zero;
+}""")
+"""A word and the scales of its two groups to pairs of q a / 256 in BF16, place by place."""
 _CHUNK = 2048
 """Columns that a program codes or decodes at once."""
 
 
 def multiply_packed(
-    x: Tensor,
-    weight: Quantized,
-    bias: Tensor | None,
-    y: Tensor,
-    plan: Plan,
-    *,
-    is_gated: bool,
-    block: int = 1,
+    x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor, plan: Plan, *, is_gated: bool
 ) -> None:
-    """Write x W^T of x [M, K] into y [parts, M, N], or silu(gate) * up into y [M, N / 2].
-
-    In codes of `block` groups together, the pairs of bytes of one thread lie side by side: the
-    first pair of all groups, then the second one, and so on (`benchmarks/nvfp4_order.py`).
-    """
+    """Write x W^T of x [M, K] into y [parts, M, N], or silu(gate) * up into y [M, N / 2]."""
     M, (N, K) = len(x), weight.shape
     assert x.shape[1] == K
-    assert plan.depth % (2 * GROUP) == 0
-    codes, scale, outer = _bytes(weight)
-    pairs = codes.view(torch.int16)
-    x_tiles, w_tiles, has_descriptors = as_tiles(x, pairs, plan)
-    grid, steps, constants = plan.launch(M, pairs, K, is_gated=is_gated)
-    constants |= {"HAS_DESCRIPTORS": has_descriptors, "BLOCK": block}
-    arguments = (pairs, scale, outer, y, bias, M, N, K, K // 4, K // GROUP, steps)
-    packed_gemm_kernel[grid](x_tiles, w_tiles, *arguments, **constants)
+    block = groups_of_block(K)
+    assert plan.depth % (block * GROUP) == 0
+    codes, scale, outer = _parts(weight)
+    words, scales = codes.view(torch.int32), scale.view(torch.int32)
+    x_tiles, w_tiles, has_descriptors = as_tiles(x, words, plan)
+    grid, steps, constants = plan.launch(M, words, K, is_gated=is_gated)
+    constants |= {"HAS_DESCRIPTORS": has_descriptors, "PAIRS": block // 2}
+    sizes = (M, N, K, words.shape[1], scales.shape[1], steps)
+    packed_gemm_kernel[grid](x_tiles, w_tiles, words, scales, outer, y, bias, *sizes, **constants)
 
 
 def decode(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in `dtype`, with the bits of `dequantize`."""
-    return _decode(*_bytes(weight), dtype)
+    return _decode(*_parts(weight), dtype)
 
 
 def decode_factor(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """q a [N, K], exact in `dtype`."""
-    codes, scale, _ = _bytes(weight)
+    codes, scale, _ = _parts(weight)
     return _decode(codes, scale, None, dtype)
 
 
 def _decode(codes: Tensor, scale: Tensor, outer: Tensor | None, dtype: torch.dtype) -> Tensor:
     rows, columns = len(codes), 2 * codes.shape[1]
     numbers = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    shape: dict[str, Any] = {"CHUNK": _CHUNK, **EXACT}
+    pairs = groups_of_block(columns) // 2
+    shape: dict[str, Any] = {"PAIRS": pairs, "CHUNK": _CHUNK, **EXACT}
     grid = (rows, divide_up(columns, _CHUNK))
-    decode_kernel[grid](numbers, codes, scale, outer, columns, **shape)
+    decode_kernel[grid](numbers, codes.view(torch.int16), scale, outer, columns, **shape)
     return numbers
 
 
@@ -145,19 +135,24 @@ def requantize_packed_(
     assert (codes.stride(1), scale.stride(1), flips.shape) == (1, 1, outer.shape)
     largest = torch.linalg.vector_norm(source, torch.inf).to(dtype).float()
     outer.copy_(scale_of(largest, LARGEST * SCALE_MAX).expand_as(outer))
-    strides = (codes.stride(0), scale.stride(0), outer.stride(0))
-    narrowed = DTYPES[source.dtype if dtype == torch.float32 else dtype]
-    shape: dict[str, Any] = {"DTYPE": narrowed, "CHUNK": _CHUNK, **EXACT}
+    halves, columns = codes.view(torch.int16), source.shape[1]
+    strides = (halves.stride(0), scale.stride(0), outer.stride(0))
+    shape: dict[str, Any] = {
+        "PAIRS": groups_of_block(columns) // 2,
+        "DTYPE": DTYPES[source.dtype if dtype == torch.float32 else dtype],
+        "CHUNK": _CHUNK,
+        **EXACT,
+    }
     requantize_packed_kernel[(len(source),)](
-        *(source, codes, scale.view(torch.uint8), outer, flips, *strides, source.shape[1]), **shape
+        source, halves, scale, outer, flips, *strides, columns, **shape
     )
 
 
-def _bytes(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales as bytes, and the scale of the tensor."""
+def _parts(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of groups, and the scale of the tensor."""
     assert weight.tensor_scale is not None
     assert all(tensor.is_contiguous() for tensor in weight.tensors())
-    return weight.codes, weight.scale.view(torch.uint8), weight.tensor_scale
+    return weight.codes, weight.scale, weight.tensor_scale
 
 
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
@@ -172,8 +167,8 @@ def packed_gemm_kernel(
     M,
     N,
     K,
-    num_pairs,
-    num_groups,
+    num_words,
+    num_scales,
     steps_per_split,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -181,14 +176,15 @@ def packed_gemm_kernel(
     IS_FINISHED: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile y[TOKENS, CHANNELS] of one part of K.
 
-    Rows of w have `num_pairs` of bytes, those of scale_w `num_groups`: arguments, so that the
-    compiler knows which are multiples of 16 and can be loaded several numbers at a time.
+    Rows of w have `num_words`, those of scale_w `num_scales` words of two: arguments, so that the
+    compiler knows which are multiples of 16 and can be loaded several numbers at a time. A block
+    has so many PAIRS of groups.
     """
     num_token_tiles = tl.cdiv(M, TOKENS)
     first_token = (tl.program_id(0) % num_token_tiles) * TOKENS
@@ -198,9 +194,9 @@ def packed_gemm_kernel(
     last_step = tl.minimum(first_step + steps_per_split, tl.cdiv(K, DEPTH))
     if PDL:
         if PREFETCH_LINES > 0:
-            first_pair = first_step * (DEPTH // 4)
+            first_word = first_step * (DEPTH // 8)
             prefetch_weights(
-                w_pointer, first_channel, first_pair, N, num_pairs, CHANNELS, PREFETCH_LINES
+                w_pointer, first_channel, first_word, N, num_words, CHANNELS, PREFETCH_LINES
             )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -208,19 +204,19 @@ def packed_gemm_kernel(
     tokens = first_token + tl.arange(0, TOKENS)
     channels = first_channel + tl.arange(0, CHANNELS)
     depth = tl.arange(0, DEPTH)
-    pairs = tl.arange(0, DEPTH // 4)
-    groups = tl.arange(0, DEPTH // _GROUP)
+    words = tl.arange(0, DEPTH // 8)
+    scales = tl.arange(0, DEPTH // _TOGETHER)
     acc = tl.zeros((CHANNELS, TOKENS), tl.float32)
     for step in range(first_step, last_step):
         if HAS_DESCRIPTORS:
-            codes = w.load([first_channel, step * (DEPTH // 4)])
+            codes = w.load([first_channel, step * (DEPTH // 8)])
             x_tile = x.load([first_token, step * DEPTH])
         else:
-            codes = load_tile(w, channels, pairs + step * (DEPTH // 4), N, num_pairs)
+            codes = load_tile(w, channels, words + step * (DEPTH // 8), N, num_words)
             x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
-        scale = load_tile(scale_w, channels, groups + step * (DEPTH // _GROUP), N, num_groups)
+        scale = load_tile(scale_w, channels, scales + step * (DEPTH // _TOGETHER), N, num_scales)
         product = tl.dot(
-            as_factor(_weights(codes, scale, x_tile.dtype, BLOCK)),
+            as_factor(_weights(codes, scale, x_tile.dtype, PAIRS)),
             as_factor(x_tile).T,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
         )
@@ -233,36 +229,38 @@ def packed_gemm_kernel(
 
 
 @triton.jit
-def _weights(codes, scale, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """q a / 256 [CHANNELS, DEPTH] of pairs of bytes and scales, exact in DTYPE."""
+def _weights(words, scales, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+    """q a / 256 [CHANNELS, DEPTH] of words and scales, two in a word, exact in DTYPE."""
+    CHANNELS: tl.constexpr = words.shape[0]
+    BLOCKS: tl.constexpr = scales.shape[1] // PAIRS
+    scales = scales.reshape(CHANNELS, BLOCKS, 1, PAIRS)
+    scales = tl.broadcast_to(scales, (CHANNELS, BLOCKS, 4, PAIRS)).reshape(words.shape)
     if not INTERPRETED and tl.bfloat16 == DTYPE:
-        # Triton by itself multiplies BF16 numbers one by one, and in FP32.
-        steps = tl.inline_asm_elementwise(
-            _SCALES, "=r,=r,r", [scale], tl.bfloat16, is_pure=True, pack=4
-        )
-        # A result is written before the last operand is read.
-        low, high = tl.inline_asm_elementwise(
-            _PRODUCTS,
+        # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written
+        # before the last operand is read.
+        a, b, c, d = tl.inline_asm_elementwise(
+            _WEIGHTS,
             "=&r,=&r,=&r,=&r,r,r",
-            [codes, _repeat(steps, codes.shape[1], BLOCK)],
-            (tl.int32, tl.int32),
+            [words, scales],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
-            pack=2,
+            pack=1,
         )
-        low, high = _numbers_of_pair(low), _numbers_of_pair(high)
+        first = tl.join(_lanes(a), _lanes(b))
+        second = tl.join(_lanes(c), _lanes(d))
     else:
-        steps = _repeat(_from_float8(scale) * (1 / _LIFT), codes.shape[1], BLOCK)
-        low = tl.join(_from_code(codes) * steps, _from_code(codes >> 8) * steps)
-        high = tl.join(_from_code(codes >> 4) * steps, _from_code(codes >> 12) * steps)
-        low, high = narrow(low, DTYPE), narrow(high, DTYPE)
-    # [CHANNELS, block, pair, group, byte, half] to the order of input channels.
-    BLOCKS: tl.constexpr = scale.shape[1] // BLOCK
-    tile = tl.join(low, high).reshape(codes.shape[0], BLOCKS, _HALF // 2, BLOCK, 2, 2)
-    return tile.permute(0, 1, 3, 5, 2, 4).reshape(codes.shape[0], 4 * codes.shape[1])
+        # The two scales of a word in FP32.
+        even = (scales << 16).to(tl.float32, bitcast=True) * (1 / _LIFT)
+        odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) * (1 / _LIFT)
+        first = tl.join(_products(words, even, 0, DTYPE), _products(words, even, 1, DTYPE))
+        second = tl.join(_products(words, odd, 2, DTYPE), _products(words, odd, 3, DTYPE))
+    # [CHANNELS, block, i, pair, lane, half of a group, group] to the order of input channels.
+    tile = tl.join(first, second).reshape(CHANNELS, BLOCKS, 4, PAIRS, 2, 2, 2)
+    return tile.permute(0, 1, 3, 6, 5, 2, 4).reshape(CHANNELS, 8 * words.shape[1])
 
 
 @triton.jit
-def _numbers_of_pair(bits):
+def _lanes(bits):
     """The two BF16 numbers in 32 bits, along a new dimension."""
     first = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     second = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -270,69 +268,88 @@ def _numbers_of_pair(bits):
 
 
 @triton.jit
-def _repeat(steps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Each of the scales [CHANNELS, groups] so often that there are WIDTH, in the codes' order."""
-    BLOCKS: tl.constexpr = steps.shape[1] // BLOCK
-    PAIRS: tl.constexpr = WIDTH // steps.shape[1]
-    steps = steps.reshape(steps.shape[0], BLOCKS, 1, BLOCK)
-    steps = tl.broadcast_to(steps, (steps.shape[0], BLOCKS, PAIRS, BLOCK))
-    return steps.reshape(steps.shape[0], WIDTH)
+def _products(words, scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """q times a scale for the codes of both halves of words, along a new dimension."""
+    both = tl.join(_from_half(words, PLACE) * scale, _from_half(words >> 16, PLACE) * scale)
+    return narrow(both, DTYPE)
 
 
 @triton.jit
-def decode_kernel(numbers, w, scale_w, tensor_scale, K, CHUNK: tl.constexpr):
+def _from_half(halves, PLACE: tl.constexpr):
+    """FP32 numbers of the codes at a place of the low 16 bits."""
+    halves = halves.to(tl.int32)
+    bits = (halves >> _PLACES[PLACE][0] & 7) << 22 | (halves >> _PLACES[PLACE][1] & 1) << 31
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def _half_at(pair, PAIRS: tl.constexpr):
+    """Which halves of words have the codes of pairs of groups, for each i [pairs, _RUN]."""
+    run = tl.arange(0, _RUN)[None, :]
+    first = pair // PAIRS * (_RUN * PAIRS) + pair % PAIRS * 2
+    return first[:, None] + run // 2 * (2 * PAIRS) + run % 2
+
+
+@triton.jit
+def decode_kernel(
+    numbers, halves, scale_w, tensor_scale, K, PAIRS: tl.constexpr, CHUNK: tl.constexpr
+):
     """CHUNK columns of one row; q a without the scale of the tensor."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
-    mask = places < K // 2
-    group = places // _HALF
-    codes = tl.load(w + row * (K // 2) + places, mask, 0)
-    scale = tl.load(scale_w + row * (K // _GROUP) + group, mask, 0)
-    steps = _from_float8(scale)
-    if tensor_scale is not None:
-        steps = steps * tl.load(tensor_scale + row)
-    target = numbers + row * K + group * _GROUP + places % _HALF
-    for half in tl.static_range(2):
-        value = narrow(_from_code(codes >> (4 * half)) * steps, numbers.dtype.element_ty)
-        tl.store(target + half * _HALF, value, mask)
+    pair = tl.program_id(1) * (CHUNK // _TOGETHER) + tl.arange(0, CHUNK // _TOGETHER)
+    is_inside = pair < K // _TOGETHER
+    codes = tl.load(halves + row * (K // 4) + _half_at(pair, PAIRS), is_inside[:, None], 0)
+    target = numbers + row * K + pair[:, None] * _TOGETHER + tl.arange(0, _RUN)[None, :]
+    for place in tl.static_range(4):
+        at = scale_w + row * (K // _GROUP) + 2 * pair + place // 2
+        step = tl.load(at, is_inside, 0.0).to(tl.float32)
+        if tensor_scale is not None:
+            step = step * tl.load(tensor_scale + row)
+        value = narrow(_from_half(codes, place) * step[:, None], numbers.dtype.element_ty)
+        tl.store(target + place * _RUN, value, is_inside[:, None])
 
 
 @triton.jit
 def requantize_packed_kernel(
     source,
-    codes,
+    halves,
     scale,
     tensor_scale,
     flips,
-    code_stride,
+    half_stride,
     scale_stride,
     outer_stride,
     K,
+    PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One row, CHUNK columns at a time: tiles [groups, 8] of the low and the high halves."""
+    """One row, CHUNK columns at a time: a tile [pairs of groups, _RUN] for each place of codes."""
     row = tl.program_id(0).to(tl.int64)
     outer = tl.load(tensor_scale + row * outer_stride)
-    changes = tl.zeros([CHUNK // _GROUP, _HALF], tl.int32)
-    for first in range(0, K, CHUNK):
-        group = first // _GROUP + tl.arange(0, CHUNK // _GROUP)
-        place = group[:, None] * _HALF + tl.arange(0, _HALF)[None, :]
-        mask = place < K // 2
-        at = source + row * K + place + group[:, None] * _HALF
-        low = _rounded(tl.load(at, mask, 0.0), DTYPE)
-        high = _rounded(tl.load(at + _HALF, mask, 0.0), DTYPE)
-        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
-        group_scale = tl.minimum(tl.div_rn(largest, _LARGEST * outer), _SCALE_MAX)
-        bits = float8_bits(group_scale)
-        step = _from_float8(bits) * outer
-        step = tl.where(step == 0.0, float("inf"), step)[:, None]
-        code = _to_code(tl.div_rn(low, step)) | _to_code(tl.div_rn(high, step)) << 4
-        held = tl.load(codes + row * code_stride + place, mask, 0)
-        different = (code ^ held).to(tl.int32)
-        changes += ((different & 15) != 0).to(tl.int32) + ((different >> 4) != 0).to(tl.int32)
-        tl.store(codes + row * code_stride + place, code, mask)
-        tl.store(scale + row * scale_stride + group, bits, group < K // _GROUP)
+    changes = tl.zeros([CHUNK // _TOGETHER, _RUN], tl.int32)
+    for start in range(0, K, CHUNK):
+        pair = start // _TOGETHER + tl.arange(0, CHUNK // _TOGETHER)
+        mask = (pair < K // _TOGETHER)[:, None]
+        at = source + row * K + pair[:, None] * _TOGETHER + tl.arange(0, _RUN)[None, :]
+        target = halves + row * half_stride + _half_at(pair, PAIRS)
+        held = tl.load(target, mask, 0).to(tl.int32)
+        codes = tl.zeros_like(held)
+        for group in tl.static_range(2):
+            low = _rounded(tl.load(at + (2 * group) * _RUN, mask, 0.0), DTYPE)
+            high = _rounded(tl.load(at + (2 * group + 1) * _RUN, mask, 0.0), DTYPE)
+            largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
+            group_scale = tl.minimum(tl.div_rn(largest, _LARGEST * outer), _SCALE_MAX)
+            group_scale = _from_float8(float8_bits(group_scale))
+            step = group_scale * outer
+            step = tl.where(step == 0.0, float("inf"), step)[:, None]
+            codes |= _to_half(tl.div_rn(low, step), 2 * group)
+            codes |= _to_half(tl.div_rn(high, step), 2 * group + 1)
+            where = scale + row * scale_stride + 2 * pair + group
+            tl.store(where, group_scale.to(tl.bfloat16), pair < K // _TOGETHER)
+        for place in tl.static_range(4):
+            changes += (((codes ^ held) & _BITS[place]) != 0).to(tl.int32)
+        tl.store(target, codes.to(tl.int16), mask)
     tl.store(flips + row, tl.sum(changes))
 
 
@@ -343,25 +360,17 @@ def _rounded(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _from_code(codes):
-    """FP32 numbers of E2M1 codes in the low four bits."""
-    codes = codes.to(tl.int32)
-    bits = (codes & 7) << 22 | (codes & 8) << 28
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
 def _from_float8(scale):
     """FP32 numbers of bytes of E4M3 without a sign: four bits of exponent, with bias 7."""
     return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
-def _to_code(values):
-    """E2M1 codes next to the values, ties to even; zero has no sign."""
+def _to_half(values, PLACE: tl.constexpr):
+    """E2M1 codes next to the values, ties to even, at a place of 16 bits; zero has no sign."""
     size = tl.abs(values)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
     code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
     sign = ((values < 0) & (code > 0)).to(tl.int32)
-    return (code | sign << 3).to(tl.uint8)
+    return code << _PLACES[PLACE][0] | sign << _PLACES[PLACE][1]

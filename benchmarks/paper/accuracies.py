@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.paper.arms import DAPO_UAQ, JET_RL, LONG_HORIZON, LOW_RATE, TABLE_1
+from benchmarks.paper.arms import DAPO_UAQ, GRPO_RATE, JET_RL, LONG_HORIZON, LOW_RATE, TABLE_1
 from benchmarks.paper.figures_2_3 import mismatch_table
 from benchmarks.paper.page import Claim, accuracy_section
 
@@ -24,6 +24,7 @@ PPO = accuracy_section(
 DAPO = accuracy_section(
     DAPO_UAQ,
     (
+        Claim("INT8: ACR above no correction", "int8", "int8-ppo_prox"),
         Claim("UAQ s = 1.5 above no UAQ", "int8-uaq1.5", "int8", 0.62),
         Claim("UAQ s = 1.5 above lr x 1.5 everywhere", "int8-uaq1.5", "int8-lr1.5", 2.19),
         Claim("UAQ s = 1.5 above s = 2", "int8-uaq1.5", "int8-uaq2", 2.10),
@@ -47,6 +48,13 @@ GRPO = accuracy_section(
         Claim("8-bit moments equal FP32 moments", "bf16-8bit", "bf16", is_equality=True),
         Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox"),
     ),
+    "paper",
+    ("KL(behav || prox) per token", "rollout_corr/kl"),
+    more_tables=[mismatch_table],
+)
+GRPO_FAST = accuracy_section(
+    GRPO_RATE,
+    (Claim("INT8, lr 3e-6: TIS above no correction", "int8-tis", "int8-ppo_prox"),),
     "paper",
     ("KL(behav || prox) per token", "rollout_corr/kl"),
     more_tables=[mismatch_table],

@@ -20,6 +20,7 @@ PLAIN = {"algo.objective": "ppo_prox"}
 FULL_PRECISION = {"quant.format": "none", **PLAIN}
 UNCORRECTED_FP8 = {"quant.format": "fp8", **PLAIN}
 UNIFIED = {"quant.unified": True, "quant.backward": "dgrad"}
+FAST = {"optim.lr": 3e-6}
 GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
 """GRPO with as many completions as the PPO recipe."""
 
@@ -105,6 +106,7 @@ DAPO_UAQ = Experiment(
             {"experimental.norm_fed_lr_scale": 1.5},
         ),
         Arm("int8-lr1.5", "INT8, lr x 1.5 everywhere", DAPO, {"optim.lr": 1.5e-6}, 29.06),
+        Arm("int8-ppo_prox", "INT8, uncorrected", DAPO, PLAIN),
         Arm("int8-dither", "INT8, dithered masters", DAPO, {"experimental.dither": True}, tier=1),
         Arm("bf16", "BF16", DAPO, FULL_PRECISION, 31.67, tier=1),
         Arm("int8-uaq2", "INT8, UAQ s = 2", DAPO, {"quant.update_scale": 2.0}, 29.15, tier=1),
@@ -146,6 +148,16 @@ JET_RL = Experiment(
     ),
 )
 """GRPO: one flow against two, in FP8; and whether GRPO needs correction in INT8."""
+GRPO_RATE = Experiment(
+    "grpo_rate",
+    (
+        Arm("int8-ppo_prox", "INT8, uncorrected", GRPO, {"quant.format": "int8", **PLAIN, **FAST}),
+        Arm(
+            "int8-tis", "INT8, TIS", GRPO, {**FAST, "quant.format": "int8", "algo.objective": "tis"}
+        ),
+    ),
+)
+"""GRPO at the rate of Table 1, where PPO without correction has collapsed after 75 steps."""
 SPEED = Experiment(
     "speed",
     (
@@ -170,7 +182,8 @@ TOY_CHECK = Experiment(
 """Not in the paper: checks on any machine that arms stop, resume and get collected."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, SPEED, TOY_CHECK)
+    e.name: e
+    for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, GRPO_RATE, SPEED, TOY_CHECK)
 }
 
 LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))

@@ -91,7 +91,20 @@ def test_the_variance_is_that_of_a_mini_batch():
 def test_a_target_lost_in_noise_gives_no_number():
     draw = torch.Generator().manual_seed(0)
     found, target = torch.randn(2, 16, 8, generator=draw)
-    assert all(math.isnan(x.value) for x in Moments.of(found, target, found).describe().values())
+    moments = Moments.of(found, target, found)
+    assert all(math.isnan(x.value) for x in moments.describe().values())
+    assert all(math.isfinite(x.value) for x in moments.sizes().values())
+
+
+def test_sizes_are_those_of_the_means():
+    """Chunks scatter by 0.1 around means with |G|^2 = 4, |T|^2 = 9 and |G - O|^2 = 1."""
+    draw = torch.Generator().manual_seed(0)
+    noise = 0.1 * torch.randn(3, 64, 2, generator=draw)
+    means = torch.tensor([[2.0, 0.0], [0.0, 3.0], [2.0, 1.0]])
+    sizes = Moments.of(*(means[:, None] + noise)).sizes()
+    found = [sizes[name] for name in ("estimate", "target", "difference")]
+    assert [x.value for x in found] == pytest.approx([4, 9, 1], rel=0.03)
+    assert all(x.low < x.value < x.high for x in found)
 
 
 def test_moments_of_layer_groups_add_up_to_those_of_the_whole():

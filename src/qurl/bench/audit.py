@@ -306,7 +306,8 @@ class Auditor:
         batch = self.config.batch
         chunk_size = self.options.problems / self.options.chunks
         scale = chunk_size / (batch.problems / batch.minibatches)
-        return {name: m.describe(scale) for name, m in {"all": whole, **moments}.items()}
+        named = {"all": whole, **moments}
+        return {name: m.describe(scale) | m.sizes() for name, m in named.items()}
 
 
 def row_of(found: Finding) -> str:

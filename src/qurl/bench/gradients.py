@@ -77,6 +77,12 @@ class Moments:
             "change": _interval(change / t),
         }
 
+    def sizes(self) -> dict[str, Estimate]:
+        """|E G|^2, |E T|^2 and |E G - E O|^2 themselves: known also if the target is lost."""
+        draws = _resample(len(self.target))
+        found = {"estimate": self.estimate, "target": self.target, "difference": self.change}
+        return {name: _interval(_pair_average(matrix, draws)) for name, matrix in found.items()}
+
 
 def _resample(num_chunks: int) -> Tensor:
     """[1 + R, K]: how often each chunk is drawn. The first row draws each once."""

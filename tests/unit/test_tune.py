@@ -241,7 +241,7 @@ class ScriptedSetup:
 def test_right_products_pass(kind, role):
     setup = products.GemmRun(products.Gemm(role, kind, 64, 128, 16), CPU)
     for splits in (0,) if role == "gate_up" else (0, 2):
-        assert setup.check(products.Plan(16, 64, 64, splits))
+        assert setup.check(products.Plan(16, 64, 128, splits))
     if kind == "bf16":
         assert setup.check(None)
 

@@ -119,16 +119,15 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     smallest, few_tokens = (min(32, M // 4), 1024) if problem.is_unified else (64, 256)
     small_tiles = [t for t in (16, 32, 64, 128, 256) if t <= M and (t == M or t >= smallest)]
     token_tiles = small_tiles if few_tokens >= M else [128, 256]
-    depths = (128, 256) if problem.act_format else (64, 128)
-    all_channels = (64, 128)
-    if problem.kind == "nvfp4":
-        # Its weights are so few bytes that those of the tokens count: wide tiles fetch them less
-        # often, and deep ones have few rounds.
-        depths, all_channels = (128, 256, 512), (64, 128, 256)
-    for tokens, channels, depth in itertools.product(token_tiles, all_channels, depths):
+    is_packed = problem.kind == "nvfp4"
+    depths = (128, 256) if problem.act_format or is_packed else (64, 128)
+    for tokens, channels, depth in itertools.product(token_tiles, (64, 128), depths):
         tiles = -(-M // tokens) * -(-N // channels)
-        warps = 8 if channels == 256 or tokens * channels > 64 * 128 else 4
-        for num_programs in (1, 2, 3, 4, 5):
+        wide = 8 if tokens * channels > 64 * 128 else 4
+        # Its weights are so few bytes that those of the tokens count, and wide tiles fetch them
+        # less often. Eight warps unpack such a tile with half the registers each.
+        all_warps = (4, 8) if is_packed and channels == 128 else (wide,)
+        for num_programs, warps in itertools.product((1, 2, 3, 4, 5), all_warps):
             stage_bytes = problem.tile_bytes(tokens, channels) * depth
             stages = min(8, int(chip.shared_bytes / num_programs / stage_bytes))
             if stages < 2 or num_programs * warps > 24:

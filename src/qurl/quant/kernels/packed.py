@@ -215,16 +215,18 @@ def packed_gemm_kernel(
             codes = load_tile(w, channels, words + step * (DEPTH // 8), N, num_words)
             x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
         scale = load_tile(scale_w, channels, scales + step * (DEPTH // _TOGETHER), N, num_scales)
-        product = tl.dot(
+        acc = tl.dot(
             as_factor(_weights(codes, scale, x_tile.dtype, PAIRS)),
             as_factor(x_tile).T,
+            acc,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
         )
-        # Lifted here and not at the end, so that the product is waited for: Triton 3.6 would let
-        # the next step overwrite the registers with these weights while they are multiplied.
-        acc += product * _LIFT
+        if not INTERPRETED:
+            # No instruction, but a use of the sum, for which Triton waits. Triton 3.6 would let the
+            # next step overwrite the registers with these weights while they are multiplied.
+            acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
     outer = tl.load(tensor_scale + channels, channels < N, 0.0)
-    acc *= outer[:, None]
+    acc *= (outer * _LIFT)[:, None]
     store_tile(y, acc.T, bias, part, tokens, first_channel, M, N, IS_FINISHED, IS_GATED)
 
 

@@ -42,11 +42,10 @@ STEP_PAIRS = (("fp8", "int8"), ("grpo-int8", "grpo-bf16"))
 against it, errors are 0.10 (int8) and 0.04 (fp8)."""
 
 SUPERSEDED = (
-    "1.5B fp8-unified-dgrad 256x16+1024",
     "1.5B fp8-unified-dgrad+kv 256x16+1024 equal",
     "7B fp8-unified-dgrad 128x16+1024 equal",
 )
-"""An update and steps with other FP8 products than today's."""
+"""Steps with other FP8 products than today's."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,7 @@ def _read_step(
         *(sequences, prompt, tokens, sequences),
         num_forwards=0.0 if is_skipped else 0.75,
         has_lora="model.lora_rank" in keys,
+        microbatch_tokens=entry["settings"]["microbatch_tokens"],
     )
     return measured, step_seconds(SHAPES[model], Arm.of(arm), H200, work)
 

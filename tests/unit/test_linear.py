@@ -143,7 +143,7 @@ def model():
     config = transformers.Qwen2Config(
         vocab_size=50,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

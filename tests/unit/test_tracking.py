@@ -130,7 +130,7 @@ def test_what_the_trainers_dtype_hides(format):
 
 @pytest.mark.parametrize("format", ["none", *FORMATS])
 def test_no_update_measures_zero(format):
-    model = Layers(q_proj=_normal(5, 16), down_proj=torch.zeros(3, 16))
+    model = Layers(q_proj=_normal(5, 32), down_proj=torch.zeros(3, 32))
     tracker = UpdateTracker(format, rows=128)
     tracker.measure(model)
     measured = tracker.measure(model)

@@ -226,6 +226,7 @@ class Scenario:
             num_networks=1 + advantage.needs_critic,
             has_checkpointing=config.model.gradient_checkpointing,
             has_lora=config.model.lora_rank > 0,
+            microbatch_tokens=config.batch.microbatch_tokens,
         )
 
     def forecast(self, arm: Arm) -> StepSeconds:
@@ -284,8 +285,8 @@ class Scenario:
             )
         if self.config.model.lora_rank:
             notes.append(
-                "extrapolated: training with adapters is scaled from one step (1.5B, rank 32); "
-                "the range does not cover this"
+                "extrapolated: training with adapters is forecast from two steps (1.5B and 7B, "
+                "rank 32); the range does not cover this"
             )
         if self.hardware.is_here and self.memory(Arm.of(BASE))[0] > self.hardware.memory:
             notes.append("training does not fit this GPU by estimate, so its time is computed")

@@ -11,7 +11,6 @@ SECTIONS = (
     accuracies.SLOW,
     accuracies.DAPO,
     accuracies.GRPO,
-    accuracies.GRPO_FAST,
     figures_2_3.SECTION,
     figures_4_9.SECTION,
     accuracies.FAR,

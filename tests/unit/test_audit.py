@@ -178,6 +178,7 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
     [entries] = json.loads(out.read_text())["results"].values()
     figures = [entry["figures"] for entry in entries]
     arms = [(f["updates"], f["format"], f["objective"]) for f in figures]
+    assert {f["advantage"] for f in figures} == {"grpo"}
     objectives = ("ppo_prox", "decoupled", "tis", "acr")
     assert arms == [(u, f, o) for u in (0, 2, 2) for f in ("none", "int4") for o in objectives]
     assert starts[0] == starts[1]
@@ -185,3 +186,38 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
     assert set(figures[0]["groups"]) == {"all", "embedding and head", "attention", "mlp", "other"}
     assert all(f["shares"]["clipped"] == 0 for f in figures if f["updates"] == 0)
     assert "saved to" in capsys.readouterr().out
+
+
+def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
+    """At a checkpoint of PPO, whose own group has one completion."""
+    run, out = tmp_path / "run", tmp_path / "audit.json"
+    sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "1"]
+    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    ppo = ["--algo.name", "ppo", "--algo.advantage", "gae"]
+    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes, *ppo]) == 0
+    words = [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--out", str(out)]
+    words += ["--formats", "int4", "--objectives", "ppo_prox", "decoupled"]
+    advantages = ["--advantages", "gae", "grpo"]
+    with pytest.raises(
+        ConfigError, match=r"--advantages grpo compares .* --group is 1; set it to 2"
+    ):
+        run_audit([*words, *advantages])
+    run_audit([*words, *advantages, "--group", "4"])
+    [entries] = json.loads(out.read_text())["results"].values()
+    figures = [entry["figures"] for entry in entries]
+    arms = [(f["advantage"], f["objective"]) for f in figures]
+    assert arms == [(a, o) for a in ("gae", "grpo") for o in ("ppo_prox", "decoupled")]
+    sizes = [f["groups"]["all"]["target"][0] for f in figures]
+    assert sizes[0] == sizes[1] != sizes[2] == sizes[3], "each advantage has its own target"
+    assert {entry["settings"]["group"] for entry in entries} == {4}
+
+
+def test_an_advantage_without_its_critic_is_refused(tmp_path):
+    run = tmp_path / "run"
+    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
+    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    with pytest.raises(ConfigError, match="--advantages gae needs a critic, and the run has none"):
+        run_audit(
+            [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--advantages", "gae"]
+        )

@@ -10,6 +10,9 @@ With --updates j the estimates are those of update j + 1: rollouts and pi_prox a
 and target those of theta_j, which j mini-batch updates of the run's own objective made from other
 rollouts of the same problems. Ratios differ from 1 there, so that clipping and ACR act.
 
+With --advantages the same rollouts are judged by several advantages, each with its own target: that
+says whether one of them, such as a group's mean in place of a critic, hides the mismatch.
+
 Sums over tokens are divided by the number of sequences, so that denominators add no noise. Weights
 are per token, as in the paper; `correction.*` of the run is left out.
 """
@@ -31,13 +34,14 @@ import torch
 import tyro
 from torch import Tensor
 
+from qurl.advantages import ESTIMATORS, Estimator, compare
 from qurl.bench.gradients import Moments, Sketcher
 from qurl.bench.record import Record
 from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Symmetric, facts_of, policy_loss
-from qurl.objectives import OBJECTIVES
+from qurl.objectives import ADVANTAGES, OBJECTIVES
 from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
 from qurl.rewards.grading import overlong_cache
@@ -51,15 +55,15 @@ from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import pad
 from qurl.trainer.learner import Learner
-from qurl.types import Batch, Graded, Problem, SamplingParams, Trainable
+from qurl.types import Batch, Corrected, Graded, Problem, SamplingParams, Trainable
 
 HEAD = (
-    "updates  format    objective   C     bias / |T|^2              cosine                    "
-    "change / |T|^2              variance  clipped  truncated  rescued"
+    "updates  advantage     format    objective   C     bias / |T|^2              "
+    "cosine                    change / |T|^2              variance  clipped  truncated  rescued"
 )
 ROW = (
-    "{updates:7}  {format:8}  {objective:10}  {cap:4}  {bias:24}  {cosine:24}  {change:24}  "
-    "{variance:9.3g}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
+    "{updates:7}  {advantage:12}  {format:8}  {objective:10}  {cap:4}  {bias:24}  "
+    "{cosine:24}  {change:24}  {variance:9.3g}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
 )
 
 
@@ -78,8 +82,12 @@ class Audit:
     """C of the objectives that truncate."""
     updates: tuple[int, ...] = (0,)
     """Updates between rollouts and gradient."""
+    advantages: tuple[str, ...] = ()
+    """Advantages to judge the same rollouts by; by default the run's own."""
     problems: int = 128
-    """Problems of the audit, each asked for group_size completions."""
+    """Problems of the audit."""
+    group: int = 0
+    """Completions of each; 0 = sampling.group_size of the run."""
     chunks: int = 16
     """Parts of the problems, over which noise is estimated."""
     out: Path | None = None
@@ -87,7 +95,11 @@ class Audit:
 
     def check(self) -> None:
         """Raise if a flag makes no sense."""
-        choices = {"formats": ("none", *FORMATS), "objectives": tuple(OBJECTIVES)}
+        choices = {
+            "formats": ("none", *FORMATS),
+            "objectives": tuple(OBJECTIVES),
+            "advantages": tuple(ADVANTAGES),
+        }
         for flag, allowed in choices.items():
             for value in getattr(self, flag):
                 if value not in allowed:
@@ -97,14 +109,15 @@ class Audit:
                 f"--problems {self.problems} must be a multiple of --chunks {self.chunks}, and "
                 "intervals need at least 4 chunks"
             )
-        if min(self.updates) < 0 or min(self.caps) < 1:
-            raise ConfigError("--updates must be at least 0 and --caps at least 1")
+        if min(*self.updates, self.group) < 0 or min(self.caps) < 1:
+            raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")
 
 
 class Finding(NamedTuple):
     """What one objective's gradient is like, in total and per layer group."""
 
     updates: int
+    advantage: str
     format: str
     objective: str
     cap: float | None
@@ -122,8 +135,8 @@ def run_audit(options: Audit) -> None:
         print(HEAD)
         for found in auditor.findings():
             print(row_of(found), flush=True)
-            flags = ("problems", "chunks", "updates")
-            settings = {flag: getattr(options, flag) for flag in flags}
+            settings = {flag: getattr(options, flag) for flag in ("problems", "chunks", "updates")}
+            settings["group"] = auditor.group_size
             key = f"{options.run.name} at {options.at}"
             record.add(key, settings=settings, figures=found._asdict())
     print(
@@ -157,12 +170,29 @@ class Auditor:
         self.options, self.config, self.parts, self.choices = options, config, parts, choices
         assert isinstance(parts.learner, Learner)  # on one device: see `opened`
         self.learner, self.policy = parts.learner, parts.learner.policy
+        self.group_size = options.group or config.sampling.group_size
+        self.estimators = self._find_estimators()
         self.sketcher = Sketcher(self.policy.model)
         self.problems = parts.stream.take(options.problems)
         self.full_engine = build_actor(config, self.policy, "none", choices)
 
+    def _find_estimators(self) -> dict[str, Estimator]:
+        """The advantages of the audit by name; raises if the run cannot compute one."""
+        own = self.config.algo.advantage
+        for name in self.options.advantages:
+            facts = ADVANTAGES[name]
+            if facts.needs_critic and self.learner.critic is None:
+                raise ConfigError(f"--advantages {name} needs a critic, and the run has none")
+            if facts.needs_group and self.group_size < 2:
+                raise ConfigError(
+                    f"--advantages {name} compares completions of a problem, and --group is "
+                    f"{self.group_size}; set it to 2 or more"
+                )
+        known = {**ESTIMATORS, own: self.parts.advantage}
+        return {name: known[name] for name in self.options.advantages or (own,)}
+
     def findings(self) -> Iterator[Finding]:
-        """One for each number of updates, format, objective and cap."""
+        """One for each number of updates, advantage, format, objective and cap."""
         chunks = {format: self._roll_out(format) for format in self.options.formats}
         trained_on = self._batch_to_train(max(self.options.updates))
         start = {
@@ -174,14 +204,15 @@ class Auditor:
             if updates:
                 self._update(trained_on, updates)
             on_policy = self._chunks(self.full_engine, "target", updates)
-            target, _ = self._gradients(on_policy, "decoupled")
-            for format, batches in chunks.items():
-                above = None
-                for objective, cap in self._arms():
-                    gradients, shares = self._gradients(batches, objective, cap)
-                    groups = self._compare(gradients, target, above or gradients)
-                    yield Finding(updates, format, objective, cap, groups, shares)
-                    above = gradients
+            for advantage in self.estimators:
+                target, _ = self._gradients(self._judge(on_policy, advantage), "decoupled")
+                for format, scored in chunks.items():
+                    batches, above = self._judge(scored, advantage), None
+                    for objective, cap in self._arms():
+                        gradients, shares = self._gradients(batches, objective, cap)
+                        groups = self._compare(gradients, target, above or gradients)
+                        yield Finding(updates, advantage, format, objective, cap, groups, shares)
+                        above = gradients
 
     def _arms(self) -> Iterator[tuple[str, float | None]]:
         """Objectives of one cap stand together, since each is compared with the one above it."""
@@ -190,28 +221,35 @@ class Auditor:
         for cap in self.options.caps:
             yield from ((name, cap) for name in names if OBJECTIVES[name].is_truncated)
 
-    def _roll_out(self, format: str) -> list[Trainable]:
+    def _judge(self, batches: Sequence[Corrected], advantage: str) -> list[Trainable]:
+        """The batches with their advantages; only the run's own are whitened, if it does that."""
+        is_whitened = self.config.algo.whiten and advantage == self.config.algo.advantage
+        estimate = self.estimators[advantage]
+        return [compare(batch, estimate, is_whitened=is_whitened) for batch in batches]
+
+    def _roll_out(self, format: str) -> list[Corrected]:
         engine = self.full_engine
         if format != "none":
             engine = build_actor(self.config, self.policy, format, self.choices)
         return self._chunks(engine, f"estimate {format}", 0)
 
-    def _chunks(self, engine: Engine, purpose: str, updates: int) -> list[Trainable]:
-        """Rollouts of the present weights with their advantages, a batch for each chunk."""
-        graded = self._sample(engine, self.problems, purpose, updates)
+    def _chunks(self, engine: Engine, purpose: str, updates: int) -> list[Corrected]:
+        """Rollouts of the present weights, a batch for each chunk."""
+        graded = self._sample(engine, self.problems, purpose, updates, self.group_size)
         size = len(graded) // self.options.chunks
         return [self._score(graded[i : i + size]) for i in range(0, len(graded), size)]
 
     def _sample(
-        self, engine: Engine, problems: Sequence[Problem], purpose: str, updates: int
+        self, engine: Engine, problems: Sequence[Problem], purpose: str, updates: int, size: int
     ) -> list[Graded]:
+        """So many graded completions of each problem."""
         sampling = self.config.sampling
         engine.sync(self.policy.model, version=self.options.at + updates)
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             stop=sampling.stops,
-            group_size=sampling.group_size,
+            group_size=size,
             seed=derive_seed(self.config.seed, "audit", purpose, updates),
         )
         rollouts = engine.generate(problems, params)
@@ -219,12 +257,11 @@ class Auditor:
         grading = Grading(self.parts.pool, rollouts)
         return grading.rewards(overlong_cache=overlong, max_tokens=sampling.max_tokens)
 
-    def _score(self, graded: Sequence[Graded]) -> Trainable:
+    def _score(self, graded: Sequence[Graded]) -> Corrected:
         batch = pad(graded).to(self.policy.device)
         scored = self.learner.recompute(batch, self.options.at)
         found = self.learner.score(batch, torch.arange(len(batch), device=self.policy.device))
-        corrected = correct(self.learner.with_prox(scored, found), cap=None)
-        return self.learner.compare(corrected, self.parts.advantage)
+        return correct(self.learner.with_prox(scored, found), cap=None)
 
     def _gradients(
         self, batches: Sequence[Trainable], objective: str, cap: float | None = None
@@ -273,8 +310,9 @@ class Auditor:
             return None
         size = self.config.batch.problems // self.config.batch.minibatches
         asked = [self.problems[i % len(self.problems)] for i in range(size * num_updates)]
-        engine = self.parts.engine
-        return pad(self._sample(engine, asked, "train", 0)).to(self.policy.device)
+        group_size = self.config.sampling.group_size
+        graded = self._sample(self.parts.engine, asked, "train", 0, group_size)
+        return pad(graded).to(self.policy.device)
 
     def _update(self, batch: Batch | None, num_updates: int) -> None:
         """Make `num_updates` mini-batch updates as the run would."""
@@ -303,9 +341,10 @@ class Auditor:
     ) -> dict[str, dict[str, Estimate]]:
         moments = {g: Moments.of(x, target[g], above[g]) for g, x in found.items()}
         whole = functools.reduce(operator.add, moments.values())
-        batch = self.config.batch
-        chunk_size = self.options.problems / self.options.chunks
-        scale = chunk_size / (batch.problems / batch.minibatches)
+        batch, options = self.config.batch, self.options
+        chunk_size = options.problems * self.group_size / options.chunks
+        batch_size = batch.problems * self.config.sampling.group_size / batch.minibatches
+        scale = chunk_size / batch_size
         named = {"all": whole, **moments}
         return {name: m.describe(scale) | m.sizes() for name, m in named.items()}
 
@@ -316,6 +355,6 @@ def row_of(found: Finding) -> str:
         name: "{:.3f} ({:.3f} to {:.3f})".format(*figures[name])
         for name in ("bias", "cosine", "change")
     }
-    arm = {name: getattr(found, name) for name in ("updates", "format", "objective")}
+    arm = {name: getattr(found, name) for name in ("updates", "advantage", "format", "objective")}
     cap, variance = "-" if found.cap is None else f"{found.cap:g}", figures["variance"].value
     return ROW.format(**arm, cap=cap, **spans, variance=variance, **found.shares)

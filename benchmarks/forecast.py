@@ -147,9 +147,9 @@ def _median(curve: Sequence[float | None]) -> float:
 def step_errors() -> dict[str, float]:
     """log(forecast / measured) of how much faster one whole step is than another."""
     errors = {f"{arm} against {base}": _step_error(arm, base) for arm, base in STEP_PAIRS}
-    bases = read_bench_steps(is_newest=False)
-    for (model, arm, batch, settings), (measured, forecast) in read_bench_steps().items():
-        if arm != "none" and (base := bases.get((model, "none", batch, settings))):
+    steps = read_bench_steps(is_newest=False)  # of each arm and batch, the last with a base counts
+    for (model, arm, batch, settings), (measured, forecast) in steps.items():
+        if arm != "none" and (base := steps.get((model, "none", batch, settings))):
             gains = base[0].total / measured.total, base[1].total / forecast.total
             errors[f"{model} {arm} {batch} gain"] = math.log(gains[1] / gains[0])
     return errors

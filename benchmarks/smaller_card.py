@@ -2,10 +2,10 @@
 
     python -m benchmarks.smaller_card 24 qurl bench step --model 1.5B --keys model.lora_rank=32
 
-Another process's memory would do the same: this one holds all but so many GB (10^9 bytes), and the
-command finds the rest. Reads the free memory every 20 ms, so what the command takes includes its
-CUDA context, graphs, and caches that torch does not count. Adds to
-benchmarks/results/smaller_card.json and exits like the command.
+This process holds all GPU memory except the given GB (10^9 bytes); the command gets the rest. It
+reads the free memory every 20 ms, so what the command takes includes its CUDA context, graphs, and
+caches that torch does not count. Adds to benchmarks/results/smaller_card.json and exits like the
+command.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def main() -> int:
     parser.add_argument("gb", type=float, help="memory that the command finds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
+    if not args.command:
+        parser.error("give a command to run")
     device = pick_device("cuda")
-    torch.cuda.init()
+    record = Record("smaller_card", RESULTS / "smaller_card.json", device)
     held = hold_all_but(int(args.gb * 1e9), device)
     peak, status = peak_while(args.command, device)
     del held
     said = {"peak_gb": round(peak / 1e9, 2), "exit_status": status}
     print(f"{args.gb:g} GB free: {said}")
     key = f"{args.gb:g} GB: {' '.join(args.command)}"
-    record = Record("smaller_card", RESULTS / "smaller_card.json", device)
     record.add(key, settings={"gb": args.gb, "command": args.command}, figures=said)
     return status
 

@@ -169,11 +169,13 @@ def test_adapters_take_what_the_measured_steps_took():
 
     plain, adapted = (forecast("7B", 4160, has_lora) for has_lora in (False, True))
     assert adapted.forwards == plain.forwards
-    assert 0.8 * plain.update <= adapted.update < 0.85 * plain.update
+    assert 0.8 * plain.update < adapted.update < 0.83 * plain.update  # and AdamW has little to do
     # 32 micro-batches of 28 layers: 32 * 28 * 6.9 ms = 6.2 s, and 24 * 28 * 2.1 ms = 1.4 s
     small, large = (forecast("1.5B", tokens, True) for tokens in (4160, 16640))
     assert (small.forwards, small.update) == pytest.approx((1.41, 6.2), rel=0.02)
     assert large.update < forecast("1.5B", 16640, False).update
+    # A sequence is not split, however small a micro-batch.
+    assert forecast("1.5B", 100, True) == forecast("1.5B", 1040, True)
     notes = advise(recipe(model={"path": "nowhere", "lora_rank": 32}), shape="1.5B").notes
     assert any("training with adapters is forecast from two steps" in note for note in notes)
 

@@ -155,7 +155,7 @@ def test_codes_have_the_bits_of_the_reference(source_dtype, columns, dtype):
 @pytest.mark.parametrize("shape", [(1536, 1536), (37888, 3584), (3584, 18944)])
 def test_rule_of_thumb_fits_the_chip(tokens, shape):
     plan = rule_of_thumb("nvfp4", tokens, *shape, num_sms=132)
-    step_bytes = (2 * plan.tokens + plan.channels // 2) * plan.depth
+    step_bytes = (2 * plan.tokens + plan.channels * 5 / 8) * plan.depth
     assert plan.stages * step_bytes <= 160 * 1024
 
 

@@ -187,7 +187,7 @@ def test_candidates_fit_the_chip():
     groups = tune.list_problems(Tune())
     for problem in (p for group in groups for p in group):
         plans = products.candidates(problem, CHIP)
-        assert len(set(plans)) == len(plans) > 10
+        assert len(set(plans)) == len(plans) > 8
         for p in plans:
             stage = problem.tile_bytes(p.tokens, p.channels) * p.depth
             assert 2 * stage <= p.stages * stage <= CHIP.shared_bytes

@@ -41,7 +41,7 @@ from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Symmetric, facts_of, policy_loss
-from qurl.objectives import ADVANTAGES, OBJECTIVES
+from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage
 from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
 from qurl.rewards.grading import overlong_cache
@@ -179,8 +179,9 @@ class Auditor:
     def _find_estimators(self) -> dict[str, Estimator]:
         """The advantages of the audit by name; raises if the run cannot compute one."""
         own = self.config.algo.advantage
-        for name in self.options.advantages:
-            facts = ADVANTAGES[name]
+        names = self.options.advantages or (own,)
+        for name in names:
+            facts = ADVANTAGES.get(name, Advantage())  # a user's own compares what it likes
             if facts.needs_critic and self.learner.critic is None:
                 raise ConfigError(f"--advantages {name} needs a critic, and the run has none")
             if facts.needs_group and self.group_size < 2:
@@ -189,7 +190,7 @@ class Auditor:
                     f"{self.group_size}; set it to 2 or more"
                 )
         known = {**ESTIMATORS, own: self.parts.advantage}
-        return {name: known[name] for name in self.options.advantages or (own,)}
+        return {name: known[name] for name in names}
 
     def findings(self) -> Iterator[Finding]:
         """One for each number of updates, advantage, format, objective and cap."""

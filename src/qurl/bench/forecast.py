@@ -10,16 +10,16 @@ are launches of kernels, r5 is the decoding of keys. `python -m benchmarks.forec
 rates to the rollouts of benchmarks/results (48 on an H200, 0.5B to 14B). Errors of a shape whose
 own rollouts are left out of the fit:
 
-    seconds            5.5 % (root mean square), 21 % at most
+    seconds            5.5 % (root mean square), 19 % at most
     gain over BF16     3 % (root mean square), 5 % in nine of ten, 9 % at most
 
 A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an update three times the
-products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B (its profile gives u0,
-`attention_training.json` u1). Errors of what set no rate:
+products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B in BF16 (its profile
+gives u0, `attention_training.json` u1), the savings of FP8 from whole steps. Errors of others:
 
     updates            1.5B 3.5 % (FP8 in all products 7 %), 3B 2.5 %, 0.5B 11 to 15 %
     whole steps        1.5B and 3B 5 % at most; 7B 6 % too fast with micro-batches of 4160 tokens
-    gains of steps     two pairs of 0.5B, four arms of 1.5B: 5.6 % at most
+    gains of steps     two pairs of 0.5B, six of 1.5B, one of 3B: 5.6 % at most
 
 LoRA has two measured steps, which set its rates: nothing checks them.
 """
@@ -61,13 +61,13 @@ three steps of 1.5B and 3B, 1.12 in one of 7B, whose plans are not measured."""
 UNFUSED_FORWARD, UNFUSED_UPDATE = 1.05, 1.07
 """How much longer training takes on shards, whose layers are not fused. From 1.5B on one H200
 (benchmarks/results/update.json); shards themselves were never timed on GPUs."""
-LORA_UPDATE = 0.8
+LORA_UPDATE = 0.83
 """Share of an update that remains with adapters, whose gradients are thin products. From a step of
 7B with rank 32."""
 LORA_HOST = (2.1e-3, 6.9e-3)
-"""Least seconds per layer and micro-batch with adapters, of a forward and of an update: so long the
-host takes to launch them. From a step of 1.5B with micro-batches of 4160 tokens, where the GPU
-needs a third of that."""
+"""Least seconds per layer and micro-batch with adapters, for a forward and for an update: the host
+needs this long to launch the kernels. From a step of 1.5B with micro-batches of 4160 tokens, where
+the GPU needs a third of that."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out
@@ -163,13 +163,13 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
         forward -= SAVED_FORWARD[format] * linears / 2
     if work.has_lora:
-        launches = shape.layers * tokens / work.microbatch_tokens
-        least_forward, least_update = (seconds * launches for seconds in LORA_HOST)
+        launched = shape.layers / max(1, work.microbatch_tokens // tokens)  # per sequence
+        least_forward, least_update = (seconds * launched for seconds in LORA_HOST)
         forward = max(forward, least_forward)
         update = max(LORA_UPDATE * update, least_update)
     if work.num_ranks > 1:
         forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update
-    num_held = shape.num_parameters / work.num_ranks
+    num_held = 0 if work.has_lora else shape.num_parameters / work.num_ranks
     optimizer = work.num_updates * num_held * OPTIMIZER_BYTES / speed.bandwidth
     slowdown = UNIFIED_ROLLOUT.get(arm.quant["format"], 1.0) if arm.is_unified else 1.0
     return StepSeconds(

@@ -123,11 +123,12 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     depths = (128, 256) if problem.act_format or is_packed else (64, 128)
     for tokens, channels, depth in itertools.product(token_tiles, (64, 128), depths):
         tiles = -(-M // tokens) * -(-N // channels)
-        wide = 8 if tokens * channels > 64 * 128 else 4
-        # Its weights are so few bytes that those of the tokens count, and wide tiles fetch them
-        # less often. Eight warps unpack such a tile with half the registers each.
-        all_warps = (4, 8) if is_packed and channels == 128 else (wide,)
-        for num_programs, warps in itertools.product((1, 2, 3, 4, 5), all_warps):
+        num_warps = (8,) if tokens * channels > 64 * 128 else (4,)
+        if is_packed and num_warps == (4,) and channels == 128:
+            # NVFP4 weights are small, so reading tokens counts; wide tiles read them less often.
+            # Eight warps unpack such a tile with half the registers each.
+            num_warps = (4, 8)
+        for num_programs, warps in itertools.product((1, 2, 3, 4, 5), num_warps):
             stage_bytes = problem.tile_bytes(tokens, channels) * depth
             stages = min(8, int(chip.shared_bytes / num_programs / stage_bytes))
             if stages < 2 or num_programs * warps > 24:
@@ -294,5 +295,8 @@ def _gated(y: Tensor) -> Tensor:
 
 
 def compile_plan(problem: Gemm, plan: Plan, device: torch.device) -> None:
-    """Put a plan's kernels, which depend on neither M nor K, into Triton's disk cache."""
+    """Put a plan's kernels into Triton's disk cache. They depend on neither M nor a whole K.
+
+    Those of NVFP4 depend on whether K is a multiple of 128, as it is in all shapes.
+    """
     GemmRun(dataclasses.replace(problem, M=plan.tokens, K=1024), device).launch(plan)

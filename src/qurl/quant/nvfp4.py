@@ -7,17 +7,19 @@ A group is 16 input channels of one output channel. Its scale a is a number of F
 FP32 number for the tensor. A group whose a rounds to 0 is all zeros.
 
 Unpacking limits the speed of a product (`qurl.quant.kernels.packed`), so codes and scales are
-stored as it reads them. Scales are held in BF16: a weight takes 5 bits. The codes of channels i,
-i + 8, i + 16 and i + 24 share 16 bits, at places (`PLACES`) from which few shifts make BF16 numbers
-of them. Those of i and i + 1, with i even, make a word. One thread of a matrix unit multiplies the
-words of the same i of all groups, so these lie together in a block of up to 8 groups.
+stored as it reads them. Scales are held in BF16: a weight takes 5 bits. Within 32 channels, the
+codes i, i + 8, i + 16 and i + 24 (i = 0 to 7) share 16 bits, at places (`PLACES`) from which few
+shifts make BF16 numbers of them; i and i + 1 (i even) share a word. A thread of a matrix unit needs
+the words of one i from all groups, so a block of up to 8 groups stores them side by side.
 
 Shapes: N output channels, K input channels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the three low bits of a code; the fourth is the sign."""
 PLACES = ((6, 15), (3, 12), (0, 14), (9, 13))
-"""Of the three low bits and of the sign, for each of the four codes in 16 bits."""
+"""Positions of the three low bits and of the sign, for each of the four codes in 16 bits."""
 TOGETHER = 32
 """Input channels whose codes share words."""
 MOST_GROUPS = 8
@@ -92,7 +94,7 @@ def pack(codes: Tensor) -> Tensor:
     # [N, blocks, pairs of groups, places, i]
     parts = codes.int().unflatten(1, (-1, pairs, len(PLACES), 8)).unbind(3)
     placed = [(p & 7) << low | p >> 3 << sign for p, (low, sign) in zip(parts, PLACES, strict=True)]
-    halves = torch.stack(placed).sum(0)
+    halves = functools.reduce(operator.or_, placed)
     words = halves.unflatten(-1, (4, 2)).transpose(2, 3)  # [N, blocks, i / 2, pairs, i % 2]
     return words.to(torch.int16).flatten(1).view(torch.uint8)
 

@@ -10,7 +10,7 @@ the FP32 sum: weights are not rounded. The trainer does the same (`qurl.quant.co
 
 A code has one bit of sign, two of exponent and one of mantissa. Those become the sign, the lowest
 bits of the exponent and the highest of the mantissa of a BF16 number, which is too small by 2^126.
-Multiplying it by a 2^118 is exact, subnormal numbers and zeros included.
+Multiplying it by 2^118 a is exact, subnormal numbers and zeros included.
 
 A word of 32 bits has the codes of both lanes of four BF16 pairs, so most pairs take one shift, one
 mask and one product. They are just those that one thread of a matrix unit multiplies. What a thread
@@ -48,7 +48,7 @@ _RUN = tl.constexpr(8)
 """Channels i whose codes have the same place in their halves of words."""
 _PLACES = tl.constexpr(PLACES)
 _BITS = tl.constexpr(tuple(7 << low | 1 << sign for low, sign in PLACES))
-"""Of a code, by its place."""
+"""Bits that a code occupies, by its place."""
 _LARGEST = tl.constexpr(LARGEST)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _LIFT = tl.constexpr(256.0)
@@ -117,7 +117,8 @@ def _decode(codes: Tensor, scale: Tensor, outer: Tensor | None, dtype: torch.dty
     pairs = groups_of_block(columns) // 2
     shape: dict[str, Any] = {"PAIRS": pairs, "CHUNK": _CHUNK, **EXACT}
     grid = (rows, divide_up(columns, _CHUNK))
-    decode_kernel[grid](numbers, codes.view(torch.int16), scale, outer, columns, **shape)
+    words, scales = codes.view(torch.int32), scale.view(torch.int32)
+    decode_kernel[grid](numbers, words, scales, outer, columns, **shape)
     return numbers
 
 
@@ -204,19 +205,20 @@ def packed_gemm_kernel(
     tokens = first_token + tl.arange(0, TOKENS)
     channels = first_channel + tl.arange(0, CHANNELS)
     depth = tl.arange(0, DEPTH)
-    words = tl.arange(0, DEPTH // 8)
-    scales = tl.arange(0, DEPTH // _TOGETHER)
+    word_at = tl.arange(0, DEPTH // 8)
+    scale_at = tl.arange(0, DEPTH // _TOGETHER)
     acc = tl.zeros((CHANNELS, TOKENS), tl.float32)
     for step in range(first_step, last_step):
         if HAS_DESCRIPTORS:
-            codes = w.load([first_channel, step * (DEPTH // 8)])
+            words = w.load([first_channel, step * (DEPTH // 8)])
             x_tile = x.load([first_token, step * DEPTH])
         else:
-            codes = load_tile(w, channels, words + step * (DEPTH // 8), N, num_words)
+            words = load_tile(w, channels, word_at + step * (DEPTH // 8), N, num_words)
             x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
-        scale = load_tile(scale_w, channels, scales + step * (DEPTH // _TOGETHER), N, num_scales)
+        first_scale = step * (DEPTH // _TOGETHER)
+        scales = load_tile(scale_w, channels, scale_at + first_scale, N, num_scales)
         acc = tl.dot(
-            as_factor(_weights(codes, scale, x_tile.dtype, PAIRS)),
+            as_factor(_weights(words, scales, x_tile.dtype, PAIRS)),
             as_factor(x_tile).T,
             acc,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
@@ -233,32 +235,50 @@ def packed_gemm_kernel(
 @triton.jit
 def _weights(words, scales, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """q a / 256 [CHANNELS, DEPTH] of words and scales, two in a word, exact in DTYPE."""
-    CHANNELS: tl.constexpr = words.shape[0]
+    if INTERPRETED or tl.bfloat16 != DTYPE:
+        return _numbers(words, scales, 1 / _LIFT, DTYPE, PAIRS)
+    # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written before
+    # the last operand is read.
+    a, b, c, d = tl.inline_asm_elementwise(
+        _WEIGHTS,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, _per_word(scales, words, PAIRS)],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    first, second = tl.join(_lanes(a), _lanes(b)), tl.join(_lanes(c), _lanes(d))
+    return _in_order(first, second, PAIRS)
+
+
+@triton.jit
+def _numbers(words, scales, factor, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+    """q (a factor) [rows, columns] of words and scales, two in a word, rounded once."""
+    scales = _per_word(scales, words, PAIRS)
+    even = (scales << 16).to(tl.float32, bitcast=True) * factor
+    odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) * factor
+    first = tl.join(_products(words, even, 0, DTYPE), _products(words, even, 1, DTYPE))
+    second = tl.join(_products(words, odd, 2, DTYPE), _products(words, odd, 3, DTYPE))
+    return _in_order(first, second, PAIRS)
+
+
+@triton.jit
+def _per_word(scales, words, PAIRS: tl.constexpr):
+    """The two scales of each word."""
+    ROWS: tl.constexpr = words.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1] // PAIRS
-    scales = scales.reshape(CHANNELS, BLOCKS, 1, PAIRS)
-    scales = tl.broadcast_to(scales, (CHANNELS, BLOCKS, 4, PAIRS)).reshape(words.shape)
-    if not INTERPRETED and tl.bfloat16 == DTYPE:
-        # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written
-        # before the last operand is read.
-        a, b, c, d = tl.inline_asm_elementwise(
-            _WEIGHTS,
-            "=&r,=&r,=&r,=&r,r,r",
-            [words, scales],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        first = tl.join(_lanes(a), _lanes(b))
-        second = tl.join(_lanes(c), _lanes(d))
-    else:
-        # The two scales of a word in FP32.
-        even = (scales << 16).to(tl.float32, bitcast=True) * (1 / _LIFT)
-        odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) * (1 / _LIFT)
-        first = tl.join(_products(words, even, 0, DTYPE), _products(words, even, 1, DTYPE))
-        second = tl.join(_products(words, odd, 2, DTYPE), _products(words, odd, 3, DTYPE))
-    # [CHANNELS, block, i, pair, lane, half of a group, group] to the order of input channels.
-    tile = tl.join(first, second).reshape(CHANNELS, BLOCKS, 4, PAIRS, 2, 2, 2)
-    return tile.permute(0, 1, 3, 6, 5, 2, 4).reshape(CHANNELS, 8 * words.shape[1])
+    scales = scales.reshape(ROWS, BLOCKS, 1, PAIRS)
+    return tl.broadcast_to(scales, (ROWS, BLOCKS, 4, PAIRS)).reshape(words.shape)
+
+
+@triton.jit
+def _in_order(first, second, PAIRS: tl.constexpr):
+    """Input channels in their order, of the first and second groups [rows, words, lane, half]."""
+    ROWS: tl.constexpr = first.shape[0]
+    BLOCKS: tl.constexpr = first.shape[1] // (4 * PAIRS)
+    # [rows, block, i / 2, pair of groups, i % 2, half of a group, group]
+    tile = tl.join(first, second).reshape(ROWS, BLOCKS, 4, PAIRS, 2, 2, 2)
+    return tile.permute(0, 1, 3, 6, 5, 2, 4).reshape(ROWS, 8 * first.shape[1])
 
 
 @triton.jit
@@ -285,30 +305,17 @@ def _from_half(halves, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _half_at(pair, PAIRS: tl.constexpr):
-    """Which halves of words have the codes of pairs of groups, for each i [pairs, _RUN]."""
-    run = tl.arange(0, _RUN)[None, :]
-    first = pair // PAIRS * (_RUN * PAIRS) + pair % PAIRS * 2
-    return first[:, None] + run // 2 * (2 * PAIRS) + run % 2
-
-
-@triton.jit
-def decode_kernel(
-    numbers, halves, scale_w, tensor_scale, K, PAIRS: tl.constexpr, CHUNK: tl.constexpr
-):
+def decode_kernel(numbers, w, scale_w, tensor_scale, K, PAIRS: tl.constexpr, CHUNK: tl.constexpr):
     """CHUNK columns of one row; q a without the scale of the tensor."""
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.program_id(1) * (CHUNK // _TOGETHER) + tl.arange(0, CHUNK // _TOGETHER)
-    is_inside = pair < K // _TOGETHER
-    codes = tl.load(halves + row * (K // 4) + _half_at(pair, PAIRS), is_inside[:, None], 0)
-    target = numbers + row * K + pair[:, None] * _TOGETHER + tl.arange(0, _RUN)[None, :]
-    for place in tl.static_range(4):
-        at = scale_w + row * (K // _GROUP) + 2 * pair + place // 2
-        step = tl.load(at, is_inside, 0.0).to(tl.float32)
-        if tensor_scale is not None:
-            step = step * tl.load(tensor_scale + row)
-        value = narrow(_from_half(codes, place) * step[:, None], numbers.dtype.element_ty)
-        tl.store(target + place * _RUN, value, is_inside[:, None])
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    word = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)[None, :]
+    pair = chunk * (CHUNK // _TOGETHER) + tl.arange(0, CHUNK // _TOGETHER)[None, :]
+    column = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
+    words = tl.load(w + row * (K // 8) + word, word < K // 8, 0)
+    scales = tl.load(scale_w + row * (K // _TOGETHER) + pair, pair < K // _TOGETHER, 0)
+    factor = 1.0 if tensor_scale is None else tl.load(tensor_scale + row)
+    values = _numbers(words, scales, factor, numbers.dtype.element_ty, PAIRS)
+    tl.store(numbers + row * K + column, values, column < K)
 
 
 @triton.jit
@@ -329,14 +336,12 @@ def requantize_packed_kernel(
     """One row, CHUNK columns at a time: a tile [pairs of groups, _RUN] for each place of codes."""
     row = tl.program_id(0).to(tl.int64)
     outer = tl.load(tensor_scale + row * outer_stride)
-    changes = tl.zeros([CHUNK // _TOGETHER, _RUN], tl.int32)
+    changes = tl.zeros([CHUNK // 4], tl.int32)
     for start in range(0, K, CHUNK):
         pair = start // _TOGETHER + tl.arange(0, CHUNK // _TOGETHER)
         mask = (pair < K // _TOGETHER)[:, None]
         at = source + row * K + pair[:, None] * _TOGETHER + tl.arange(0, _RUN)[None, :]
-        target = halves + row * half_stride + _half_at(pair, PAIRS)
-        held = tl.load(target, mask, 0).to(tl.int32)
-        codes = tl.zeros_like(held)
+        codes = tl.zeros([CHUNK // _TOGETHER, _RUN], tl.int32)
         for group in tl.static_range(2):
             low = _rounded(tl.load(at + (2 * group) * _RUN, mask, 0.0), DTYPE)
             high = _rounded(tl.load(at + (2 * group + 1) * _RUN, mask, 0.0), DTYPE)
@@ -349,9 +354,15 @@ def requantize_packed_kernel(
             codes |= _to_half(tl.div_rn(high, step), 2 * group + 1)
             where = scale + row * scale_stride + 2 * pair + group
             tl.store(where, group_scale.to(tl.bfloat16), pair < K // _TOGETHER)
+        # [block, pair of groups, i / 2, i % 2] to the order of words.
+        codes = codes.reshape(CHUNK // (_TOGETHER * PAIRS), PAIRS, _RUN // 2, 2)
+        codes = codes.permute(0, 2, 1, 3).reshape(CHUNK // 4)
+        half = start // 4 + tl.arange(0, CHUNK // 4)
+        target = halves + row * half_stride + half
+        held = tl.load(target, half < K // 4, 0).to(tl.int32)
         for place in tl.static_range(4):
             changes += (((codes ^ held) & _BITS[place]) != 0).to(tl.int32)
-        tl.store(target, codes.to(tl.int16), mask)
+        tl.store(target, codes.to(tl.int16), half < K // 4)
     tl.store(flips + row, tl.sum(changes))
 
 

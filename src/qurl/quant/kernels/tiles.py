@@ -49,7 +49,7 @@ class Plan:
     ) -> tuple[tuple[int, int], int, dict[str, Any]]:
         """The grid of a product, steps of a part of K, and constants of either kernel.
 
-        Rows of the weight [N, ...] have so many columns, one or two to an element.
+        Rows of the weight [N, ...] have so many columns, up to eight to an element.
         """
         overlap = overlapping(weight.device)
         bytes_per_step = self.depth * weight.itemsize * weight.shape[1] // num_columns

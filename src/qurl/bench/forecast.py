@@ -65,9 +65,9 @@ LORA_UPDATE = 0.83
 """Share of an update that remains with adapters, whose gradients are thin products. From a step of
 7B with rank 32."""
 LORA_HOST = (2.1e-3, 6.9e-3)
-"""Least seconds per layer and micro-batch with adapters, for a forward and for an update: the host
-needs this long to launch the kernels. From a step of 1.5B with micro-batches of 4160 tokens, where
-the GPU needs a third of that."""
+"""Least seconds per layer and micro-batch with adapters, for a forward and for an update. From a
+step of 1.5B with micro-batches of 4160 tokens, which took three times what its products need. 7B
+with as many layers took no longer than its products, so we take it for the host's time."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out

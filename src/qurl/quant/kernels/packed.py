@@ -42,7 +42,6 @@ from qurl.quant.nvfp4 import (
     scale_of,
 )
 
-_GROUP = tl.constexpr(GROUP)
 _TOGETHER = tl.constexpr(TOGETHER)
 _RUN = tl.constexpr(8)
 """Channels i whose codes have the same place in their halves of words."""

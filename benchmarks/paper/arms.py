@@ -20,7 +20,7 @@ PLAIN = {"algo.objective": "ppo_prox"}
 FULL_PRECISION = {"quant.format": "none", **PLAIN}
 UNCORRECTED_FP8 = {"quant.format": "fp8", **PLAIN}
 UNIFIED = {"quant.unified": True, "quant.backward": "dgrad"}
-FAST = {"optim.lr": 3e-6}
+FAST_INT8 = {"quant.format": "int8", "optim.lr": 3e-6}
 GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
 """GRPO with as many completions as the PPO recipe."""
 
@@ -151,10 +151,8 @@ JET_RL = Experiment(
 GRPO_RATE = Experiment(
     "grpo_rate",
     (
-        Arm("int8-ppo_prox", "INT8, uncorrected", GRPO, {"quant.format": "int8", **PLAIN, **FAST}),
-        Arm(
-            "int8-tis", "INT8, TIS", GRPO, {**FAST, "quant.format": "int8", "algo.objective": "tis"}
-        ),
+        Arm("int8-ppo_prox", "INT8, uncorrected", GRPO, {**FAST_INT8, **PLAIN}),
+        Arm("int8-tis", "INT8, TIS", GRPO, {**FAST_INT8, "algo.objective": "tis"}),
     ),
 )
 """GRPO at the rate of Table 1, where PPO without correction has collapsed after 75 steps."""

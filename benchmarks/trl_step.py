@@ -116,7 +116,10 @@ def run(bench: TrlStep) -> None:
             if state.global_step % bench.minibatches == 0:
                 if is_cuda:
                     torch.cuda.synchronize()
-                ends.append((time.perf_counter(), int(state.num_input_tokens_seen)))
+                now, num_tokens = time.perf_counter(), int(state.num_input_tokens_seen)
+                if ends:  # the first has no beginning; its time includes the start of vLLM
+                    print(f"step {len(ends) + 1}: {now - ends[-1][0]:.1f} s", file=sys.stderr)
+                ends.append((now, num_tokens))
 
     tokenizer: Any = build_tokenizer()
     task = LetterTask(tokenizer, bench.prompt_tokens, bench.seed)

@@ -525,6 +525,12 @@ LAUNCHES = (
         {"packed_gemm_kernel": BF16_MATRIX},
     ),
     Launch(
+        "nvfp4 product of 16 tokens, by single warps",
+        partial(multiply, "nvfp4", 16, 3584, 18944, Plan(16, 64, 256, 7, warps=2)),
+        {"packed_gemm_kernel": SMALL_MATRIX},
+        targets=VARIANT,
+    ),
+    Launch(
         "nvfp4 product of 64 tokens, in parts",
         partial(multiply, "nvfp4", 64, 3584, 18944, NVFP4_DECODE),
         {"packed_gemm_kernel": BF16_MATRIX},

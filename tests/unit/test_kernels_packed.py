@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,8 +47,14 @@ def test_decoded_weights_have_the_bits_of_the_reference(dtype):
     assert not numbers[2].any()
 
 
+GROUP_OF_WARPS = Plan(16, 64, 128)
+SINGLE_WARPS = Plan(16, 32, 128, warps=2)
+plans = pytest.mark.parametrize("plan", [GROUP_OF_WARPS, SINGLE_WARPS], ids=["group", "single"])
+
+
+@plans
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_codes_times_scales_are_exact_in_16_bits(dtype):
+def test_codes_times_scales_are_exact_in_16_bits(dtype, plan):
     """All codes with all scales, subnormal ones and 0 included."""
     channels = torch.arange(512)
     codes = pack(((channels + channels // 8) % 16).repeat(127, 1))  # each one at each place
@@ -63,18 +71,19 @@ def test_codes_times_scales_are_exact_in_16_bits(dtype):
     # Rows of one number each: a product gives the weights back, times g.
     weight.tensor_scale[:] = torch.linspace(0.1, 3, 127, device=DEVICE)[:, None]
     x = torch.eye(512, device=DEVICE, dtype=dtype)[:64]
-    product = multiply(x, weight, None, FP32, Plan(16, 64, 128))
+    product = multiply(x, weight, None, FP32, plan)
     assert torch.equal(finish(product), (exact * weight.tensor_scale).T[:64])
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_product_against_float64(size, splits, dtype):
+@plans
+def test_product_against_float64(size, splits, dtype, plan):
     """No weight is rounded, in BF16 either."""
     x, weight, bias = operands(*size, dtype)
     expected = x.double() @ dequantize(weight).double().T + bias.double()
-    product = multiply(x, weight, bias, FP32, Plan(16, 64, 128, splits=splits))
+    product = multiply(x, weight, bias, FP32, replace(plan, splits=splits))
     assert isinstance(product, Partial) == (splits > 0)
     assert (finish(product) - expected).abs().max() < 2e-5 * expected.abs().max()
 
@@ -91,18 +100,20 @@ def test_a_finished_product_is_rounded_once():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_product(dtype, has_bias):
+@plans
+def test_gated_product(dtype, has_bias, plan):
     x, weight, bias = operands(17, 130, 288, dtype)
     y = x.double() @ dequantize(weight).double().T + has_bias * bias
     gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
-    h = multiply_gated(x, weight, bias if has_bias else None, FP32, Plan(16, 64, 128))
+    h = multiply_gated(x, weight, bias if has_bias else None, FP32, plan)
     expected = F.silu(gate) * up
     assert (h - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_a_row_does_not_depend_on_the_batch():
+@plans
+def test_a_row_does_not_depend_on_the_batch(plan):
     x, weight, bias = operands(33, 64, 256, BF16)
-    plan = Plan(16, 64, 128, splits=2)
+    plan = replace(plan, splits=2)
     together = finish(multiply(x, weight, bias, BF16, plan))
     for row in (1, 20, 32):
         alone = finish(multiply(x[row : row + 1], weight, bias, BF16, plan))

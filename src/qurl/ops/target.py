@@ -37,6 +37,11 @@ class Target:
         return self.capability is None or self.capability >= (9, 0)
 
     @property
+    def has_warp_groups(self) -> bool:
+        """Matrix instructions of four warps together; consumer cards have those of one."""
+        return self.capability is None or self.capability[0] in (9, 10)
+
+    @property
     def has_fp8(self) -> bool:
         """FP8 matrix instructions; the interpreter emulates them."""
         return self.capability is None or self.capability >= (8, 9)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from qurl.ops.launch import DTYPES, EXACT, divide_up
 from qurl.ops.rounding import INTERPRETED, as_factor, float8_bits, narrow
+from qurl.ops.target import Target
 from qurl.quant.formats import Quantized
 from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights, store_tile
 from qurl.quant.nvfp4 import (
@@ -94,7 +95,9 @@ def multiply_packed(
     words, scales = codes.view(torch.int32), scale.view(torch.int32)
     x_tiles, w_tiles, has_descriptors = as_tiles(x, words, plan)
     grid, steps, constants = plan.launch(M, words, K, is_gated=is_gated)
+    is_grouped = Target.of(x.device).has_warp_groups and plan.warps >= 4 and plan.channels >= 64
     constants |= {"HAS_DESCRIPTORS": has_descriptors, "PAIRS": block // 2}
+    constants |= {"IN_WARPS": not is_grouped}
     sizes = (M, N, K, words.shape[1], scales.shape[1], steps)
     packed_gemm_kernel[grid](x_tiles, w_tiles, words, scales, outer, y, bias, *sizes, **constants)
 
@@ -177,6 +180,7 @@ def packed_gemm_kernel(
     IS_GATED: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
     PAIRS: tl.constexpr,
+    IN_WARPS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -184,7 +188,7 @@ def packed_gemm_kernel(
 
     Rows of w have `num_words`, those of scale_w `num_scales` words of two: arguments, so that the
     compiler knows which are multiples of 16 and can be loaded several numbers at a time. A block
-    has so many PAIRS of groups.
+    has so many PAIRS of groups. IN_WARPS: each warp multiplies by itself, not four together.
     """
     num_token_tiles = tl.cdiv(M, TOKENS)
     first_token = (tl.program_id(0) % num_token_tiles) * TOKENS
@@ -216,13 +220,16 @@ def packed_gemm_kernel(
             x_tile = load_tile(x, tokens, depth + step * DEPTH, M, K)
         first_scale = step * (DEPTH // _TOGETHER)
         scales = load_tile(scale_w, channels, scale_at + first_scale, N, num_scales)
+        weights = _weights(words, scales, x_tile.dtype, PAIRS)
+        if IN_WARPS:
+            weights, x_tile = _by_threads(weights), _by_threads(x_tile)
         acc = tl.dot(
-            as_factor(_weights(words, scales, x_tile.dtype, PAIRS)),
+            as_factor(weights),
             as_factor(x_tile).T,
             acc,
             input_precision="ieee" if x_tile.dtype == tl.float32 else None,
         )
-        if not INTERPRETED:
+        if not (INTERPRETED or IN_WARPS):
             # No instruction, but a use of the sum, for which Triton waits. Triton 3.6 would let the
             # next step overwrite the registers with these weights while they are multiplied.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
@@ -248,6 +255,17 @@ def _weights(words, scales, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     )
     first, second = tl.join(_lanes(a), _lanes(b)), tl.join(_lanes(c), _lanes(d))
     return _in_order(first, second, PAIRS)
+
+
+@triton.jit
+def _by_threads(tile):
+    """Input channels of each group in another order: 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
+
+    Where each warp multiplies by itself, Triton gives a thread four adjacent channels of a factor.
+    A thread has unpacked these four; in the plain order weights would pass through shared memory.
+    """
+    pairs = tile.reshape(tile.shape[0], tile.shape[1] // 16, 2, 4, 2)
+    return pairs.permute(0, 1, 3, 2, 4).reshape(tile.shape)
 
 
 @triton.jit

@@ -194,7 +194,7 @@ def test_candidates_fit_the_chip():
             assert p.tokens <= problem.M
             assert p.prefetch == 0
             tiles = -(-problem.M // p.tokens) * -(-problem.N // p.channels)
-            assert p.splits == 0 or 1 < p.splits <= min(16, 8 * 132 // tiles)
+            assert p.splits == 0 or 1 < p.splits <= min(16, 5 * 132 // tiles)
             assert p.splits == 0 or problem.role != "gate_up"
 
 

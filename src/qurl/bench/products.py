@@ -121,10 +121,14 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
     token_tiles = small_tiles if few_tokens >= M else [128, 256]
     is_packed = problem.kind == "nvfp4"
     depths = (128, 256) if problem.act_format or is_packed else (64, 128)
-    for tokens, channels, depth in itertools.product(token_tiles, (32, 64, 128), depths):
+    for tokens, channels, depth in itertools.product(token_tiles, (64, 128), depths):
         tiles = -(-M // tokens) * -(-N // channels)
-        warp_counts = _warps_of_packed(tokens, channels) if is_packed else _warps(tokens, channels)
-        for num_programs, warps in itertools.product((1, 2, 3, 4, 5, 8), warp_counts):
+        num_warps = (8,) if tokens * channels > 64 * 128 else (4,)
+        if is_packed and num_warps == (4,) and channels == 128:
+            # NVFP4 weights are small, so reading tokens counts; wide tiles read them less often.
+            # Eight warps unpack such a tile with half the registers each.
+            num_warps = (4, 8)
+        for num_programs, warps in itertools.product((1, 2, 3, 4, 5), num_warps):
             stage_bytes = problem.tile_bytes(tokens, channels) * depth
             stages = min(8, int(chip.shared_bytes / num_programs / stage_bytes))
             if stages < 2 or num_programs * warps > 24:
@@ -135,25 +139,6 @@ def _candidates(problem: Gemm, chip: Chip) -> Iterator[Plan]:
             may_cut = not problem.is_gated and not problem.is_unified
             if may_cut and 1 < splits <= MOST_PARTS and has_work:
                 yield Plan(tokens, channels, depth, splits, warps, stages)
-
-
-def _warps(tokens: int, channels: int) -> Sequence[int]:
-    """How many warps may share a tile; four multiply at least 64 channels together."""
-    if channels < 64:
-        return ()
-    return (8,) if tokens * channels > 64 * 128 else (4,)
-
-
-def _warps_of_packed(tokens: int, channels: int) -> Sequence[int]:
-    """The same for NVFP4 weights, which are unpacked in registers.
-
-    They are small, so reading tokens counts; wide tiles read them less often, and eight warps
-    unpack such a tile with half the registers each. Two warps multiply one by one, so that one
-    unpacks while the other multiplies; with more tokens both would unpack the same weights.
-    """
-    shared = (*_warps(tokens, channels), *((8,) if channels == 128 else ()))
-    alone = (2,) if tokens <= 32 else ()
-    return tuple(dict.fromkeys((*alone, *shared)))
 
 
 def best_of(times: Times) -> Choice:

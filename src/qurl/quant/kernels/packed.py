@@ -242,19 +242,21 @@ def packed_gemm_kernel(
 def _weights(words, scales, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """q a / 256 [CHANNELS, DEPTH] of words and scales, two in a word, exact in DTYPE."""
     if INTERPRETED or tl.bfloat16 != DTYPE:
-        return _numbers(words, scales, 1 / _LIFT, DTYPE, PAIRS)
-    # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written before
-    # the last operand is read.
-    a, b, c, d = tl.inline_asm_elementwise(
-        _WEIGHTS,
-        "=&r,=&r,=&r,=&r,r,r",
-        [words, _per_word(scales, words, PAIRS)],
-        (tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    first, second = tl.join(_lanes(a), _lanes(b)), tl.join(_lanes(c), _lanes(d))
-    return _in_order(first, second, PAIRS)
+        tile = _numbers(words, scales, 1 / _LIFT, DTYPE, PAIRS)
+    else:
+        # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written
+        # before the last operand is read.
+        a, b, c, d = tl.inline_asm_elementwise(
+            _WEIGHTS,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, _per_word(scales, words, PAIRS)],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        first, second = tl.join(_lanes(a), _lanes(b)), tl.join(_lanes(c), _lanes(d))
+        tile = _in_order(first, second, PAIRS)
+    return tile
 
 
 @triton.jit

@@ -163,7 +163,7 @@ class Planner:
         is_shelved = trainers > 1 and not placement.is_driver_alone
         lengths = (work.prompt_tokens, work.new_tokens)
         driver, received, sent = cluster.driver_seconds(
-            self._sequences, *lengths, trainers, is_shelved=is_shelved
+            self.config.sequences_per_step, *lengths, trainers, is_shelved=is_shelved
         )
         return Prediction(
             arm=arm.name,
@@ -180,7 +180,7 @@ class Planner:
             exchanged_bytes=exchanged,
             sync_bytes=shipped,
             driver_bytes=received + sent,
-            num_tokens=self._sequences * work.new_tokens,
+            num_tokens=self.config.sequences_per_step * work.new_tokens,
         )
 
     def _exchange(self, arm: Arm, work: Work, placement: Placement) -> tuple[float, float]:
@@ -204,17 +204,12 @@ class Planner:
         shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
         return seconds, shipped(*weights)
 
-    @property
-    def _sequences(self) -> int:
-        return self.config.batch.problems * self.config.sampling.group_size
-
     def _step_seconds(
         self, arm: Arm, work: Work, placement: Placement, cache: float
     ) -> StepSeconds:
         """One trainer's and one engine's share, on the hardware of one GPU."""
         speed = speed_of(self.card)
-        rows = math.ceil(self._sequences / (self.config.batch.minibatches * placement.trainers))
-        rows *= self.config.batch.minibatches
+        rows = self._minibatch_rows(placement.trainers) * self.config.batch.minibatches
         groups = math.ceil(self.config.batch.problems / placement.engines)
         sampled = groups * self.config.sampling.group_size
         tokens = cache / self._longest_cache(arm) * longest_sequence(self.config)
@@ -225,6 +220,11 @@ class Planner:
         sampling = replace(work, sequences=sampled, together=together)
         trained, asked = (step_seconds(self.shape, arm, speed, x) for x in (training, sampling))
         return replace(trained, rollout=asked.rollout, rest=asked.rest)
+
+    def _minibatch_rows(self, trainers: int) -> int:
+        """Most sequences of a mini-batch that one rank has."""
+        parts = self.config.batch.minibatches * trainers
+        return math.ceil(self.config.sequences_per_step / parts)
 
     def _longest_cache(self, arm: Arm) -> float:
         """Bytes of the keys of one sequence, without which nothing is sampled."""
@@ -237,7 +237,7 @@ class Planner:
         All ranks run as many micro-batches as the one with the most.
         """
         config, length = self.config, work.prompt_tokens + work.new_tokens
-        rows = math.ceil(self._sequences / (config.batch.minibatches * trainers))
+        rows = self._minibatch_rows(trainers)
         per_piece = max(1, config.batch.microbatch_tokens // length)
         pieces = config.batch.minibatches * math.ceil(rows / per_piece)
         forwards = pieces * work.num_forwards

@@ -187,7 +187,7 @@ class Scenario:
     def work(self, arm: Arm) -> Work:
         """Of one GPU; how several share sequences and caches, the planner decides."""
         config, num_gpus = self.config, self.hardware.num_gpus
-        sequences = config.batch.problems * config.sampling.group_size / num_gpus
+        sequences = config.sequences_per_step / num_gpus
         cache = self.memory(arm)[1] if num_gpus == 1 else 0.0
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
         tokens = cache / (itemsize * self.shape.kv_numbers_per_token)

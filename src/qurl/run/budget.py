@@ -42,7 +42,7 @@ UPDATE = (
 
 def describe_budget(config: Config, card: Card | None = None) -> str:
     """Token and memory budget as text, on this machine or on a card that is not here."""
-    sequences = config.batch.problems * config.sampling.group_size
+    sequences = config.sequences_per_step
     device = torch.device("cuda") if card else pick_device(config.device)
     lines = [
         "",
@@ -314,7 +314,7 @@ def microbatch_tokens(config: Config) -> int:
     """Most tokens of one forward and backward pass of a rank."""
     longest = longest_sequence(config)
     parts = config.batch.minibatches * config.parallel.trainers
-    rows = -(-config.batch.problems * config.sampling.group_size // parts)
+    rows = -(-config.sequences_per_step // parts)
     return min(max(config.batch.microbatch_tokens, longest), rows * longest)
 
 

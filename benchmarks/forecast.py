@@ -29,7 +29,8 @@ from qurl.bench.forecast import (
     step_seconds,
 )
 from qurl.bench.limits import SPEEDS
-from qurl.bench.shapes import SHAPES, Shape
+from qurl.bench.shapes import SHAPES
+from qurl.run.shape import Shape
 
 RESULTS = Path(__file__).parent / "results"
 H200 = SPEEDS["NVIDIA H200"]

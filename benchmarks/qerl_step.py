@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.scripts import run_command
 from qurl.bench.arms import Arm, BatchBench
 from qurl.bench.record import Record, time_call
-from qurl.bench.shapes import SHAPES, Shape, model_config
+from qurl.bench.shapes import SHAPES, model_config
 from qurl.bench.step import alternate
 from qurl.bench.train import check_update, prepare
 from qurl.bench.workload import Workload
@@ -32,6 +32,7 @@ from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import get_format
 from qurl.quant.linear import projections
 from qurl.rollout import build_engine
+from qurl.run.shape import Shape
 from qurl.trainer.batches import pad
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy

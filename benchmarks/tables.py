@@ -222,7 +222,7 @@ def attention_table(measured: Measured) -> str:
         by_cache = [found.get(cache, {}) for cache in CACHES]
         speeds = [show(r.get("gb_s") and r["gb_s"] / 1e3, ".2f") for r in by_cache]
         times = [show(r.get("us"), ".0f") for r in by_cache]
-        model = next(m for m in MODELS if SHAPES[m].heads == heads)
+        model = next(m for m in MODELS if SHAPES[m].num_heads == heads)
         rows.append([f"{heads} / {kv_heads} ({model})", f"{batch} x {context}", *speeds, *times])
     return table(head, rows)
 

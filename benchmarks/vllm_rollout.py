@@ -28,9 +28,10 @@ from benchmarks.scripts import run_command
 from qurl.bench.limits import find_speed
 from qurl.bench.record import Record
 from qurl.bench.rollout import HEAD, Figures, RolloutBench, Session, measure, plan
-from qurl.bench.shapes import Shape, model_config
+from qurl.bench.shapes import model_config
 from qurl.bench.workload import Contender, Setup, Workload
 from qurl.errors import ConfigError, EngineError
+from qurl.run.shape import Shape
 from qurl.types import Completion, Problem, SamplingParams
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {

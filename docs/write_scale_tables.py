@@ -21,11 +21,11 @@ from qurl.bench.cluster import (
 )
 from qurl.bench.limits import speed_of
 from qurl.bench.plan import Prediction, shorten
-from qurl.bench.scenario import Hardware, Scenario, find_size
+from qurl.bench.scenario import Hardware, Scenario
+from qurl.bench.shapes import SHAPES
 from qurl.config import build_config
 from qurl.run.budget import GIB, loaded_bytes
 from qurl.run.cards import CARDS
-from qurl.run.sizes import ModelSize
 
 TARGET = Path(__file__).parent / "scale.md"
 MODELS, GPUS = ("7B", "14B", "32B", "72B"), (8, 64, 256, 1024)
@@ -45,15 +45,10 @@ RECIPE = build_config(
 
 
 @functools.cache
-def size_of(model: str) -> ModelSize:
-    return find_size(RECIPE, model)
-
-
-@functools.cache
 def predict(model: str, gpus: int, arm: str) -> dict[str, Prediction]:
     """The fastest of each kind of placement."""
     hardware = Hardware(CARD.name, CARD.memory, speed_of(CARD), CARD.has_fp8, CARD, gpus)
-    scenario = Scenario(RECIPE, hardware, size_of(model), PROMPT, TOKENS)
+    scenario = Scenario(RECIPE, hardware, SHAPES[model], PROMPT, TOKENS)
     found = scenario.planner.best(Arm.of(arm), scenario.work(Arm.of(arm)))
     return {str(p.placement): p for p in found}
 
@@ -93,7 +88,7 @@ def placements() -> list[str]:
     for model in MODELS:
         found = predict(model, 8, "int8+kv")
         cells = [f"{shorten(p.step)} s, {_gib(p)}" if p.fits else _gib(p) for p in found.values()]
-        rows.append([model, f"{loaded_bytes(RECIPE, size_of(model)) / GIB:.0f}", *cells])
+        rows.append([model, f"{loaded_bytes(RECIPE, SHAPES[model]) / GIB:.0f}", *cells])
     return table(f"model | GiB to load | {' | '.join(predict(MODELS[0], 8, 'int8+kv'))}", rows)
 
 
@@ -107,7 +102,7 @@ def limits() -> list[str]:
     rate, rows = point_rate(CARD, 1024), {}
     for model in (MODELS[0], MODELS[-1]):
         best = predict(model, 1024, "int8+kv")["ahead"]
-        shipped = [shipment_bytes(size_of(model), format) for format in ("int8", "none")]
+        shipped = [shipment_bytes(SHAPES[model], format) for format in ("int8", "none")]
         saved = RECIPE.save.every * best.step
         rows[model] = {
             "bytes through the driver": f"{best.driver_bytes / 1e9:.1f} GB a step",

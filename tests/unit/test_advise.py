@@ -28,16 +28,16 @@ from qurl.bench.forecast import (
     step_seconds,
 )
 from qurl.bench.limits import Speed, speed_of
-from qurl.bench.scenario import BASE, Hardware, Scenario, find_size, shape_of
-from qurl.bench.shapes import SHAPES, Shape
+from qurl.bench.scenario import BASE, Hardware, Scenario, check_family, find_shape
+from qurl.bench.shapes import SHAPES, qwen2_shape
 from qurl.cli import main
 from qurl.config import build_config
 from qurl.errors import ConfigError
 from qurl.run.cards import CARDS, find_card
-from qurl.run.sizes import measure
+from qurl.run.shape import measure
 from qurl.tasks.tokenizer import build_tokenizer
 
-SMALL = Shape("small", 8, 2, 2, 1, 16, 100, is_tied=True)
+SMALL = qwen2_shape("small", 8, 2, 2, 1, 16, 100, is_tied=True)
 ROUND = Speed(bandwidth=1e3, flops_wide=1e4, flops_narrow=2e4)
 MEASURED = check.read_rollouts()
 
@@ -274,7 +274,7 @@ def test_memory_can_decide():
 def scenario(config, card="H200", gpus=1, shape="1.5B", tokens=1024):
     found = CARDS[card]
     hardware = Hardware(found.name, found.memory, speed_of(found), found.has_fp8, found, gpus)
-    return Scenario(config, hardware, find_size(config, shape), 512, tokens)
+    return Scenario(config, hardware, find_shape(config, shape), 512, tokens)
 
 
 def test_work_of_recipes():
@@ -327,13 +327,13 @@ def test_shapes_of_models():
             Qwen3Config(**sizes, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=3)
         )
         gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4))
-    shape = shape_of(measure(model))
-    assert (shape.head_dim, shape.kv_heads, shape.layers, shape.is_tied) == (32, 2, 3, False)
-    assert shape.num_body == measure(model).num_quantized
+    shape = measure(model)
+    check_family(shape)
+    assert (shape.head_dim, shape.num_kv_heads, shape.num_layers) == (32, 2, 3)
+    assert not shape.is_tied
+    assert shape.num_quantized == 3 * sum(n * k for n, k in shape.products.values())
     with pytest.raises(ConfigError, match="knows dense models of the Llama family"):
-        shape_of(measure(gpt2))
-    tied = shape_of(find_size(recipe(), "0.5B"))
-    assert replace(tied, name="0.5B", head_size=0) == SHAPES["0.5B"]
+        check_family(measure(gpt2))
 
 
 def test_a_model_that_is_not_here():
@@ -380,8 +380,8 @@ def test_measuring_a_step(monkeypatch):
     monkeypatch.setattr(probe, "MORE_TOKENS", 12)
     monkeypatch.setattr(probe, "paused_gc", nullcontext)  # it collects garbage first, which is slow
     monkeypatch.setattr(probe, "free_memory", lambda: None)
-    size = measure(tiny_llama(max_position_embeddings=256))
-    tiny = replace(scenario(config, tokens=16), size=size, prompt_tokens=8)
+    shape = measure(tiny_llama(max_position_embeddings=256))
+    tiny = replace(scenario(config, tokens=16), shape=shape, prompt_tokens=8)
     arms = [Arm.of(name) for name in ("none", "int8", "int8-unified")]
     computed = {arm.name: tiny.forecast(arm) for arm in arms}
     measured = tiny.measure(arms, torch.device("cpu"))

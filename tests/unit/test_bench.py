@@ -27,6 +27,7 @@ from qurl.errors import ConfigError, EngineError
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
 from qurl.run.machine import source_commit
+from qurl.run.shape import measure
 from qurl.types import Completion
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def test_step_limit_by_hand():
     6,525,288,448. Head 152064 * 3584 = 544,997,376. A key and value 2 * 28 * 4 * 128 * 2 = 57,344.
     """
     shape = SHAPES["7B"]
-    assert shape.num_body == 6_525_288_448
+    assert shape.num_quantized == 6_525_288_448
     assert shape.num_head == 544_997_376
     assert shape.kv_numbers_per_token * BF16.kv == 57_344
     num_bytes = 6_525_288_448 + 2 * 544_997_376 + 57_344
@@ -98,11 +99,11 @@ def test_rollout_limit_is_the_sum_of_its_steps():
 def test_sync_limit_by_hand():
     """From BF16 three bytes a weight, from FP32 five; then embedding and head are copied too."""
     shape = SHAPES["7B"]
-    assert sync_bytes(shape, W8, 2) == 3 * shape.num_body
+    assert sync_bytes(shape, W8, 2) == 3 * shape.num_quantized
     assert sync_bytes(shape, W8, 2) / H200.bandwidth == pytest.approx(4.55e-3, rel=1e-3)
-    others = 7_615_616_512 - shape.num_body
-    assert sync_bytes(shape, W8, 4) == 5 * shape.num_body + 6 * others
-    assert sync_bytes(shape, BF16, 2) == 4 * shape.num_body
+    others = 7_615_616_512 - shape.num_quantized
+    assert sync_bytes(shape, W8, 4) == 5 * shape.num_quantized + 6 * others
+    assert sync_bytes(shape, BF16, 2) == 4 * shape.num_quantized
 
 
 def test_storage_on_a_cpu_is_fp32():
@@ -137,6 +138,7 @@ def test_shapes_are_those_of_qwen(name, num_parameters):
     assert shape.num_parameters == num_parameters
     model = build_model(shape, torch.device("meta"), torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == num_parameters
+    assert dataclasses.replace(measure(model), name=name) == shape
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
@@ -159,6 +161,7 @@ def test_products_of_a_layer(name, products):
 
 def test_model(tiny):
     assert sum(p.numel() for p in tiny.parameters()) == SHAPES["tiny"].num_parameters
+    assert dataclasses.replace(measure(tiny), name="tiny") == SHAPES["tiny"]
     weights = dict(tiny.named_parameters())
     assert {p.dtype for p in weights.values()} == {torch.float32}
     bias = weights["model.layers.0.self_attn.q_proj.bias"]
@@ -478,7 +481,7 @@ def test_sync_on_a_cpu(tmp_path, capsys):
     assert len(figures.load_seconds) == 2
     assert figures.limit_share == pytest.approx(figures.limit_ms / figures.load_ms)
     assert figures.limit_share > 0
-    body = SHAPES["tiny"].num_body
+    body = SHAPES["tiny"].num_quantized
     assert figures.gigabytes == pytest.approx(8 * body / 1e9)
     assert figures.gigabytes_per_s == pytest.approx(figures.gigabytes / figures.load_ms * 1e3)
     assert figures.verify_ms > 0

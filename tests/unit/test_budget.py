@@ -19,8 +19,8 @@ from qurl.run.budget import (
     memory_rows,
     peak_memory,
 )
+from qurl.run.shape import measure, measure_model
 from qurl.run.shares import follower_rows
-from qurl.run.sizes import measure, measure_model
 from qurl.tasks.tokenizer import build_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -14,7 +14,6 @@ from qurl.bench import cluster, forecast
 from qurl.bench.advise import advise
 from qurl.bench.arms import Arm
 from qurl.bench.plan import Placement
-from qurl.bench.scenario import find_size
 from qurl.bench.shapes import SHAPES
 from qurl.cli import main
 from qurl.errors import ConfigError
@@ -23,7 +22,7 @@ from qurl.run.cards import CARDS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200, NODE_RATE, NETWORK = CARDS["H200"], 0.8 * 450e9, 0.8 * 400e9
-SIZE = find_size(recipe(), "7B")
+SHAPE = SHAPES["7B"]
 P, Q = 7_615_616_512, 28 * 233_046_016  # q, k, v, o, gate, up and down of a layer
 
 
@@ -37,22 +36,22 @@ def wire():
 def test_a_shipment_of_codes_is_half_of_one_in_bf16():
     """7B: codes and scales of 6.53e9 projections, 0.545e9 numbers of the embedding in FP32, and
     as many others in BF16: 9.8 of 16.3 GB. Ranks gather all that is not coded in FP32."""
-    assert (SIZE.num_parameters, SIZE.num_quantized) == (P, Q)
+    assert (SHAPE.num_parameters, SHAPE.num_quantized) == (P, Q)
     embedding, codes = 152_064 * 3584, Q + 4 * Q / 3584
-    assert cluster.shipment_bytes(SIZE, "none") == 2 * P + 2 * embedding
-    assert cluster.shipment_bytes(SIZE, "int8") == codes + 2 * (P - Q) + 2 * embedding
-    assert 9.79e9 < cluster.shipment_bytes(SIZE, "int8") < 9.81e9
-    assert cluster.collected_bytes(SIZE, "int8") == codes + 4 * (P - Q)
-    assert cluster.collected_bytes(SIZE, "none") == 4 * P
-    assert cluster.collected_bytes(SIZE, "fp8-block") == 4 * P, "tiles are gathered, then coded"
+    assert cluster.shipment_bytes(SHAPE, "none") == 2 * P + 2 * embedding
+    assert cluster.shipment_bytes(SHAPE, "int8") == codes + 2 * (P - Q) + 2 * embedding
+    assert 9.79e9 < cluster.shipment_bytes(SHAPE, "int8") < 9.81e9
+    assert cluster.collected_bytes(SHAPE, "int8") == codes + 4 * (P - Q)
+    assert cluster.collected_bytes(SHAPE, "none") == 4 * P
+    assert cluster.collected_bytes(SHAPE, "fp8-block") == 4 * P, "tiles are gathered, then coded"
 
 
 def test_exchanges_by_hand():
     """29 calls of 15 hops on two nodes; 7 hops over NVLink on one."""
-    seconds, received = cluster.exchange_seconds(SIZE, H200, 16, 2, 1, is_unified=False)
+    seconds, received = cluster.exchange_seconds(SHAPE, H200, 16, 2, 1, is_unified=False)
     assert received == pytest.approx(3 * 4 * P * 15 / 16)
     assert seconds == pytest.approx(received / NETWORK + 3 * 29 * 15 * 10e-6)
-    alone = cluster.exchange_seconds(SIZE, H200, 8, 1, 0, is_unified=True)
+    alone = cluster.exchange_seconds(SHAPE, H200, 8, 1, 0, is_unified=True)
     codes = (Q + 4 * (P - Q)) * 7 / 8
     assert alone == pytest.approx((codes / NODE_RATE + 29 * 7 * 10e-6, codes))
 
@@ -60,11 +59,11 @@ def test_exchanges_by_hand():
 def test_a_sync_by_hand():
     """Gathered over 8 GPUs of a node in 16 calls a layer, then through one network card to 56
     engines, in 10 chunks of a GiB."""
-    sent, held = (f(SIZE, "int8") for f in (cluster.shipment_bytes, cluster.collected_bytes))
+    sent, held = (f(SHAPE, "int8") for f in (cluster.shipment_bytes, cluster.collected_bytes))
     gather = held * 7 / 8 / NODE_RATE + 16 * 28 * 7 * 10e-6
-    apart = cluster.sync_seconds(SIZE, "int8", H200, 8, 56, is_colocated=False)
+    apart = cluster.sync_seconds(SHAPE, "int8", H200, 8, 56, is_colocated=False)
     assert apart == pytest.approx(gather + sent / (NETWORK / 8) + 10 * 56 * 10e-6 + 0.12)
-    together = cluster.sync_seconds(SIZE, "int8", H200, 8, 8, is_colocated=True)
+    together = cluster.sync_seconds(SHAPE, "int8", H200, 8, 8, is_colocated=True)
     assert together == pytest.approx(gather + 0.12)
 
 
@@ -199,7 +198,7 @@ def test_what_shards_refuse_is_planned_on_replicas(engine):
     [found] = plan.planner.best(arm, plan.work(arm))
     assert str(found.placement) == "replicas"
     assert found.placement.engines == (8 if engine == "local" else 1)
-    assert found.exchanged_bytes == 4 * 2 * 4 * 32 * plan.size.num_in_rank * 7 / 8
+    assert found.exchanged_bytes == 4 * 2 * 4 * 32 * plan.shape.num_in_rank * 7 / 8
 
 
 def test_micro_batches_of_a_step():
@@ -222,7 +221,7 @@ def test_ahead_hides_the_shorter_part():
 def test_32b_fits_a_node_with_moments_in_8_bits():
     """docs/scale.md says so."""
     writer = runpy.run_path(str(RESULTS.parents[1] / "docs" / "write_scale_tables.py"))
-    plain, size = writer["RECIPE"], writer["size_of"]("32B")
+    plain, size = writer["RECIPE"], SHAPES["32B"]
     small = {"batch": replace(plain.batch, microbatch_tokens=8704)}
     coded = {"optim": replace(plain.optim, moments="8bit")}
     for changes, gib in ((small, 142), (coded, 135), (small | coded, 119)):

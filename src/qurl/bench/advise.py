@@ -27,14 +27,14 @@ from qurl.bench.scenario import (
     Scenario,
     count_prompt_tokens,
     find_hardware,
-    find_size,
+    find_shape,
     find_tokens,
     open_task,
 )
 from qurl.config import Config, check_combinations
 from qurl.ops.device import pick_device
 from qurl.run.budget import GIB, find_savings
-from qurl.run.sizes import ModelSize
+from qurl.run.shape import Shape
 from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
@@ -98,7 +98,7 @@ def advise(
     config = replace(config, parallel=parallel)
     if hardware.num_gpus > 1:  # what several trainers refuse
         check_combinations(config, f"--gpus {gpus}")
-    size = find_size(config, shape)
+    found = find_shape(config, shape)
     task, notes = open_task(config, shape is not None)
     prompt_tokens = count_prompt_tokens(config, task)
     if tokens is None:
@@ -106,12 +106,12 @@ def advise(
         notes.append(note)
     arms = [Arm.of(name) for name in (BASE, *ROLLOUT_ARMS, *UNIFIED_ARMS)]
     arms = [arm for arm in arms if hardware.has_fp8 or "fp8" not in arm.quant.values()]
-    scenario = Scenario(config, hardware, size, prompt_tokens, tokens)
+    scenario = Scenario(config, hardware, found, prompt_tokens, tokens)
     if hardware.is_here:
         seconds = scenario.measure(arms, torch.device("cuda"))
     else:
         seconds = {arm.name: scenario.forecast(arm) for arm in arms}
-    gaps, how = find_gaps(config, size, task, hardware)
+    gaps, how = find_gaps(config, found, task, hardware)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, recommended, verdict = choose(rows, find_savings(config))
     plan = make_plan(scenario, rows)
@@ -155,12 +155,12 @@ def make_row(
 
 
 def find_gaps(
-    config: Config, size: ModelSize, task: Task | None, hardware: Hardware
+    config: Config, shape: Shape, task: Task | None, hardware: Hardware
 ) -> tuple[dict[str, float], str]:
     """Mean |log-prob gap| by arm, measured if the model is here and not too large, and how."""
     folder = Path(config.model.path).expanduser()
-    has_gpu = torch.cuda.is_available() and size.num_parameters * 8 < hardware.memory
-    if folder.is_dir() and task is not None and (has_gpu or size.num_parameters <= SMALL_MODEL):
+    has_gpu = torch.cuda.is_available() and shape.num_parameters * 8 < hardware.memory
+    if folder.is_dir() and task is not None and (has_gpu or shape.num_parameters <= SMALL_MODEL):
         device = pick_device("auto")
         arms = [arm for arm in (BASE, *ROLLOUT_ARMS) if hardware.has_fp8 or "fp8" not in arm]
         if device.type == "cpu" or not hardware.has_fp8:

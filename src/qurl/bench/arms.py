@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from qurl.bench.shapes import Bench, Shape
+from qurl.bench.shapes import Bench
 from qurl.config import Config, build_config, check_combinations
 from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.quant.formats import FORMATS
+from qurl.run.shape import Shape
 
 BACKWARDS = get_args(get_type_hints(QuantConfig)["backward"])
 """Values of quant.backward, by the number of gradients that are products in 8 bits."""

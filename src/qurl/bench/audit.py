@@ -40,7 +40,7 @@ from qurl.bench.record import Record
 from qurl.config import Config, load_config
 from qurl.correction import LOG_CLAMP, correct
 from qurl.errors import ConfigError
-from qurl.losses import SURROGATES, Symmetric, facts_of, policy_loss
+from qurl.losses import SURROGATES, facts_of, policy_loss
 from qurl.objectives import ADVANTAGES, OBJECTIVES, Advantage
 from qurl.quant.formats import FORMATS
 from qurl.rewards import Grading
@@ -54,7 +54,7 @@ from qurl.run.fork import fork
 from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
 from qurl.trainer.batches import pad
-from qurl.trainer.learner import Learner
+from qurl.trainer.learner import Learner, clip_options
 from qurl.types import Batch, Corrected, Graded, Problem, SamplingParams, Trainable
 
 HEAD = (
@@ -283,17 +283,12 @@ class Auditor:
         self, part: Trainable, objective: str, cap: float | None, *, denominator: int
     ) -> dict[str, Tensor]:
         """Add one piece's gradient to the model's; returns numbers of tokens."""
-        algo = self.config.algo
         logp = self.policy.score(part).logp
         loss, stats = policy_loss(
             *(logp, part.logp_prox, part.logp_behav, part.advantages, part.mask),
             objective=objective,
             cap=facts_of(SURROGATES[objective]).cap(cap),
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-            acr_max_bound=self.config.experimental.acr_max_bound,
-            symmetric=Symmetric(algo.symmetric, algo.symmetric_alpha, algo.symmetric_beta),
+            **clip_options(self.config),
             denominator=denominator,
         )
         loss.backward()
@@ -342,9 +337,8 @@ class Auditor:
     ) -> dict[str, dict[str, Estimate]]:
         moments = {g: Moments.of(x, target[g], above[g]) for g, x in found.items()}
         whole = functools.reduce(operator.add, moments.values())
-        batch, options = self.config.batch, self.options
-        chunk_size = options.problems * self.group_size / options.chunks
-        batch_size = batch.problems * self.config.sampling.group_size / batch.minibatches
+        chunk_size = self.options.problems * self.group_size / self.options.chunks
+        batch_size = self.config.sequences_per_step / self.config.batch.minibatches
         scale = chunk_size / batch_size
         named = {"all": whole, **moments}
         return {name: m.describe(scale) | m.sizes() for name, m in named.items()}

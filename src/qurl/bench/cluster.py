@@ -19,7 +19,7 @@ from qurl.ops.shelf import TOKEN_BYTES
 from qurl.quant.formats import get_format
 from qurl.quant.shipment import CHUNK_BYTES
 from qurl.run.cards import Card
-from qurl.run.sizes import ModelSize
+from qurl.run.shape import Shape
 
 NODE = 8
 LINK_SHARE = 0.8
@@ -101,77 +101,77 @@ def broadcast_seconds(num_bytes: float, receivers: int, rate: float) -> float:
     return num_bytes / rate + num_buckets * receivers * HOP_SECONDS
 
 
-def shipment_bytes(size: ModelSize, format: str) -> float:
+def shipment_bytes(shape: Shape, format: str) -> float:
     """What engines elsewhere receive: codes with an FP32 scale per row, the embedding in FP32, all
     else in BF16.
 
     B = P_q + 4 rows + 2 (P - P_q) + 2 V H, or 2 P + 2 V H without a format. Rows are counted at H
     inputs each.
     """
-    others = size.num_parameters - size.num_quantized
-    return _coded_bytes(size, format, wide=2) + 2 * others + 2 * size.num_head
+    others = shape.num_others + shape.num_head
+    return _coded_bytes(shape, format, wide=2) + 2 * others
 
 
-def collected_bytes(size: ModelSize, format: str) -> float:
+def collected_bytes(shape: Shape, format: str) -> float:
     """What every rank holds after the ranks gathered for a sync: codes, and all else in FP32.
 
     B = P_q + 4 rows + 4 (P - P_q), or 4 P without a format or with one of tiles.
     """
-    return _coded_bytes(size, format, wide=4) + 4.0 * (size.num_parameters - size.num_quantized)
+    return _coded_bytes(shape, format, wide=4) + 4.0 * shape.num_others
 
 
-def _coded_bytes(size: ModelSize, format: str, wide: int) -> float:
+def _coded_bytes(shape: Shape, format: str, wide: int) -> float:
     """Projections as codes and scales; `wide` bytes a parameter where they are not coded."""
     has_tiles = format != "none" and get_format(format).block is not None
     if format == "none" or (has_tiles and wide == 4):
-        return float(wide * size.num_quantized)
-    return size.num_quantized * (1 + 4 / size.hidden_size)
+        return float(wide * shape.num_quantized)
+    return shape.num_quantized * (1 + 4 / shape.hidden_size)
 
 
-def gathered_bytes(size: ModelSize, *, is_unified: bool) -> float:
+def gathered_bytes(shape: Shape, *, is_unified: bool) -> float:
     """One gather of all weights by FSDP2: FP32, or codes for projections of one precision flow."""
     width = 1 if is_unified else 4
-    return width * size.num_quantized + 4.0 * (size.num_parameters - size.num_quantized)
+    return width * shape.num_quantized + 4.0 * shape.num_others
 
 
 def exchange_seconds(
-    size: ModelSize, card: Card, ranks: int, gathers: float, reductions: float, *, is_unified: bool
+    shape: Shape, card: Card, ranks: int, gathers: float, reductions: float, *, is_unified: bool
 ) -> tuple[float, float]:
     """(seconds, bytes that a rank receives) of so many exchanges of FSDP2, layer by layer.
 
     A forward gathers once. An update gathers for forward and backward, and reduces FP32 gradients.
     """
-    rate, num_calls = collective_rate(card, ranks), size.num_layers + 1
+    rate, num_calls = collective_rate(card, ranks), shape.num_layers + 1
     seconds = received = 0.0
-    weights = gathered_bytes(size, is_unified=is_unified)
-    for count, num_bytes in ((gathers, weights), (reductions, 4.0 * size.num_parameters)):
+    weights = gathered_bytes(shape, is_unified=is_unified)
+    for count, num_bytes in ((gathers, weights), (reductions, 4.0 * shape.num_parameters)):
         seconds += count * ring_seconds(num_bytes, ranks, rate, num_calls)
         received += count * ring_bytes(num_bytes, ranks)
     return seconds, received
 
 
 def addition_seconds(
-    size: ModelSize, card: Card, ranks: int, num_trained: float, num_updates: float
+    shape: Shape, card: Card, ranks: int, num_trained: float, num_updates: float
 ) -> tuple[float, float]:
     """(seconds, bytes that a rank receives) of adding up the FP32 gradients of replicas.
 
     An all-reduce is a reduce-scatter and an all-gather: 2 B (n - 1) / n. There is one for each of a
     layer's tensors.
     """
-    gradients, num_calls = 4.0 * num_trained, GRADIENTS_PER_LAYER * size.num_layers
+    gradients, num_calls = 4.0 * num_trained, GRADIENTS_PER_LAYER * shape.num_layers
     seconds = ring_seconds(gradients, ranks, collective_rate(card, ranks), num_calls)
     return 2 * num_updates * seconds, 2 * num_updates * ring_bytes(gradients, ranks)
 
 
 def sync_seconds(
-    size: ModelSize, format: str, card: Card, trainers: int, engines: int, *, is_colocated: bool
+    shape: Shape, format: str, card: Card, trainers: int, engines: int, *, is_colocated: bool
 ) -> float:
     """From shards to engines that sample: gather codes on the trainers, broadcast, verify.
 
     Where every GPU trains and samples, the gather leaves the codes where they are needed.
     """
-    collected, shipped = collected_bytes(size, format), shipment_bytes(size, format)
-    num_calls = GATHERS_PER_LAYER * size.num_layers
+    collected, shipped = collected_bytes(shape, format), shipment_bytes(shape, format)
+    num_calls = GATHERS_PER_LAYER * shape.num_layers
     gather = ring_seconds(collected, trainers, collective_rate(card, trainers), num_calls)
     if is_colocated:
         return gather + VERIFY_SECONDS

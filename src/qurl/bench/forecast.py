@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from qurl.bench.arms import Arm
 from qurl.bench.limits import Products, Speed, Storage, decode_parts
-from qurl.bench.shapes import Shape
+from qurl.run.shape import Shape
 
 DECODE_RATES = (0.834, 0.913, 23.2e-6, 3.14e-6, 6.08, 24.9e-9)
 """r0 to r5."""
@@ -123,16 +123,16 @@ def decode_terms(
     return (
         weights + compute,
         keys,
-        shape.layers,
-        shape.layers * storage.is_narrow,
+        shape.num_layers,
+        shape.num_layers * storage.is_narrow,
         sequences * coded_bytes(shape) / speed.bandwidth * storage.is_narrow,
-        sequences * shape.layers * shape.kv_heads * (kv != "none"),
+        sequences * shape.num_layers * shape.num_kv_heads * (kv != "none"),
     )
 
 
 def coded_bytes(shape: Shape) -> int:
     """Bytes per token of the inputs of all linear layers, in 16 bits."""
-    return 2 * shape.layers * (2 * shape.hidden + shape.intermediate + shape.heads * shape.head_dim)
+    return 2 * shape.num_layers * (2 * shape.hidden_size + shape.mlp_size + shape.head_numbers)
 
 
 def rollout_seconds(
@@ -163,7 +163,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
         forward -= SAVED_FORWARD[format] * linears / 2
     if work.has_lora:
-        launched = shape.layers / max(1, work.microbatch_tokens // tokens)  # per sequence
+        launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
         least_forward, least_update = (seconds * launched for seconds in LORA_HOST)
         forward = max(forward, least_forward)
         update = max(LORA_UPDATE * update, least_update)

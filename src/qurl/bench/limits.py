@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils.benchmark import Timer
 
-from qurl.bench.shapes import Shape
 from qurl.bench.workload import Workload
 from qurl.ops.device import default_dtype
 from qurl.quant.formats import get_format
 from qurl.run.cards import CARDS, Card
+from qurl.run.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def decode_parts(
     shape: Shape, storage: Storage, speed: Speed, batch: float, context: float
 ) -> tuple[float, float, float]:
     """Seconds of a decode step to read the weights, to multiply, and to read the keys."""
-    weights = shape.num_body * storage.body + shape.num_head * storage.head
+    weights = shape.num_quantized * storage.body + shape.num_head * storage.head
     flops_body = speed.flops_narrow if storage.is_narrow else speed.flops_wide
-    compute = 2 * batch * (shape.num_body / flops_body + shape.num_head / speed.flops_wide)
+    compute = 2 * batch * (shape.num_quantized / flops_body + shape.num_head / speed.flops_wide)
     keys = batch * context * shape.kv_numbers_per_token * storage.kv
     return weights / speed.bandwidth, compute, keys / speed.bandwidth
 
@@ -139,9 +139,9 @@ class Products:
     @staticmethod
     def of(shape: Shape, num_sequences: int, prompt_tokens: int, new_tokens: int) -> Products:
         length = prompt_tokens + new_tokens
-        width = shape.layers * shape.heads * shape.head_dim
+        width = shape.num_layers * shape.head_numbers
         return Products(
-            linears=2 * num_sequences * length * shape.num_body,
+            linears=2 * num_sequences * length * shape.num_quantized,
             attention=2 * num_sequences * width * length * (length + 1),
             head=2 * num_sequences * new_tokens * shape.num_head,
         )
@@ -158,7 +158,7 @@ class Products:
 
 def sync_bytes(shape: Shape, storage: Storage, master_bytes: int) -> int:
     """Bytes that a sync must read and write; weights of equal precision are shared, not copied."""
-    body = int(shape.num_body * (master_bytes + storage.body))
+    body = int(shape.num_quantized * (master_bytes + storage.body))
     if master_bytes == storage.head:
         return body
-    return body + (shape.num_parameters - shape.num_body) * (master_bytes + storage.head)
+    return body + shape.num_others * (master_bytes + storage.head)

@@ -26,14 +26,13 @@ from qurl.bench import cluster
 from qurl.bench.arms import Arm
 from qurl.bench.forecast import StepSeconds, Work, step_seconds
 from qurl.bench.limits import speed_of
-from qurl.bench.shapes import Shape
 from qurl.config import Config
 from qurl.config.rules import find_unsharded
 from qurl.run import budget
 from qurl.run.budget import GIB, longest_sequence
 from qurl.run.cards import Card
+from qurl.run.shape import Shape
 from qurl.run.shares import CACHE
-from qurl.run.sizes import ModelSize
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ class Planner:
     """A recipe and its model on GPUs of one kind."""
 
     config: Config
-    size: ModelSize
     shape: Shape
     card: Card
     num_gpus: int
@@ -130,7 +128,7 @@ class Planner:
 
     def notes(self, predictions: Sequence[Prediction]) -> list[str]:
         """What a run needs beside the table: main memory to start, and time lost to failures."""
-        loaded = budget.loaded_bytes(self.config, self.size) / GIB
+        loaded = budget.loaded_bytes(self.config, self.shape) / GIB
         notes = [f"the driver needs {loaded:.0f} GiB of main memory to load the models"]
         if steps := [p.step for p in predictions if p.fits]:
             hours, every = cluster.MTBF_HOURS / self.num_gpus, max(1, self.config.save.every)
@@ -165,7 +163,7 @@ class Planner:
         is_shelved = trainers > 1 and not placement.is_driver_alone
         lengths = (work.prompt_tokens, work.new_tokens)
         driver, received, sent = cluster.driver_seconds(
-            self._sequences, *lengths, trainers, is_shelved=is_shelved
+            self.config.sequences_per_step, *lengths, trainers, is_shelved=is_shelved
         )
         return Prediction(
             arm=arm.name,
@@ -182,41 +180,36 @@ class Planner:
             exchanged_bytes=exchanged,
             sync_bytes=shipped,
             driver_bytes=received + sent,
-            num_tokens=self._sequences * work.new_tokens,
+            num_tokens=self.config.sequences_per_step * work.new_tokens,
         )
 
     def _exchange(self, arm: Arm, work: Work, placement: Placement) -> tuple[float, float]:
         """Seconds of the trainers' exchanges, and bytes that each receives."""
-        ranks = (self.size, self.card, placement.trainers)
+        ranks = (self.shape, self.card, placement.trainers)
         if placement.is_sharded:
             passes = self._passes(work, placement.trainers)
             return cluster.exchange_seconds(*ranks, *passes, is_unified=arm.is_unified)
         num_updates = self.config.updates_per_step * work.num_networks
         return cluster.addition_seconds(
-            *ranks, budget.num_trained(self.config, self.size), num_updates
+            *ranks, budget.num_trained(self.config, self.shape), num_updates
         )
 
     def _sync(self, arm: Arm, placement: Placement) -> tuple[float, float]:
         """Seconds of a sync, and its bytes. A replica codes its own weights for its engine."""
         if not placement.is_sharded:
             return cluster.VERIFY_SECONDS, 0.0
-        weights, is_colocated = (self.size, arm.quant["format"]), placement.is_colocated
+        weights, is_colocated = (self.shape, arm.quant["format"]), placement.is_colocated
         places = (placement.trainers, placement.engines)
         seconds = cluster.sync_seconds(*weights, self.card, *places, is_colocated=is_colocated)
         shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
         return seconds, shipped(*weights)
-
-    @property
-    def _sequences(self) -> int:
-        return self.config.batch.problems * self.config.sampling.group_size
 
     def _step_seconds(
         self, arm: Arm, work: Work, placement: Placement, cache: float
     ) -> StepSeconds:
         """One trainer's and one engine's share, on the hardware of one GPU."""
         speed = speed_of(self.card)
-        rows = math.ceil(self._sequences / (self.config.batch.minibatches * placement.trainers))
-        rows *= self.config.batch.minibatches
+        rows = self._minibatch_rows(placement.trainers) * self.config.batch.minibatches
         groups = math.ceil(self.config.batch.problems / placement.engines)
         sampled = groups * self.config.sampling.group_size
         tokens = cache / self._longest_cache(arm) * longest_sequence(self.config)
@@ -228,10 +221,15 @@ class Planner:
         trained, asked = (step_seconds(self.shape, arm, speed, x) for x in (training, sampling))
         return replace(trained, rollout=asked.rollout, rest=asked.rest)
 
+    def _minibatch_rows(self, trainers: int) -> int:
+        """Most sequences of a mini-batch that one rank has."""
+        parts = self.config.batch.minibatches * trainers
+        return math.ceil(self.config.sequences_per_step / parts)
+
     def _longest_cache(self, arm: Arm) -> float:
         """Bytes of the keys of one sequence, without which nothing is sampled."""
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
-        return itemsize * self.size.kv_numbers_per_token * longest_sequence(self.config)
+        return itemsize * self.shape.kv_numbers_per_token * longest_sequence(self.config)
 
     def _passes(self, work: Work, trainers: int) -> tuple[float, float]:
         """How often a rank gathers all weights and reduces all gradients in a step.
@@ -239,7 +237,7 @@ class Planner:
         All ranks run as many micro-batches as the one with the most.
         """
         config, length = self.config, work.prompt_tokens + work.new_tokens
-        rows = math.ceil(self._sequences / (config.batch.minibatches * trainers))
+        rows = self._minibatch_rows(trainers)
         per_piece = max(1, config.batch.microbatch_tokens // length)
         pieces = config.batch.minibatches * math.ceil(rows / per_piece)
         forwards = pieces * work.num_forwards
@@ -257,11 +255,11 @@ class Planner:
             min_engines=1,
         )
         config = replace(arm.apply(self.config), parallel=parallel)
-        rows = budget.memory_rows(config, self.size, self.card.memory, is_cuda=True)
+        rows = budget.memory_rows(config, self.shape, self.card.memory, is_cuda=True)
         trainer = budget.peak_memory(config, rows)
         if placement.is_colocated:
             return trainer, trainer, rows.get(CACHE, 0.0)
-        engine = budget.engine_rows(config, self.size, self.card.memory, is_cuda=True)
+        engine = budget.engine_rows(config, self.shape, self.card.memory, is_cuda=True)
         return trainer, sum(engine.values()), engine.get(CACHE, 0.0)
 
 

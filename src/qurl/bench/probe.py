@@ -18,11 +18,12 @@ from qurl.bench.arms import Arm
 from qurl.bench.forecast import StepSeconds, Work
 from qurl.bench.judge import logprob_gap
 from qurl.bench.record import free_memory, paused_gc, time_call
-from qurl.bench.shapes import Shape, build_model
+from qurl.bench.shapes import build_model
 from qurl.bench.train import TrainBench, Trial
 from qurl.bench.workload import EngineContender, Setup, Workload
 from qurl.config import Config, ModelConfig
 from qurl.rollout import build_engine
+from qurl.run.shape import Shape
 from qurl.tasks.task import Task
 from qurl.trainer.batches import pad
 from qurl.trainer.policy import load_policy

@@ -18,7 +18,7 @@ from qurl.bench.cluster import ASSUMPTIONS
 from qurl.bench.forecast import StepSeconds, Work, rollout_seconds, skips_prox, step_seconds
 from qurl.bench.limits import Speed, find_speed, speed_of
 from qurl.bench.plan import Planner, Prediction
-from qurl.bench.shapes import SHAPES, Shape, model_config
+from qurl.bench.shapes import SHAPES
 from qurl.config import Config
 from qurl.errors import ConfigError, QurlError, first_line
 from qurl.objectives import ADVANTAGES, Advantage
@@ -27,8 +27,8 @@ from qurl.ops.target import Target
 from qurl.run.budget import GIB, memory_rows, peak_memory
 from qurl.run.cards import Card, find_card
 from qurl.run.directory import METRICS, read_jsonl
+from qurl.run.shape import Shape, measure_model
 from qurl.run.shares import CACHE
-from qurl.run.sizes import ModelSize, measure, measure_model
 from qurl.run.splits import load_split
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
@@ -88,45 +88,32 @@ def _not_here(gpu: str | None) -> str:
     return f"; {reason}, so one is assumed (--gpu names another)"
 
 
-def find_size(config: Config, shape: str | None) -> ModelSize:
-    """Of model.path, or of a shape of Qwen2.5."""
-    if shape is not None:
-        if shape not in SHAPES:
-            raise ConfigError(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        with torch.device("meta"):
-            return measure(Qwen2ForCausalLM(Qwen2Config(**model_config(SHAPES[shape]))))
+def find_shape(config: Config, name: str | None) -> Shape:
+    """Of model.path, or a named one of Qwen2.5."""
+    if name is not None:
+        if name not in SHAPES:
+            raise ConfigError(f"--shape {name!r} is not one of {', '.join(SHAPES)}")
+        return SHAPES[name]
     try:
-        return measure_model(config)
+        shape = measure_model(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path = {config.model.path!r} is not reachable here "
             f"({first_line(error)}); give a folder with its config.json, or "
             f"--shape {'|'.join(SHAPES)} to plan with a shape of Qwen2.5"
         ) from error
+    check_family(shape)
+    return shape
 
 
-def shape_of(size: ModelSize) -> Shape:
-    """The sizes that forecasts read; raises for models that are not of the Llama family."""
-    head_dim = size.head_numbers // size.num_heads
-    shape = Shape(
-        name="model",
-        hidden=size.hidden_size,
-        layers=size.num_layers,
-        heads=size.num_heads,
-        kv_heads=size.kv_numbers // head_dim,
-        intermediate=size.mlp_size,
-        vocabulary=size.vocabulary,
-        is_tied=size.num_parameters - size.num_quantized < 1.5 * size.num_head,
-        head_size=head_dim,
-    )
-    if abs(shape.num_body - size.num_quantized) > 0.01 * size.num_quantized:
+def check_family(shape: Shape) -> None:
+    """Forecasts know the products of the Llama family only."""
+    num_known = shape.num_layers * sum(n * k for n, k in shape.products.values())
+    if abs(num_known - shape.num_quantized) > 0.01 * shape.num_quantized:
         raise ConfigError(
             "qurl advise knows dense models of the Llama family (Llama, Mistral, Qwen2, Qwen3); "
             "measure this one with qurl bench step"
         )
-    return shape
 
 
 def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
@@ -172,19 +159,15 @@ class Scenario:
 
     config: Config
     hardware: Hardware
-    size: ModelSize
+    shape: Shape
     prompt_tokens: int
     new_tokens: int
-
-    @property
-    def shape(self) -> Shape:
-        return shape_of(self.size)
 
     @property
     def planner(self) -> Planner:
         hardware = self.hardware
         assert hardware.card is not None, "several GPUs are planned, not measured"
-        return Planner(self.config, self.size, self.shape, hardware.card, hardware.num_gpus)
+        return Planner(self.config, self.shape, hardware.card, hardware.num_gpus)
 
     def place(self, arm: Arm) -> Prediction:
         """The fastest placement that fits and trains on what was just sampled."""
@@ -198,16 +181,16 @@ class Scenario:
             found = self.place(arm)
             return GIB * max(found.trainer_gib, found.engine_gib), 0.0
         config = arm.apply(self.config)
-        rows = memory_rows(config, self.size, self.hardware.memory, is_cuda=True)
+        rows = memory_rows(config, self.shape, self.hardware.memory, is_cuda=True)
         return peak_memory(config, rows), rows.get(CACHE, 0.0)
 
     def work(self, arm: Arm) -> Work:
         """Of one GPU; how several share sequences and caches, the planner decides."""
         config, num_gpus = self.config, self.hardware.num_gpus
-        sequences = config.batch.problems * config.sampling.group_size / num_gpus
+        sequences = config.sequences_per_step / num_gpus
         cache = self.memory(arm)[1] if num_gpus == 1 else 0.0
         itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
-        tokens = cache / (itemsize * self.size.kv_numbers_per_token)
+        tokens = cache / (itemsize * self.shape.kv_numbers_per_token)
         # Sequences of a batch have all lengths up to the longest, about.
         capacity = max(1.0, tokens / (self.prompt_tokens + self.new_tokens / 2))
         advantage = ADVANTAGES.get(config.algo.advantage, Advantage())
@@ -270,7 +253,7 @@ class Scenario:
         total = work.sequences * hardware.num_gpus
         how = "measured" if hardware.is_here else "computed"
         return (
-            f"{self.size.num_parameters / 1e9:.2g}B parameters, {total:.0f} sequences of "
+            f"{self.shape.num_parameters / 1e9:.2g}B parameters, {total:.0f} sequences of "
             f"{work.prompt_tokens} + {work.new_tokens} tokens, on {gpus} ({how})"
         )
 

@@ -10,68 +10,42 @@ from typing import Any, Literal
 import torch
 
 from qurl.errors import ConfigError
+from qurl.run.shape import Shape
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Qwen2 model."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
-    is_tied: bool  # whether the head is the embedding
-    head_size: int = 0  # of one attention head; 0 = hidden / heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.hidden // self.heads
-
-    @property
-    def products(self) -> Mapping[str, tuple[int, int]]:
-        """(N, K) of a layer's matrix products: output and input channels."""
-        return {
-            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
-            "o": (self.hidden, self.heads * self.head_dim),
-            "gate_up": (2 * self.intermediate, self.hidden),
-            "down": (self.hidden, self.intermediate),
-        }
-
-    @property
-    def num_body(self) -> int:
-        """Weights of the projections, which formats quantize."""
-        return self.layers * sum(n * k for n, k in self.products.values())
-
-    @property
-    def num_head(self) -> int:
-        """Weights of lm_head; the embedding has as many."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def num_parameters(self) -> int:
-        biases = self.layers * (self.heads + 2 * self.kv_heads) * self.head_dim
-        norms = (2 * self.layers + 1) * self.hidden
-        return self.num_body + self.num_head * (1 if self.is_tied else 2) + biases + norms
-
-    @property
-    def kv_numbers_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+def qwen2_shape(name: str, *sizes: int, is_tied: bool) -> Shape:
+    """What `measure` counts in a Qwen2 of (width, layers, heads, key heads, MLP, vocabulary)."""
+    width, layers, heads, kv_heads, mlp, vocabulary = sizes
+    head_dim = width // heads
+    kv_width = kv_heads * head_dim
+    # Rows of the projections; down is counted transposed, so that all have `width` columns.
+    rows = (width, kv_width, kv_width, width, mlp, mlp, mlp)
+    num_quantized = layers * sum(rows) * width
+    biases, norms = layers * sum(rows[:3]), (2 * layers + 1) * width
+    num_untied = 0 if is_tied else vocabulary * width
+    return Shape(
+        name,
+        *sizes,
+        head_dim=head_dim,
+        num_parameters=num_quantized + vocabulary * width + num_untied + biases + norms,
+        num_quantized=num_quantized,
+        num_in_rank=layers * sum(n + width for n in rows),
+        num_narrow=num_quantized,
+        num_coded=num_quantized + num_untied,
+    )
 
 
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
-        Shape("tiny", 256, 4, 4, 2, 512, 1024, is_tied=True),
-        Shape("0.5B", 896, 24, 14, 2, 4864, 151936, is_tied=True),
-        Shape("1.5B", 1536, 28, 12, 2, 8960, 151936, is_tied=True),
-        Shape("3B", 2048, 36, 16, 2, 11008, 151936, is_tied=True),
-        Shape("7B", 3584, 28, 28, 4, 18944, 152064, is_tied=False),
-        Shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
-        Shape("32B", 5120, 64, 40, 8, 27648, 152064, is_tied=False),
-        Shape("72B", 8192, 80, 64, 8, 29568, 152064, is_tied=False),
+        qwen2_shape("tiny", 256, 4, 4, 2, 512, 1024, is_tied=True),
+        qwen2_shape("0.5B", 896, 24, 14, 2, 4864, 151936, is_tied=True),
+        qwen2_shape("1.5B", 1536, 28, 12, 2, 8960, 151936, is_tied=True),
+        qwen2_shape("3B", 2048, 36, 16, 2, 11008, 151936, is_tied=True),
+        qwen2_shape("7B", 3584, 28, 28, 4, 18944, 152064, is_tied=False),
+        qwen2_shape("14B", 5120, 48, 40, 8, 13824, 152064, is_tied=False),
+        qwen2_shape("32B", 5120, 64, 40, 8, 27648, 152064, is_tied=False),
+        qwen2_shape("72B", 8192, 80, 64, 8, 29568, 152064, is_tied=False),
     )
 }
 """The sizes of Qwen2.5, and a tiny one for machines without a GPU."""
@@ -112,12 +86,12 @@ def model_config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
+        "intermediate_size": shape.mlp_size,
         "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.is_tied,
         "max_position_embeddings": 32768,

@@ -14,10 +14,11 @@ import torch
 
 from qurl.bench.limits import Speed, Storage, find_speed, sync_bytes
 from qurl.bench.record import Record, free_memory, paused_gc
-from qurl.bench.shapes import SHAPES, Bench, Shape, build_model, split_list
+from qurl.bench.shapes import SHAPES, Bench, build_model, split_list
 from qurl.ops.device import pick_device
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
+from qurl.run.shape import Shape
 
 MASTERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 2

@@ -19,13 +19,14 @@ from qurl.bench.arms import BACKWARDS, Arm, BatchBench
 from qurl.bench.limits import Products, Speed, find_speed
 from qurl.bench.profile import summarize_kernels, trace_kernels
 from qurl.bench.record import Record, free_memory, paused_gc, time_call
-from qurl.bench.shapes import SHAPES, Shape, build_model, split_list
+from qurl.bench.shapes import SHAPES, build_model, split_list
 from qurl.config import Config
 from qurl.errors import ConfigError, TrainingError
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
 from qurl.ops.device import peak_memory, pick_device
 from qurl.quant.formats import FORMATS
+from qurl.run.shape import Shape
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
 from qurl.types import Batch, Scored, Trainable

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from qurl.bench.shapes import Shape
 from qurl.errors import ConfigError
 from qurl.rollout import build_engine
+from qurl.run.shape import Shape
 from qurl.types import Completion, Problem, SamplingParams
 
 

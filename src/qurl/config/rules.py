@@ -128,7 +128,7 @@ def _algorithm_mistakes(
         yield f"sampling.group_size = {size}: {reason} and needs at least 2"
     if size < 2 and algo.dynamic_sampling:
         yield f"sampling.group_size = {size}: algo.dynamic_sampling needs at least 2"
-    if (updates := config.batch.minibatches) > (sequences := config.batch.problems * size):
+    if (updates := config.batch.minibatches) > (sequences := config.sequences_per_step):
         yield f"batch.minibatches = {updates} is more than the {sequences} sequences of a step"
     if algo.name in ("ppo", "vapo") and advantage and not advantage.needs_critic:
         critics = " or ".join(repr(name) for name, a in ADVANTAGES.items() if a.needs_critic)
@@ -373,7 +373,7 @@ def _data_mistakes(config: Config) -> Iterator[str]:
 def _other_mistakes(config: Config) -> Iterator[str]:
     scratch, save = config.model.scratch, config.save
     sizes = {
-        "batch.problems x sampling.group_size": config.batch.problems * config.sampling.group_size,
+        "batch.problems x sampling.group_size": config.sequences_per_step,
         "eval.samples": config.eval.samples,
         "sampling.max_tokens": config.sampling.max_tokens,
         "eval.max_tokens": config.eval.max_tokens,

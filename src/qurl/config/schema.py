@@ -569,13 +569,17 @@ class Config(Section):
     experimental: ExperimentalConfig = field(default_factory=ExperimentalConfig)
 
     @property
+    def sequences_per_step(self) -> int:
+        return self.batch.problems * self.sampling.group_size
+
+    @property
     def updates_per_step(self) -> int:
         return self.batch.minibatches * self.batch.epochs
 
     @property
     def peak_lr(self) -> float:
         """optim.lr for the batch of a step: eta0 sqrt(B / B0)."""
-        size, base = self.batch.problems * self.sampling.group_size, self.optim.base_batch
+        size, base = self.sequences_per_step, self.optim.base_batch
         return self.optim.lr * (size / base) ** 0.5 if base else self.optim.lr
 
     @property

@@ -15,6 +15,7 @@ from qurl.ops.device import pick_device
 from qurl.ops.ray import HERE
 from qurl.quant import get_format
 from qurl.run.cards import Card
+from qurl.run.shape import Shape, measure_model
 from qurl.run.shares import (
     CACHE,
     ENGINE,
@@ -26,7 +27,6 @@ from qurl.run.shares import (
     share_update,
     transit_bytes,
 )
-from qurl.run.sizes import ModelSize, measure_model
 from qurl.trainer.moments import BLOCK
 
 GIB = 1024**3
@@ -42,7 +42,7 @@ UPDATE = (
 
 def describe_budget(config: Config, card: Card | None = None) -> str:
     """Token and memory budget as text, on this machine or on a card that is not here."""
-    sequences = config.batch.problems * config.sampling.group_size
+    sequences = config.sequences_per_step
     device = torch.device("cuda") if card else pick_device(config.device)
     lines = [
         "",
@@ -56,7 +56,7 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
         f"memory (GiB) on {card.name if card else device}",
     ]
     try:
-        size = measure_model(config)
+        shape = measure_model(config)
     except (OSError, ValueError) as error:
         if os.path.exists(config.model.path):
             raise
@@ -64,7 +64,7 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
         lines.append(f"  unknown: {reason}")
         return "\n".join(lines)
     room, of = (card.memory, card.name) if card else room_of(device)
-    rows = memory_rows(config, size, room, is_cuda=device.type == "cuda")
+    rows = memory_rows(config, shape, room, is_cuda=device.type == "cuda")
     lines += [f"  {name:<24}{number / GIB:10.3f}" for name, number in rows.items()]
     peak = peak_memory(config, rows)
     of = f" of {room / GIB:.1f} ({of})" if room else ""
@@ -73,9 +73,9 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     if room and peak > room:
         lines.append(f"  too much: {' or '.join(find_savings(config))} saves memory")
     if config.parallel.is_sharded:
-        loaded = loaded_bytes(config, size) / GIB
+        loaded = loaded_bytes(config, shape) / GIB
         lines.append(f"  {'in main memory':<24}{loaded:10.3f} for the driver to load models")
-    lines += describe_engines(config, size, room, is_cuda=device.type == "cuda")
+    lines += describe_engines(config, shape, room, is_cuda=device.type == "cuda")
     return "\n".join(lines)
 
 
@@ -90,12 +90,12 @@ def describe_ranks(config: Config, rows: Mapping[str, float]) -> list[str]:
 
 
 def describe_engines(
-    config: Config, size: ModelSize, room: float | None, *, is_cuda: bool
+    config: Config, shape: Shape, room: float | None, *, is_cuda: bool
 ) -> list[str]:
     """The rows of an engine that has a card of its own, as text."""
     if place_of(config) != "apart":
         return []
-    rows = engine_rows(config, size, room, is_cuda=is_cuda)
+    rows = engine_rows(config, shape, room, is_cuda=is_cuda)
     of = f" of {room / GIB:.1f}" if room else ""
     too_much = ", too much" if room and sum(rows.values()) > room else ""
     return [
@@ -127,23 +127,23 @@ def peak_memory(config: Config, rows: Mapping[str, float]) -> float:
     return sum(rows.values()) - spared
 
 
-def machine_memory(config: Config, size: ModelSize) -> float:
+def machine_memory(config: Config, shape: Shape) -> float:
     """Bytes at the peak of what all processes share: a machine's memory, where they have no GPUs.
 
     Trainers and engines of a Ray cluster may be elsewhere, and do not count.
     """
-    rows, parallel = memory_rows(config, size, is_cuda=False), config.parallel
-    total = peak_memory(config, rows) + 4.0 * size.num_parameters * config.parallel.is_sharded
+    rows, parallel = memory_rows(config, shape, is_cuda=False), config.parallel
+    total = peak_memory(config, rows) + 4.0 * shape.num_parameters * config.parallel.is_sharded
     if parallel.address not in HERE:
         return total
     if parallel.engines:
-        total += parallel.engines * sum(engine_rows(config, size, is_cuda=False).values())
+        total += parallel.engines * sum(engine_rows(config, shape, is_cuda=False).values())
     return total + (parallel.trainers - 1) * peak_memory(config, follower_rows(config, rows))
 
 
-def loaded_bytes(config: Config, size: ModelSize) -> float:
+def loaded_bytes(config: Config, shape: Shape) -> float:
     """Main memory of the driver of shards: whole FP32 models, of which its policy stays."""
-    return 4.0 * size.num_parameters * (1 + (config.algo.kl_coef > 0) + has_critic(config))
+    return 4.0 * shape.num_parameters * (1 + (config.algo.kl_coef > 0) + has_critic(config))
 
 
 def find_savings(config: Config) -> list[str]:
@@ -170,7 +170,7 @@ def find_savings(config: Config) -> list[str]:
 
 
 def memory_rows(
-    config: Config, size: ModelSize, card: float | None = None, *, is_cuda: bool | None = None
+    config: Config, shape: Shape, card: float | None = None, *, is_cuda: bool | None = None
 ) -> dict[str, float]:
     """Bytes by use, of the first rank if several train.
 
@@ -180,32 +180,32 @@ def memory_rows(
     if is_cuda is None:
         is_cuda = pick_device(config.device).type == "cuda"
     wide = 2 if is_cuda else 4  # compute precision, and the engine's full precision
-    held, moments = held_rows(config, size, is_cuda), moment_bytes(config, size)
+    held, moments = held_rows(config, shape, is_cuda), moment_bytes(config, shape)
     if config.parallel.is_sharded:
         held = share_held(held, config)
         moments /= config.parallel.trainers
     # The moments come with the first update. Only a cache that is given back makes room.
     used = sum(held.values()) + moments * config.rollout.release_kv
-    cache = fit_cache(config, cache_bytes(config, size, wide), used, card)
-    rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, size, wide)
+    cache = fit_cache(config, cache_bytes(config, shape, wide), used, card)
+    rows = held | {"AdamW": moments, CACHE: cache} | update_rows(config, shape, wide)
     if config.parallel.is_sharded:
-        rows = share_update(rows, config, size)
+        rows = share_update(rows, config, shape)
     is_apart = place_of(config) == "apart"
     return {n: number for n, number in rows.items() if number and not (is_apart and n in ENGINE)}
 
 
 def engine_rows(
-    config: Config, size: ModelSize, card: float | None = None, *, is_cuda: bool | None = None
+    config: Config, shape: Shape, card: float | None = None, *, is_cuda: bool | None = None
 ) -> dict[str, float]:
     """Bytes by use of an engine that has a card of its own (`parallel.engines`)."""
     if is_cuda is None:
         is_cuda = pick_device(config.device).type == "cuda"
-    weights = engine_weights(config, size, is_cuda)
+    weights = engine_weights(config, shape, is_cuda)
     rows = weights | {
-        "weights in transit": transit_bytes(size, max(weights.values())),
+        "weights in transit": transit_bytes(shape, max(weights.values())),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }
-    wanted = cache_bytes(config, size, 2 if is_cuda else 4)
+    wanted = cache_bytes(config, shape, 2 if is_cuda else 4)
     rows[CACHE] = fit_cache(config, wanted, sum(rows.values()), card)
     return {name: number for name, number in rows.items() if number}
 
@@ -217,67 +217,65 @@ def fit_cache(config: Config, wanted: float, used: float, card: float | None) ->
     return min(wanted, config.rollout.kv_memory_frac * max(card - used, 0.0))
 
 
-def held_rows(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float]:
+def held_rows(config: Config, shape: Shape, is_cuda: bool) -> dict[str, float]:
     """Weights of one trainer and of its engine."""
-    wide, parameters = 2 if is_cuda else 4, size.num_parameters
-    num_quantized = size.num_quantized
-    num_adapters = config.model.lora_rank * size.num_in_rank
+    wide, parameters = 2 if is_cuda else 4, shape.num_parameters
+    num_adapters = config.model.lora_rank * shape.num_in_rank
     has_coded_base = config.model.base != "full"
     base = get_format(config.model.base).weight_bytes if has_coded_base else wide
     is_full = not num_adapters
-    num_narrow = size.num_narrow * (config.optim.masters == "bf16")
+    num_narrow = shape.num_narrow * (config.optim.masters == "bf16")
     return {
         "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
         "policy, BF16 + rest": 4.0 * num_narrow,
-        "policy, frozen": (wide * (parameters - num_quantized) + base * num_quantized)
-        * (not is_full),
+        "policy, frozen": (wide * shape.num_others + base * shape.num_quantized) * (not is_full),
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
         "critic": 4.0 * parameters * has_critic(config),
-        **engine_weights(config, size, is_cuda),
+        **engine_weights(config, shape, is_cuda),
         "CUDA": float(CUDA_BYTES * is_cuda),
     }
 
 
-def update_rows(config: Config, size: ModelSize, wide: int) -> dict[str, float]:
+def update_rows(config: Config, shape: Shape, wide: int) -> dict[str, float]:
     """What one trainer needs while it updates one of its networks."""
-    num_quantized, is_full = size.num_quantized, not config.model.lora_rank
-    num_narrow = size.num_narrow * (config.optim.masters == "bf16")
-    head = size.num_head * is_full  # a frozen one has no copy, no gradient
+    num_quantized, is_full = shape.num_quantized, not config.model.lora_rank
+    num_narrow = shape.num_narrow * (config.optim.masters == "bf16")
+    head = shape.num_head * is_full  # a frozen one has no copy, no gradient
     tokens = microbatch_tokens(config)
     chunk = min(config.model.logits_chunk, tokens)
     num_kept = tokens if config.model.keep_logits and not config.algo.entropy_coef else chunk
     has_coded_base = config.model.base != "full"
     return {
-        "gradients": 4.0 * num_trained(config, size),
+        "gradients": 4.0 * num_trained(config, shape),
         "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (wide == 2 and is_full),
         "merged weights": float(wide * num_quantized * (not is_full and not has_coded_base)),
         # Gate and up of a layer, and the two side by side.
-        "decoded weights": 4.0 * wide * size.hidden_size * size.mlp_size * has_coded_base,
-        "activations": activation_bytes(config, size, wide),
+        "decoded weights": 4.0 * wide * shape.hidden_size * shape.mlp_size * has_coded_base,
+        "activations": activation_bytes(config, shape, wide),
         # The logits in FP32 and their gradients in compute precision; the gradient of the head.
-        "logits and head": (4.0 * chunk + wide * num_kept) * size.vocabulary + 4.0 * head,
+        "logits and head": (4.0 * chunk + wide * num_kept) * shape.vocabulary + 4.0 * head,
     }
 
 
-def moment_bytes(config: Config, size: ModelSize) -> float:
+def moment_bytes(config: Config, shape: Shape) -> float:
     """The optimizers' moments, of policy and critic."""
-    trained = num_trained(config, size)
+    trained = num_trained(config, shape)
     moments = (4.0 if config.optim.moments == "fp16" else 8.0) * trained
     if config.optim.moments == "8bit":
-        moments -= (8 - 2 - 4 / BLOCK) * (trained if config.model.lora_rank else size.num_coded)
+        moments -= (8 - 2 - 4 / BLOCK) * (trained if config.model.lora_rank else shape.num_coded)
     return moments * (1 + has_critic(config))
 
 
-def num_trained(config: Config, size: ModelSize) -> int:
-    return config.model.lora_rank * size.num_in_rank or size.num_parameters
+def num_trained(config: Config, shape: Shape) -> int:
+    return config.model.lora_rank * shape.num_in_rank or shape.num_parameters
 
 
 def has_critic(config: Config) -> bool:
     return ADVANTAGES.get(config.algo.advantage, Advantage()).needs_critic
 
 
-def cache_bytes(config: Config, size: ModelSize, wide: int) -> float:
+def cache_bytes(config: Config, shape: Shape, wide: int) -> float:
     """The cache of as many sequences as an engine decodes together in a round of sampling.
 
     Dynamic sampling asks for gen_multiple times the problems at once. Engines share them; each
@@ -288,10 +286,10 @@ def cache_bytes(config: Config, size: ModelSize, wide: int) -> float:
     num_sequences = min(config.rollout.max_batch, num_problems * config.sampling.group_size)
     tokens = config.rollout.kv_tokens or longest_sequence(config) * num_sequences
     itemsize = 1 if config.quant.kv == "fp8" else wide
-    return float(itemsize * size.kv_numbers_per_token * tokens)
+    return float(itemsize * shape.kv_numbers_per_token * tokens)
 
 
-def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
+def activation_bytes(config: Config, shape: Shape, wide: int) -> float:
     """What the backward pass of one micro-batch keeps, with fused layers.
 
     Per token and layer, in compute precision: the results of both norms (2 H), queries, keys,
@@ -303,20 +301,20 @@ def activation_bytes(config: Config, size: ModelSize, wide: int) -> float:
     more, by count of what autograd saves.
     """
     tokens = microbatch_tokens(config)
-    computed = 2 * (size.hidden_size + size.head_numbers + size.kv_numbers) + 3 * size.mlp_size
-    layer = wide * computed + 4 * (2 * size.hidden_size + size.num_heads)
+    computed = 2 * (shape.hidden_size + shape.head_numbers + shape.kv_numbers) + 3 * shape.mlp_size
+    layer = wide * computed + 4 * (2 * shape.hidden_size + shape.num_heads)
     if config.parallel.is_sharded:
-        layer += wide * (4 * size.hidden_size + 2 * size.mlp_size) + 4 * 2 * size.hidden_size
+        layer += wide * (4 * shape.hidden_size + 2 * shape.mlp_size) + 4 * 2 * shape.hidden_size
     if config.model.gradient_checkpointing:
-        return float(tokens * (4 * size.hidden_size * size.num_layers + 2 * layer))
-    return float(tokens * layer * size.num_layers)
+        return float(tokens * (4 * shape.hidden_size * shape.num_layers + 2 * layer))
+    return float(tokens * layer * shape.num_layers)
 
 
 def microbatch_tokens(config: Config) -> int:
     """Most tokens of one forward and backward pass of a rank."""
     longest = longest_sequence(config)
     parts = config.batch.minibatches * config.parallel.trainers
-    rows = -(-config.batch.problems * config.sampling.group_size // parts)
+    rows = -(-config.sequences_per_step // parts)
     return min(max(config.batch.microbatch_tokens, longest), rows * longest)
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 from qurl.config import Config
 from qurl.quant.formats import get_format
 from qurl.quant.shipment import CHUNK_BYTES
-from qurl.run.sizes import ModelSize
+from qurl.run.shape import Shape
 
 SHARDED = ("policy, FP32", "reference", "critic", "AdamW", "gradients")
 CACHE = "KV cache"
@@ -53,44 +53,42 @@ def is_shipped(config: Config) -> bool:
     return config.parallel.is_sharded or config.parallel.engines > 0
 
 
-def engine_weights(config: Config, size: ModelSize, is_cuda: bool) -> dict[str, float]:
+def engine_weights(config: Config, shape: Shape, is_cuda: bool) -> dict[str, float]:
     """Bytes of the engine that samples, and of the unquantized one that evaluates."""
     wide = 2 if is_cuda else 4
     is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     narrow = get_format(config.quant.format).weight_bytes if is_coded else wide
-    beside = wide * config.model.lora_rank * size.num_in_rank * (config.model.base != "full")
-    num_wide = size.num_quantized * 2 * config.quant.full_layers // size.num_layers
+    beside = wide * config.model.lora_rank * shape.num_in_rank * (config.model.base != "full")
+    num_wide = shape.num_quantized * 2 * config.quant.full_layers // shape.num_layers
     if is_shipped(config):
-        rest = _shipped_rest(config, size, wide)
+        rest = _shipped_rest(config, shape, wide)
     else:
         # The engine shares embedding, head and norms if they have its precision.
         is_copied = is_cuda and not config.model.lora_rank
-        rest = wide * (size.num_parameters - size.num_quantized) * is_copied
+        rest = wide * shape.num_others * is_copied
     has_second = config.has_full_engine and (is_cuda or is_shipped(config))
     return {
         "engine weights": float(
-            narrow * (size.num_quantized - num_wide) + wide * num_wide + rest + beside
+            narrow * (shape.num_quantized - num_wide) + wide * num_wide + rest + beside
         ),
-        "engine of evaluations": float((wide * size.num_quantized + rest) * has_second),
+        "engine of evaluations": float((wide * shape.num_quantized + rest) * has_second),
     }
 
 
-def _shipped_rest(config: Config, size: ModelSize, wide: int) -> int:
+def _shipped_rest(config: Config, shape: Shape, wide: int) -> int:
     """The embedding as the trainer has it, a head even if it is tied, and norms in FP32."""
-    others = size.num_parameters - size.num_quantized
-    is_tied = others < 2 * size.num_head
-    num_norms = others - size.num_head * (2 - is_tied)
+    num_norms = shape.num_others - shape.num_head * (2 - shape.is_tied)
     embedding = wide if config.model.lora_rank else 4
-    return (embedding + wide) * size.num_head + 4 * num_norms
+    return (embedding + wide) * shape.num_head + 4 * num_norms
 
 
-def transit_bytes(size: ModelSize, weights: float) -> float:
+def transit_bytes(shape: Shape, weights: float) -> float:
     """The largest chunk of a sync that an engine receives before it writes it into its buffers.
 
     A chunk ends with the weight that makes it `CHUNK_BYTES`, and the largest weights are the
     embedding, which is the first, and the head, which is the last.
     """
-    largest = max(4 * size.num_head, CHUNK_BYTES + 2 * size.num_head)
+    largest = max(4 * shape.num_head, CHUNK_BYTES + 2 * shape.num_head)
     return float(min(largest, weights))
 
 
@@ -100,15 +98,14 @@ def share_held(held: Mapping[str, float], config: Config) -> dict[str, float]:
     return {name: x / ranks if name in SHARDED else x for name, x in held.items()}
 
 
-def share_update(rows: Mapping[str, float], config: Config, size: ModelSize) -> dict[str, float]:
+def share_update(rows: Mapping[str, float], config: Config, shape: Shape) -> dict[str, float]:
     """What the first of the ranks needs for an update; `rows` are those of one trainer."""
-    layer = size.num_quantized / size.num_layers
-    others = size.num_parameters - size.num_quantized
+    layer, others = shape.num_quantized / shape.num_layers, shape.num_others
     copies = rows["BF16 copies"]
     if config.model.gradient_checkpointing:
-        copies /= size.num_layers
+        copies /= shape.num_layers
     # The head's gradient is a row of one trainer already.
-    gradients = GRADIENT_BUFFERS * (layer + others) - size.num_head
+    gradients = GRADIENT_BUFFERS * (layer + others) - shape.num_head
     return {
         **rows,
         "gradients": rows["gradients"] / config.parallel.trainers,

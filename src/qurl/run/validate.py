@@ -38,7 +38,7 @@ from qurl.run.choices import Choices
 from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
-from qurl.run.sizes import measure_model
+from qurl.run.shape import measure_model
 from qurl.run.splits import held_out_problems, load_split
 from qurl.sampling import ProblemStream, Setup
 from qurl.sampling.built_in import PARTS
@@ -198,18 +198,18 @@ class Recipe:
     def check_memory(self) -> str:
         """Of the fuller GPU, and of main memory; a CPU's processes share the latter."""
         config, device = self.config, pick_device(self.config.device)
-        size, total = measure_model(config), total_memory(device)
+        shape, total = measure_model(config), total_memory(device)
         if device.type != "cuda":
-            peaks = [machine_memory(config, size)]
+            peaks = [machine_memory(config, shape)]
         else:
-            peaks = [peak_memory(config, memory_rows(config, size, total))]
+            peaks = [peak_memory(config, memory_rows(config, shape, total))]
         if config.parallel.engines and device.type == "cuda":
-            peaks.append(sum(engine_rows(config, size, total).values()))
+            peaks.append(sum(engine_rows(config, shape, total).values()))
         sizes = f"about {max(peaks) / GIB:.2f} of {total / GIB:.1f} GiB at the peak"
         if max(peaks) > total:
             savings = " or ".join(find_savings(config))
             raise ConfigError(f"{sizes}, too much for {device}; {savings} saves memory")
-        loaded, main = loaded_bytes(config, size), total_memory(torch.device("cpu"))
+        loaded, main = loaded_bytes(config, shape), total_memory(torch.device("cpu"))
         if device.type == "cuda" and config.parallel.is_sharded and loaded > main:
             raise ConfigError(
                 f"the driver loads FP32 models of {loaded / GIB:.2f} GiB into main memory, and "

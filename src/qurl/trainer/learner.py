@@ -521,11 +521,7 @@ class Learner:
             batch.advantages,
             batch.mask,
             objective=self.objective,
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-            acr_max_bound=self.config.experimental.acr_max_bound,
-            symmetric=Symmetric(algo.symmetric, algo.symmetric_alpha, algo.symmetric_beta),
+            **clip_options(self.config),
             weight=batch.weight,
             shrink=batch.shrink,
             **shape,
@@ -565,6 +561,18 @@ def step_minibatches(
     """The rows of each mini-batch of a step, on all ranks."""
     order = generator(config.seed, "shuffle", step, epoch)
     return minibatches(num_rows, config.batch.minibatches, order, bundle)
+
+
+def clip_options(config: Config) -> dict[str, Any]:
+    """Arguments of `policy_loss` that bound the ratio, as the recipe has them."""
+    algo = config.algo
+    return {
+        "clip_low": algo.clip_low,
+        "clip_high": algo.clip_high,
+        "dual_clip": algo.dual_clip,
+        "acr_max_bound": config.experimental.acr_max_bound,
+        "symmetric": Symmetric(algo.symmetric, algo.symmetric_alpha, algo.symmetric_beta),
+    }
 
 
 def right_tokens(batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ from qurl.quant import quantize
 from qurl.run.budget import (
     describe_budget,
     engine_rows,
+    larger_microbatch,
     machine_memory,
     memory_rows,
     peak_memory,
@@ -318,6 +319,34 @@ def test_recipes_fit_the_cards_that_they_name(on_gpu, pattern, shape, card, flag
         config = load_config(path, flags)
         peak = peak_memory(config, memory_rows(config, measure_qwen(*shape), card))
         assert peak < 0.95 * card, path.name
+
+
+@pytest.mark.parametrize(
+    ("shape", "card", "asked", "expected"),
+    [
+        (QWEN_05B, 141e9, 8192, 65536),  # 0.5e9 x 32768 is below 2e13, twice that is not
+        (QWEN_05B, 80e9, 8192, 32768),
+        (QWEN_05B, 40e9, 8192, None),  # no more fits
+        (QWEN_15B, 141e9, 16384, None),  # 1.5e9 x 16384 keeps the GPU busy
+        (QWEN_05B, 141e9, 65536, None),
+    ],
+)
+def test_a_larger_micro_batch_is_named_if_it_fits(on_gpu, shape, card, asked, expected):
+    path = RECIPES / "gsm8k-ppo-int8.toml"
+    config = load_config(path, ["--batch.microbatch_tokens", str(asked)])
+    tokens = larger_microbatch(config, measure_qwen(*shape), card)
+    assert tokens == expected
+    if tokens:
+        larger = load_config(path, ["--batch.microbatch_tokens", str(tokens)])
+        assert peak_memory(larger, memory_rows(larger, measure_qwen(*shape), card)) < 0.9 * card
+
+
+def test_no_micro_batch_is_larger_than_a_mini_batch(on_gpu):
+    """3 x 5 sequences in 4 mini-batches: 4 of 32 tokens each."""
+    config = recipe(batch={"problems": 3, "minibatches": 4, "microbatch_tokens": 32})
+    assert larger_microbatch(config, measure_model(config), 141e9) == 128
+    config = recipe(batch={"problems": 3, "minibatches": 4, "microbatch_tokens": 128})
+    assert larger_microbatch(config, measure_model(config), 141e9) is None
 
 
 def test_the_text_holds_the_token_budget():

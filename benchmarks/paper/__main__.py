@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.paper import accuracies, checks, figure_8, figures_2_3, figures_4_9
+from benchmarks.paper import accuracies, checks, epochs, figure_8, figures_2_3, figures_4_9
 from benchmarks.paper.page import write
 
 SECTIONS = (
     checks.SECTION,
     accuracies.PPO,
     accuracies.SLOW,
+    epochs.SECTION,
     accuracies.DAPO,
     accuracies.GRPO,
     figures_2_3.SECTION,

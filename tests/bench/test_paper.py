@@ -15,6 +15,7 @@ from models import tiny_llama
 
 from benchmarks.paper import (
     checks,
+    epochs,
     figure_8,
     figures_2_3,
     figures_4_9,
@@ -686,3 +687,25 @@ def test_differences_between_graders_are_shown():
     text = checks.grader_text({**found, "differences": [difference] * 11})
     assert "They disagree on 11." in text
     assert text.count("| right | wrong | 72 | `a/b '72'` |") == checks.SHOWN
+
+
+def run_of_epochs(rewards: list[float]) -> Result:
+    curves = {"step": list(range(len(rewards))), epochs.REWARD: rewards}
+    return Result({"curves": curves})
+
+
+@pytest.mark.parametrize("window", epochs.WINDOWS)
+def test_jumps_of_epochs_are_found_and_trends_are_none(window):
+    """29.2 steps an epoch: a line of slope 0.001, and 0.02 more from each boundary on.
+
+    Step 29 lies in two epochs, and its reward must not matter.
+    """
+    rewards = [0.2 + 0.001 * step + 0.02 * int(step / 29.19) for step in range(100)]
+    rewards[29] = 1.0
+    first, *others = epochs.jumps(run_of_epochs(rewards), 0.0, window)
+    assert first == pytest.approx(0.02)
+    assert len(others) == (2 if window < 13 else 1)  # a window after step 87.6 needs 100 steps
+    assert epochs.jump_at([0.3 + 0.01 * step for step in range(60)], 30.4, window) == pytest.approx(
+        0
+    )
+    assert epochs.jump_at(rewards, 5.0, window) is None

@@ -201,16 +201,21 @@ def _step_error(*arms: str) -> float:
 
 def train_errors() -> dict[str, float]:
     """log(forecast / measured) of updates, prox forwards and parts of whole steps."""
-    work = Work(256, 16, 1024, 256)
     errors = {}
     for key, entries in json.loads((RESULTS / "train.json").read_text())["results"].items():
-        model, arm, _ = key.split()
+        model, arm, batch = key.split()
         if key in SUPERSEDED:
             continue
-        forecast = step_seconds(SHAPES[model], Arm.of(arm), H200, work)
-        figures = entries[-1]["figures"]
-        errors[f"{model} {arm} update"] = math.log(forecast.update / figures["update_s"])
-        errors[f"{model} {arm} prox"] = math.log(forecast.forwards / figures["prox_s"])
+        newest = entries[-1]["machine"]["commit"]  # may have several sizes of micro-batches
+        for entry in (e for e in entries if e["machine"]["commit"] == newest):
+            microbatch, figures = entry["settings"]["microbatch_tokens"], entry["figures"]
+            sequences, prompt, tokens = map(int, re.split(r"[x+]", batch))
+            work = Work(sequences, prompt, tokens, sequences, microbatch_tokens=microbatch)
+            forecast = step_seconds(SHAPES[model], Arm.of(arm), H200, work)
+            name = f"{model} {arm} {microbatch}"
+            errors[f"{name} update"] = math.log(forecast.update / figures["update_s"])
+            errors[f"{name} prox"] = math.log(forecast.forwards / figures["prox_s"])
+    work = Work(256, 16, 1024, 256)
     for run in json.loads((RESULTS / "update.json").read_text())["runs"]:
         if run["shape"] == "3B":
             forecast = step_seconds(SHAPES["3B"], Arm.of("none"), H200, work)

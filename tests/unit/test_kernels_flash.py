@@ -175,14 +175,20 @@ def test_a_sequence_depends_on_itself_alone(window, plan):
 
 
 def test_the_output_of_a_prefix_is_a_prefix_of_the_output():
-    """To the bit: a prompt scored in training equals its prefill."""
+    """A prompt scored in training equals its prefill: on a GPU to the bit.
+
+    In the interpreter numpy multiplies, and on some CPUs its sums depend on a row's place in the
+    tile. Only 28 of 60 rows keep their places, since tiles of 32 queries count from the end.
+    """
     q, k, v, _, spans = make((60,))
     whole, _ = forward(Inputs(q, k, v, spans, 0.3), SMALL.forward)
-    for length in (1, 16, 37, 59):
+    for length in (1, 16, 28, 37, 59):
         part = Spans(torch.tensor([0, length], dtype=torch.int32, device=DEVICE), length)
         inputs = Inputs(q[:length], k[:length], v[:length], part, 0.3)
         out, _ = forward(inputs, SMALL.forward)
-        assert torch.equal(out, whole[:length])
+        if HAS_GPU or length == 28:
+            assert torch.equal(out, whole[:length])
+        torch.testing.assert_close(out, whole[:length], rtol=0, atol=1e-6)
 
 
 def test_large_scores_and_nan():

@@ -17,9 +17,12 @@ A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an updat
 products, u3 A / BW, and AdamW's traffic. These are from one update of 1.5B in BF16 (its profile
 gives u0, `attention_training.json` u1), the savings of FP8 from whole steps. Errors of others:
 
-    updates            1.5B 3.5 % (FP8 in all products 7 %), 3B 2.5 %, 0.5B 11 to 15 %
-    whole steps        1.5B and 3B 5 % at most; 7B 6 % too fast with micro-batches of 4160 tokens
+    updates            1.5B 3.5 % (FP8 in all products 7 %), 3B 2.5 %
+    whole steps        0.5B to 3B 5 % at most; 7B 6 % too fast with micro-batches of 4160 tokens
     gains of steps     two pairs of 0.5B, six of 1.5B, one of 3B: 5.6 % at most
+
+Small models with micro-batches of medium size are forecast too fast, because GPU and host wait for
+each other in turns: updates of 0.5B by 26 % (16384 tokens) and 12 % (32768), forwards by 40 and 29.
 
 LoRA has two measured steps, which set its rates: nothing checks them.
 """
@@ -64,10 +67,11 @@ UNFUSED_FORWARD, UNFUSED_UPDATE = 1.05, 1.07
 LORA_UPDATE = 0.83
 """Share of an update that remains with adapters, whose gradients are thin products. From a step of
 7B with rank 32."""
-LORA_HOST = (2.1e-3, 6.9e-3)
-"""Least seconds per layer and micro-batch with adapters, for a forward and for an update. From a
-step of 1.5B with micro-batches of 4160 tokens, which took three times what its products need. 7B
-with as many layers took no longer than its products, so we take it for the host's time."""
+LAUNCH_SECONDS = {False: (1.5e-3, 4.8e-3), True: (2.1e-3, 6.9e-3)}
+"""Least seconds per layer and micro-batch, which the host takes to launch kernels, for a forward and
+for an update; without and with adapters. From 0.5B with micro-batches of 8192 tokens, where the GPU
+was busy for a third of the time; and from 1.5B with adapters and 4160 tokens, which took three times
+what its products need."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out
@@ -162,11 +166,10 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         format = arm.quant["format"]
         update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
         forward -= SAVED_FORWARD[format] * linears / 2
-    if work.has_lora:
-        launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
-        least_forward, least_update = (seconds * launched for seconds in LORA_HOST)
-        forward = max(forward, least_forward)
-        update = max(LORA_UPDATE * update, least_update)
+    update *= LORA_UPDATE if work.has_lora else 1.0
+    launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
+    least_forward, least_update = (x * launched for x in LAUNCH_SECONDS[work.has_lora])
+    forward, update = max(forward, least_forward), max(update, least_update)
     if work.num_ranks > 1:
         forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update
     num_held = 0 if work.has_lora else shape.num_parameters / work.num_ranks

@@ -329,19 +329,18 @@ def microbatch_tokens(config: Config) -> int:
 
 
 def larger_microbatch(config: Config, shape: Shape, room: float) -> int | None:
-    """A multiple of batch.microbatch_tokens that fits the card and keeps its GPU busy, if any.
+    """A larger batch.microbatch_tokens that fits the card and keeps its GPU busier, if any.
 
-    Small ones leave a small model's GPU waiting for kernels to be launched.
+    It doubles up to a whole mini-batch. Small ones leave a small model's GPU waiting for launches.
     """
     fitting, tokens = None, microbatch_tokens(config)
     while tokens * shape.num_parameters < BUSY_WORK:
         batch = dataclasses.replace(config.batch, microbatch_tokens=2 * tokens)
         larger = dataclasses.replace(config, batch=batch)
         peak = peak_memory(larger, memory_rows(larger, shape, room, is_cuda=True))
-        # Beyond a whole mini-batch nothing grows.
-        if microbatch_tokens(larger) == tokens or peak > SAFE_SHARE * room:
+        if microbatch_tokens(larger) <= tokens or peak > SAFE_SHARE * room:
             break
-        fitting = tokens = batch.microbatch_tokens
+        fitting = tokens = microbatch_tokens(larger)
     return fitting
 
 

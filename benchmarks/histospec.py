@@ -6,7 +6,7 @@
 Without a model: running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded by the share of
 right sums, 32 x 8 completions a step of a tiny model in INT8 at temperature 1, on one thread of a
 CPU, whose seconds say little about a GPU. The learning rate is that of the demo, so the policy
-moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 4, 8 and 32 problems x 8
+moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 1 to 32 problems x 8
 completions a step. Both ask the same problems again and again. Every arm starts from the same
 weights; on a CPU all sample the same tokens, which is checked. Writes
 benchmarks/results/histospec.json or histospec_gsm8k.json.
@@ -64,7 +64,7 @@ GSM8K_SHARED: dict[str, object] = {
 }
 GSM8K_ARMS: dict[str, dict[str, object]] = {
     f"{arm}, {asked} x 8": {"batch.problems": asked, **flags}
-    for asked in (4, 8, 32)
+    for asked in (1, 2, 4, 8, 32)
     for arm, flags in {
         "off": OFF,
         "192 tokens a step": DRAFTS,

@@ -30,8 +30,20 @@ from qurl.bench.record import describe_machine
 RESULT = RESULTS / "toy_seeds.json"
 FORMATS = ("int4", "int6")
 STEPS, LEARNING_RATE, EPOCHS = 80, 5e-4, 4
-BASELINE = "tis C=2"
-POOLED = (("uncorrected", "tis C=2"), ("acr C=2", "tis C=2"), ("acr C=5", "tis C=5"))
+BASELINE, PPO_BASELINE = "tis C=2", "ppo, tis C=2"
+POOLED = (
+    ("uncorrected", BASELINE),
+    ("acr C=2", BASELINE),
+    ("acr C=5", "tis C=5"),
+    ("ppo, uncorrected", PPO_BASELINE),
+)
+PPO = {
+    "algo.name": "ppo",
+    "algo.advantage": "gae",
+    "batch.problems": 1024,
+    "sampling.group-size": 1,
+}
+"""A critic instead of groups, with as many completions."""
 METHODS = {
     "uncorrected": {"algo.objective": "ppo_prox"},
     "decoupled": {"algo.objective": "decoupled"},
@@ -44,6 +56,8 @@ METHODS = {
     },
     "tis C=5": {"algo.objective": "tis", "algo.cap": 5.0},
     "acr C=5": {"algo.objective": "acr", "algo.cap": 5.0},
+    "ppo, uncorrected": {**PPO, "algo.objective": "ppo_prox"},
+    PPO_BASELINE: {**PPO, "algo.objective": "tis", "algo.cap": 2.0},
 }
 COLUMNS = {
     "eval/full/accuracy": "accuracy, full precision",
@@ -132,13 +146,17 @@ def make_table(runs: list[dict]) -> str:
         by_method = {m: pick(runs, format, m) for m in METHODS}
         lines += [
             f"{format}, {STEPS} steps, lr {LEARNING_RATE:g}, {EPOCHS} epochs. Points; differences "
-            f"to {BASELINE} by seed, with 95 % intervals.",
+            "to TIS with C = 2 by seed, with 95 % intervals.",
             "",
             "| method | seeds | full precision | less tis | actor's format | less tis | KL "
             "| truncated | clipped | rescued |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        lines += [row(m, found, by_method[BASELINE]) for m, found in by_method.items() if found]
+        lines += [
+            row(m, found, by_method[PPO_BASELINE if m.startswith("ppo") else BASELINE])
+            for m, found in by_method.items()
+            if found
+        ]
         lines += [""]
     return "\n".join([*lines, *pool_formats(runs)])
 

@@ -68,10 +68,10 @@ LORA_UPDATE = 0.83
 """Share of an update that remains with adapters, whose gradients are thin products. From a step of
 7B with rank 32."""
 LAUNCH_SECONDS = {False: (1.5e-3, 4.8e-3), True: (2.1e-3, 6.9e-3)}
-"""Least seconds per layer and micro-batch, which the host takes to launch kernels, for a forward and
-for an update; without and with adapters. From 0.5B with micro-batches of 8192 tokens, where the GPU
-was busy for a third of the time; and from 1.5B with adapters and 4160 tokens, which took three times
-what its products need."""
+"""Least seconds per layer and micro-batch, which the host takes to launch kernels, for a forward
+and for an update; without and with adapters. From 0.5B with micro-batches of 8192 tokens, where the
+GPU was busy for a third of the time; and from 1.5B with adapters and 4160 tokens, which took three
+times what its products need."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out

@@ -187,7 +187,7 @@ def test_replicas_take_a_little_longer_than_shards():
         plan, arm = scenario(recipe(), card, gpus=8, shape=shape), Arm.of("int8")
         found = {str(p.placement): p for p in plan.planner.best(arm, plan.work(arm))}
         longer.append(found["replicas"].step / found["together"].step)
-    assert (round(min(longer), 2), round(max(longer), 2)) == (1.03, 1.09)
+    assert (round(min(longer), 2), round(max(longer), 2)) == (1.03, 1.08)
 
 
 @pytest.mark.parametrize("engine", ["local", "hf"])

@@ -372,7 +372,14 @@ def test_the_text_compares_with_the_card(on_gpu, monkeypatch):
     assert 'too much: optim.moments = "8bit" or model.gradient_checkpointing = true or' in text
     assert "release_kv" not in text
     Card.total_memory = 2**31
-    assert "too much" not in describe_budget(recipe())
+    assert "saves memory" not in describe_budget(recipe())
+    config = recipe(rollout={"kv_tokens": 160})  # a cache that does not adapt to the card
+    peak = peak_memory(config, memory_rows(config, measure_model(config), is_cuda=True))
+    Card.total_memory = int(peak / 0.95)
+    text = describe_budget(config)
+    assert "tight, since runs take up to 15 % more: rollout.release_kv = true or" in text
+    Card.total_memory = int(peak / 0.85)
+    assert "saves memory" not in describe_budget(config)
 
 
 def test_a_model_that_is_not_there_is_said_to_be_unknown(tmp_path):

@@ -121,8 +121,7 @@ def decode_terms(
     shape: Shape, arm: Arm, speed: Speed, sequences: float, context: float
 ) -> tuple[float, ...]:
     """What each of the decode rates multiplies, for one decode step."""
-    format, kv = arm.quant["format"], arm.quant.get("kv", "none")
-    storage = Storage.of(format, kv, "cuda")
+    storage = Storage.of(arm.format, arm.kv, "cuda")
     weights, compute, keys = decode_parts(shape, storage, speed, sequences, context)
     return (
         weights + compute,
@@ -130,8 +129,13 @@ def decode_terms(
         shape.num_layers,
         shape.num_layers * storage.is_narrow,
         sequences * coded_bytes(shape) / speed.bandwidth * storage.is_narrow,
-        sequences * shape.num_layers * shape.num_kv_heads * (kv != "none"),
+        sequences * shape.num_layers * shape.num_kv_heads * (arm.kv != "none"),
     )
+
+
+def kv_bytes(shape: Shape, arm: Arm) -> int:
+    """Bytes of keys and values per token, in the engine's cache."""
+    return Storage.of(arm.format, arm.kv, "cuda").kv * shape.kv_numbers_per_token
 
 
 def coded_bytes(shape: Shape) -> int:
@@ -163,9 +167,8 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
     update = forward + backward + (UPDATE_TRAFFIC - FORWARD_TRAFFIC) * traffic
     update += forward * work.has_checkpointing
     if arm.is_unified:
-        format = arm.quant["format"]
-        update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
-        forward -= SAVED_FORWARD[format] * linears / 2
+        update -= SAVED_UPDATE[arm.format, arm.num_narrow] * arm.num_narrow * linears / 2
+        forward -= SAVED_FORWARD[arm.format] * linears / 2
     update *= LORA_UPDATE if work.has_lora else 1.0
     launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
     least_forward, least_update = (x * launched for x in LAUNCH_SECONDS[work.has_lora])
@@ -174,7 +177,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update
     num_held = 0 if work.has_lora else shape.num_parameters / work.num_ranks
     optimizer = work.num_updates * num_held * OPTIMIZER_BYTES / speed.bandwidth
-    slowdown = UNIFIED_ROLLOUT.get(arm.quant["format"], 1.0) if arm.is_unified else 1.0
+    slowdown = UNIFIED_ROLLOUT.get(arm.format, 1.0) if arm.is_unified else 1.0
     return StepSeconds(
         rollout=slowdown * rollout_seconds(shape, arm, speed, work),
         forwards=work.sequences * work.num_forwards * forward,
@@ -186,7 +189,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
 def skips_prox(arm: Arm) -> bool:
     """Whether `correction.mode = "auto"` saves the prox forward: it did in all measured steps of
     BF16 and of unified flows, and in none of quantized rollouts with BF16 training."""
-    return arm.is_unified or arm.quant["format"] == "none"
+    return arm.is_unified or arm.format == "none"
 
 
 def gain_range(

@@ -199,7 +199,7 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
     if is_compiled:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
-    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+    for name in config.alarms.falling_back:
         remedy = "a trainer in 8 bits needs a sampler in 8 bits; use 'warn' or 'stop'"
         yield f"alarms.{name} = 'full' does not go with quant.unified = true: {remedy}"
 
@@ -240,7 +240,7 @@ def _base_mistakes(config: Config) -> Iterator[str]:
         yield f"{chosen} needs rollout.engine = 'local' or 'hf', not {engine!r}"
     if quant.full_layers:
         yield f"{chosen} codes all layers; set quant.full_layers = 0"
-    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+    for name in config.alarms.falling_back:
         yield f"alarms.{name} = 'full': {chosen} leaves no full precision to fall back to"
 
 
@@ -530,7 +530,7 @@ def find_warnings(
         yield f"quant.format = 'nvfp4' rounds merged adapters away below a step of 4 bits; {remedy}"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
-    if quant.format == "none" and "full" in vars(config.alarms).values():
+    if quant.format == "none" and config.alarms.falling_back:
         yield "alarms with the action 'full' only warn: quant.format is 'none' already"
     if config.task.path and not config.eval.every:
         remedy = "set task.eval_path and eval.every, or a failure may show in the rewards only"

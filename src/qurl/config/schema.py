@@ -516,6 +516,11 @@ class AlarmsConfig(Section):
     non_finite: Action = "warn"
     """A metric is NaN or infinite. If a loss, gradient or log-prob is, the run always stops."""
 
+    @property
+    def falling_back(self) -> list[str]:
+        """The alarms after which rollouts are in full precision."""
+        return [name for name, action in vars(self).items() if action == "full"]
+
 
 @dataclass(frozen=True)
 class ExperimentalConfig(Section):
@@ -599,7 +604,7 @@ class Config(Section):
     def has_full_engine(self) -> bool:
         """Do evaluations during training, or an alarm, need a second, unquantized engine?"""
         is_evaluated = self.eval.every > 0 and "full" in self.eval_precisions
-        is_fallback = "full" in vars(self.alarms).values()
+        is_fallback = bool(self.alarms.falling_back)
         return self.quant.format != "none" and (is_evaluated or is_fallback)
 
     @property

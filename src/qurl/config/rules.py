@@ -228,7 +228,7 @@ def _vllm_mistakes(config: Config) -> Iterator[str]:
 
 
 def _base_mistakes(config: Config) -> Iterator[str]:
-    """Of a frozen base in codes (QeRL)."""
+    """A frozen base in codes (QeRL) needs these settings."""
     model, quant, engine = config.model, config.quant, config.rollout.engine
     if model.base == "full":
         return

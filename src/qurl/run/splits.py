@@ -61,6 +61,12 @@ def held_out_problems(config: Config, task: Task) -> list[Problem]:
     return [task[i] for a, b in pairwise(starts) for i in range(a, min(a + num, b))]
 
 
+def spread_problems(task: Task, num: int) -> list[Problem]:
+    """So many problems, or all, at equal distances."""
+    places = range(0, len(task), max(1, len(task) // num))
+    return [task[i] for i in places[:num]]
+
+
 def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:
     """Room for completions in the model's context: too long a prompt is found before training."""
     max_tokens = getattr(config, section).max_tokens

@@ -231,7 +231,7 @@ def describe_unified(rows: Sequence[Row], chosen: Row) -> str:
     return f"Train in BF16: {fastest.arm} would add {gain:.2f}x, {proof}."
 
 
-def print_advice(advice: Advice, *, as_json: bool = False) -> None:
+def print_advice(advice: Advice, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(advice), indent=1))
         return

@@ -87,7 +87,7 @@ def ring_bytes(num_bytes: float, ranks: int) -> float:
     return num_bytes * (ranks - 1) / ranks
 
 
-def ring_seconds(num_bytes: float, ranks: int, rate: float, num_calls: int = 1) -> float:
+def ring_seconds(num_bytes: float, ranks: int, rate: float, num_calls: int) -> float:
     """One all-gather or reduce-scatter of B bytes, in `num_calls` parts (layers, buckets).
 
     t = B (n - 1) / n / rate + calls (n - 1) hop

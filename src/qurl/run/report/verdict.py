@@ -89,8 +89,13 @@ class Facts:
         """Means over the first and over the last steps of a metric."""
         if not (values := self.series.get(name)):
             return None
-        width = max(1, min(10, len(values) // 5))
+        width = _width(values)
         return statistics.fmean(values[:width]), statistics.fmean(values[-width:])
+
+
+def _width(values: Sequence[float]) -> int:
+    """How many values are the first, and the last."""
+    return max(1, min(10, len(values) // 5))
 
 
 def judge(facts: Facts) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def _reward(facts: Facts) -> Iterator[Check]:
         yield Check("info", question, f"It is {last:.3f}; {len(values)} steps say little.")
         return
     jumps = [b - a for a, b in pairwise(values)]
-    width = max(1, min(10, len(values) // 5))
+    width = _width(values)
     noise = 2 * statistics.pstdev(jumps) / math.sqrt(width)  # of a difference of two means
     level, moved = "info", "No clear change"
     if abs(last - first) > noise:

@@ -260,7 +260,7 @@ def build_table(rows: Sequence[Row]) -> Table:
             gains = ["-", "-"]
         table.add_row(
             row.arm,
-            *([*times, *gains] if row.fits else "-----"),  # an arm that cannot run takes no time
+            *([*times, *gains] if row.fits else ["-"] * 5),  # an arm that cannot run takes no time
             f"{row.peak_gib:.1f}" + ("" if row.fits else "!"),
             "-" if row.gap is None else f"{row.gap:.3f}",
         )

@@ -52,8 +52,11 @@ rollouts took so much longer than forecast: 1.8 us (1.5B) and 2.0 us (0.5B, GRPO
 SAVED_FORWARD = {"fp8": 0.66, "int8": 0.53}
 """Share of a forward's ideal saving, half the time of its linears, that 8-bit linears reach."""
 SAVED_UPDATE = {
-    **{("int8", 1): 0.16, ("int8", 2): 0.35, ("int8", 3): -0.16},
-    **{("fp8", 2): 0.70, ("fp8", 3): 0.70},
+    ("int8", 1): 0.16,
+    ("int8", 2): 0.35,
+    ("int8", 3): -0.16,
+    ("fp8", 2): 0.70,
+    ("fp8", 3): 0.70,
 }
 """The same of an update, by format and by how many of its three products are in 8 bits. INT8 with
 two is between three runs (0.25 to 0.49); coding a third costs more than it saves. FP8 is from whole

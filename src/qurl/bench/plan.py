@@ -275,7 +275,7 @@ def build_plan_table(predictions: Sequence[Prediction]) -> Table:
         table.add_row(
             f"{p.arm} {place}",
             f"{place.trainers}" if place.is_colocated else split,
-            *([shorten(seconds) for seconds in parts] if p.fits else "-" * len(parts)),
+            *([shorten(seconds) for seconds in parts] if p.fits else ["-"] * len(parts)),
             gib + ("" if p.fits else "!"),
         )
     return table

@@ -89,12 +89,16 @@ def measure_training(
     sequences = max(2 * group, 4 * config.batch.microbatch_tokens // length // group * group)
     same = ("logits_chunk", "keep_logits", "gradient_checkpointing")
     keys = [f"model.{key}={json.dumps(getattr(config.model, key))}" for key in same]
-    flags: dict[str, Any] = {
-        **{"sequences": sequences, "group": group, "minibatches": 2, "device": device.type},
-        **{"prompt_tokens": work.prompt_tokens, "tokens": work.new_tokens},
-        **{"microbatch_tokens": config.batch.microbatch_tokens, "keys": ",".join(keys)},
-    }
-    bench = TrainBench(**flags)
+    bench = TrainBench(
+        device=device.type,  # type: ignore[arg-type]
+        sequences=sequences,
+        group=group,
+        prompt_tokens=work.prompt_tokens,
+        tokens=work.new_tokens,
+        minibatches=2,
+        microbatch_tokens=config.batch.microbatch_tokens,
+        keys=",".join(keys),
+    )
     found = {}
     for arm in arms:
         trial = Trial(bench, bench.config(arm), shape, device)

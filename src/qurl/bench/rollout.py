@@ -126,8 +126,10 @@ def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
     """The engines to build for each model, and the workloads; raises if one cannot be measured."""
     bench.check()
     sizes = {
-        **{"num_prompts": bench.prompts, "group_size": bench.group},
-        **{"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens},
+        "num_prompts": bench.prompts,
+        "group_size": bench.group,
+        "prompt_tokens": bench.prompt_tokens,
+        "new_tokens": bench.new_tokens,
     }
     names = split_list("workload", bench.workload, WORKLOADS)
     workloads = [WORKLOADS[name].resized(**sizes) for name in names]
@@ -166,9 +168,14 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
     )
     sizes = asdict(workload)
     settings = {
-        **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
-        **{"workload": sizes.pop("name"), **sizes},
-        **{"repeats": bench.repeats, "seed": bench.seed},
+        "engine": setup.engine,
+        "model": setup.shape.name,
+        "quant": setup.quant,
+        "kv": setup.kv,
+        "workload": sizes.pop("name"),
+        **sizes,
+        "repeats": bench.repeats,
+        "seed": bench.seed,
     }
     gap = "-" if figures.logprob_gap is None else f"{figures.logprob_gap:.4f}"
     print(ROW.format(**settings, **asdict(figures), gap=gap), flush=True)

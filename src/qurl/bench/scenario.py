@@ -96,7 +96,7 @@ def _not_here(gpu: str | None) -> str:
 
 
 def find_shape(config: Config, name: str | None) -> Shape:
-    """Of model.path, or a named one of Qwen2.5."""
+    """The shape of model.path, or a named one of Qwen2.5."""
     if name is not None:
         if name not in SHAPES:
             raise ConfigError(f"--shape {name!r} is not one of {', '.join(SHAPES)}")
@@ -192,7 +192,7 @@ class Scenario:
         return peak_memory(config, rows), rows.get(CACHE, 0.0)
 
     def work(self, arm: Arm) -> Work:
-        """Of one GPU; how several share sequences and caches, the planner decides."""
+        """The work of one GPU. The planner decides how several share sequences and caches."""
         config, num_gpus = self.config, self.hardware.num_gpus
         sequences = config.sequences_per_step / num_gpus
         cache = self.memory(arm)[1] if num_gpus == 1 else 0.0

@@ -88,11 +88,11 @@ class Parts:
     first_step: int
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
-    """Of the data files, by the key that names them."""
+    """Fingerprints of the data files, by split."""
     pending: Sampled | None = None
     """With `rollout.ahead`, the next step's rollouts; complete whenever a step has ended."""
     scales: Mapping[str, Tensor] | None = None
-    """Of the untrained weights, if quant.scales is "frozen"."""
+    """Scales of the untrained weights, if quant.scales is "frozen"."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 

@@ -37,7 +37,8 @@ BUSY_WORK = 2e13
 """Tokens times parameters of a micro-batch from which launches hardly count; on an H200 the GPU was
 busy for 88 % of the time with 1.6e13 and for 98 % with 2.5e13 (docs/log.md)."""
 SAFE_SHARE = 0.9
-"""Of a card's memory, to be recommended: estimates are a few percent low."""
+"""Share of a card's memory that a setting may need if we recommend it: estimates are a few percent
+low."""
 UPDATE = (
     *("gradients", "gathered weights", "gathered gradients", "BF16 copies", "merged weights"),
     "decoded weights",
@@ -221,7 +222,7 @@ def engine_rows(
 
 
 def fit_cache(config: Config, wanted: float, used: float, card: float | None) -> float:
-    """As large as wanted, but no larger than what a card has free when it is made."""
+    """The wanted size, but no more than a card has free when the cache is made."""
     if card is None or config.rollout.kv_tokens:
         return wanted
     return min(wanted, config.rollout.kv_memory_frac * max(card - used, 0.0))

@@ -189,7 +189,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, one at a time: samples.jsonl can be larger than memory."""
+    """The records of `read_jsonl` one at a time: samples.jsonl can be larger than memory."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

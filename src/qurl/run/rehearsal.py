@@ -32,7 +32,7 @@ class Rehearsal:
 
     reward: str
     truth: float
-    """Of the best right answer; NaN if no right answer is known."""
+    """Score of the best right answer; NaN if no right answer is known."""
     wrong: float
     refused: tuple[str, ...]
     """Ids of the problems whose right answer earns no more than a wrong one."""

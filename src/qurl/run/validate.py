@@ -197,7 +197,7 @@ class Recipe:
         return check_finite(path)
 
     def check_memory(self) -> str:
-        """Of the fuller GPU, and of main memory; a CPU's processes share the latter."""
+        """Check the fuller GPU, and main memory, which all processes share on a CPU."""
         config, device = self.config, pick_device(self.config.device)
         shape, total = measure_model(config), total_memory(device)
         if device.type != "cuda":

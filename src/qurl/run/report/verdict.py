@@ -49,7 +49,7 @@ class Facts:
     evals: dict[str, list[tuple[int, list[bool]]]] = field(default_factory=dict)
     """(updates, outcomes) of each evaluation, by precision."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each part of all steps."""
+    """Seconds of each part, over all steps."""
     machines: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(

@@ -32,6 +32,7 @@ from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import (
+    AnyLearner,
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
@@ -63,7 +64,6 @@ from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
-AnyLearner = Learner | LearnerGroup
 AnyTracker = UpdateTracker | GroupTracker
 IN_TURNS = (
     "rollout.ahead = 1 saves no time here: the engine is in the trainer's process, so they take "

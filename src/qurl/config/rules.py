@@ -230,7 +230,7 @@ def _vllm_mistakes(config: Config) -> Iterator[str]:
 def _base_mistakes(config: Config) -> Iterator[str]:
     """A frozen base in codes (QeRL) needs these settings."""
     model, quant, engine = config.model, config.quant, config.rollout.engine
-    if model.base == "full":
+    if not model.has_coded_base:
         return
     chosen = f"model.base = {model.base!r}"
     if not model.lora_rank:
@@ -491,7 +491,7 @@ def _symmetric_warnings(config: Config) -> Iterator[str]:
 def _mismatch_warnings(config: Config, objective: Objective | None) -> Iterator[str]:
     """Differences between trainer and sampler that nothing corrects."""
     algo, quant = config.algo, config.quant
-    is_shared = quant.unified or config.model.base != "full"
+    is_shared = quant.unified or config.model.has_coded_base
     has_mismatch = quant.format != "none" and not is_shared
     has_mismatch |= quant.noise != "off" or (quant.kv != "none" and not quant.unified)
     is_late = config.rollout.ahead > 0
@@ -520,7 +520,7 @@ def _precision_warnings(config: Config) -> Iterator[str]:
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
-    if quant.format == "nvfp4" and config.model.lora_rank and config.model.base == "full":
+    if quant.format == "nvfp4" and config.model.lora_rank and not config.model.has_coded_base:
         remedy = "set model.base = 'nvfp4' to keep adapters beside the codes"
         yield f"quant.format = 'nvfp4' rounds merged adapters away below a step of 4 bits; {remedy}"
     if config.model.lora_rank and optim.lr < 1e-5:

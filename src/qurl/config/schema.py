@@ -79,6 +79,10 @@ class ModelConfig(Section):
     the logits again. This is faster but takes 2 bytes (BF16) of memory per token and vocabulary
     entry. It has no effect with an entropy bonus (algo.entropy_coef)."""
 
+    @property
+    def has_coded_base(self) -> bool:
+        return self.base != "full"
+
 
 @dataclass(frozen=True)
 class TaskConfig(Section):
@@ -593,7 +597,7 @@ class Config(Section):
 
         A policy whose base is in codes has no other precision.
         """
-        if self.model.base != "full":
+        if self.model.has_coded_base:
             return (self.quant.format,)
         if self.quant.format == "none" or self.eval.precision == "full":
             return ("full",)

@@ -444,7 +444,7 @@ def _build_tracker(
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(learner.device)
     quant, format = config.quant, config.quant.format
-    if config.model.base != "full":  # the actor's adapters are the trainer's
+    if config.model.has_coded_base:  # the actor's adapters are the trainer's
         dtype, format = None, "none"
     options = (quant.track_rows, dtype, quant.full_layers, scales)
     return learner.watch(UpdateTracker(format, *options))

@@ -191,8 +191,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         if not state.get("step") and choices.reward is None:
             _try_grader(config, task, pool, run)
         has_episode = bool(choices.episode or config.rollout.episode)
-        opened = open_place(config, learner, run, has_episode=has_episode)
-        place = stack.enter_context(opened)
+        place = stack.enter_context(open_place(config, learner, run, has_episode=has_episode))
         actor_of = (config, policy, config.quant.format, choices, place, scales)
         build = functools.partial(build_actor, *actor_of)
         engine = full_engine = build()

@@ -116,7 +116,7 @@ def _events(facts: Facts) -> Iterator[Check]:
     counts = {kind: facts.kinds[kind] for kind in LEVELS if facts.kinds[kind]}
     if counts:
         level: Level = "bad" if any(LEVELS[kind] == "bad" for kind in counts) else "watch"
-        listed = ", ".join(f"{n} {kind}{'s'[: n > 1]}" for kind, n in counts.items())
+        listed = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counts.items())
         named = f": {', '.join(facts.alarms)}" if facts.alarms else ""
         yield Check(level, "Did anything go wrong?", f"{listed}. See the events below{named}.")
     elif facts.last_step >= 0:

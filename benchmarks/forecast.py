@@ -71,7 +71,7 @@ def read_rollouts() -> list[Measured]:
     """The newest of each key. NVFP4 is left out: unpacking its codes takes longer than reading."""
     results = json.loads((RESULTS / "rollout.json").read_text())["results"]
     rollouts = [_read(entries[-1]) for entries in results.values()]
-    return [r for r in rollouts if r.arm.quant["format"] != "nvfp4"]
+    return [r for r in rollouts if r.arm.format != "nvfp4"]
 
 
 def _read(entry: dict[str, Any]) -> Measured:

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qurl.errors import ConfigError, DataError, QurlError, RankLost
+
+Default = TypeVar("Default", str, None)
 
 HELP = """\
 usage: qurl COMMAND ...
@@ -207,7 +209,7 @@ def doctor_command(args: list[str]) -> int:
 
 
 def advise_command(args: list[str]) -> int:
-    if "-h" in args or "--help" in args:
+    if _asks_for_help(args):
         print(HELP, end="")
         return 0
     from qurl.bench.advise import advise, print_advice
@@ -225,7 +227,7 @@ def advise_command(args: list[str]) -> int:
 
 
 def fork_command(args: list[str]) -> int:
-    if {"-h", "--help"} & set(args):
+    if _asks_for_help(args):
         print(HELP, end="")
         return 0
     step, rest = _option("--at", args)
@@ -254,24 +256,24 @@ def report_command(args: list[str]) -> int:
 def watch_command(args: list[str]) -> int:
     from qurl.run.watch import watch
 
-    host, args = _option("--host", args, default="127.0.0.1")
-    port, args = _option("--port", args, default="0")
+    host, args = _option("--host", args, "127.0.0.1")
+    port, args = _option("--port", args, "0")
     if not host:
         raise ConfigError("--host needs an address, such as 127.0.0.1 or 0.0.0.0")
-    if not (port or "").isdecimal() or int(port or 0) > 65535:
+    if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--port {port} is not a port: give a number from 0 to 65535, 0 = any")
-    watch(_at_least_one(args, "RUN"), host=host, port=int(port or 0))
+    watch(_at_least_one(args, "RUN"), host=host, port=int(port))
     return 0
 
 
 def export_command(args: list[str]) -> int:
     from qurl.run.export import export, export_gguf
 
-    dtype, args = _option("--dtype", args, default="bfloat16")
-    quant, args = _option("--quant", args, default="none")
+    dtype, args = _option("--dtype", args, "bfloat16")
+    quant, args = _option("--quant", args, "none")
     gguf, args = _option("--from-gguf", args)
     if gguf is None:
-        write, names = functools.partial(export, quant=quant or ""), ("RUN|CHECKPOINT", "OUT")
+        write, names = functools.partial(export, quant=quant), ("RUN|CHECKPOINT", "OUT")
     elif quant != "none":
         raise ConfigError("--from-gguf makes a plain model; leave --quant out")
     else:
@@ -279,17 +281,17 @@ def export_command(args: list[str]) -> int:
         args = [word for word in (gguf, *args) if word]
     source, target = _exactly(args, *names)
     with _file_errors():
-        print(write(Path(source), Path(target), dtype or ""))
+        print(write(Path(source), Path(target), dtype))
     return 0
 
 
 def rescale_command(args: list[str]) -> int:
     from qurl.run.export import rescale
 
-    word, args = _option("--scale", args, default="1.5")
+    word, args = _option("--scale", args, "1.5")
     source, target = _exactly(args, "MODEL", "OUT")
     try:
-        scale = float(word or "")
+        scale = float(word)
     except ValueError:
         raise ConfigError(f"--scale {word} is not a number; the paper uses 1.5") from None
     with _file_errors():
@@ -342,7 +344,7 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     return None, args
 
 
-def _option(name: str, args: list[str], default: str | None = None) -> tuple[str | None, list[str]]:
+def _option(name: str, args: list[str], default: Default = None) -> tuple[str | Default, list[str]]:
     """The word after `name`, empty if none follows, and the other arguments."""
     if name not in args:
         return default, args
@@ -361,14 +363,18 @@ def _switch(name: str, args: list[str]) -> tuple[bool, list[str]]:
     return name in args, [word for word in args if word != name]
 
 
+def _asks_for_help(args: list[str]) -> bool:
+    return "-h" in args or "--help" in args
+
+
 def _at_least_one(args: list[str], name: str) -> list[str]:
-    if not args or "-h" in args or any(a.startswith("-") for a in args):
+    if not args or any(a.startswith("-") for a in args):
         return _exactly(args, name)  # says what is wrong
     return args
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:
-    if "-h" in args or "--help" in args:
+    if _asks_for_help(args):
         print(HELP, end="")
         raise SystemExit(0)
     if len(args) != len(names) or any(a.startswith("-") for a in args):

@@ -231,7 +231,7 @@ def describe_unified(rows: Sequence[Row], chosen: Row) -> str:
     return f"Train in BF16: {fastest.arm} would add {gain:.2f}x, {proof}."
 
 
-def print_advice(advice: Advice, *, as_json: bool = False) -> None:
+def print_advice(advice: Advice, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(advice), indent=1))
         return
@@ -260,7 +260,7 @@ def build_table(rows: Sequence[Row]) -> Table:
             gains = ["-", "-"]
         table.add_row(
             row.arm,
-            *([*times, *gains] if row.fits else "-----"),  # an arm that cannot run takes no time
+            *([*times, *gains] if row.fits else ["-"] * 5),  # an arm that cannot run takes no time
             f"{row.peak_gib:.1f}" + ("" if row.fits else "!"),
             "-" if row.gap is None else f"{row.gap:.3f}",
         )

@@ -63,6 +63,14 @@ class Arm:
         return replace(config, quant=replace(config.quant, **quant))
 
     @property
+    def format(self) -> str:
+        return self.quant["format"]
+
+    @property
+    def kv(self) -> str:
+        return self.quant.get("kv", "none")
+
+    @property
     def is_unified(self) -> bool:
         return "unified" in self.quant
 

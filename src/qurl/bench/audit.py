@@ -122,9 +122,9 @@ class Finding(NamedTuple):
     objective: str
     cap: float | None
     groups: dict[str, dict[str, Estimate]]
-    """Of "all" and each layer group: bias, cosine, variance, and change from the arm before it."""
+    """Bias, cosine, variance, and change from the arm before it: of "all" and each layer group."""
     shares: dict[str, float]
-    """Of the tokens that were clipped, truncated and rescued."""
+    """Shares of the tokens that were clipped, truncated and rescued."""
 
 
 def run_audit(options: Audit) -> None:

@@ -26,18 +26,18 @@ LINK_SHARE = 0.8
 HOP_SECONDS = 10e-6
 BUCKET_BYTES = float(CHUNK_BYTES)
 GATHERS_PER_LAYER = 16
-"""Of a sync: codes and scales of seven projections, and two norms."""
+"""In a sync: codes and scales of seven projections, and two norms."""
 GRADIENTS_PER_LAYER = 12
-"""Of replicas: those of seven projections, three biases and two norms."""
+"""In replicas: those of seven projections, three biases and two norms."""
 CONTROL_RATE = 1.25e9
 VERIFY_SECONDS = 0.12
 OUTLINE_BYTES, OUTLINE_SECONDS, ROW_BYTES = 170, 20e-6, 200
-"""Of a completion without its tokens, to the driver and back to a trainer."""
+"""What a completion without its tokens costs: to the driver, and from there to a trainer."""
 SHELF_PUT, SHELF_GET = 115e6, 180e6
 """Bytes per second of one trainer's shelf."""
 TEXT_BYTES, PROMPT_BYTES = 4, 4
 RECORD_BYTES, RECORD_SECONDS = 16, 0.1e-6
-"""Of a token that passes through the driver."""
+"""What a token costs that passes through the driver."""
 MTBF_HOURS = 16_384 * 54 * 24 / 419
 RESTART_SECONDS = 600.0
 
@@ -87,7 +87,7 @@ def ring_bytes(num_bytes: float, ranks: int) -> float:
     return num_bytes * (ranks - 1) / ranks
 
 
-def ring_seconds(num_bytes: float, ranks: int, rate: float, num_calls: int = 1) -> float:
+def ring_seconds(num_bytes: float, ranks: int, rate: float, num_calls: int) -> float:
     """One all-gather or reduce-scatter of B bytes, in `num_calls` parts (layers, buckets).
 
     t = B (n - 1) / n / rate + calls (n - 1) hop

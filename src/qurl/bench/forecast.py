@@ -52,8 +52,11 @@ rollouts took so much longer than forecast: 1.8 us (1.5B) and 2.0 us (0.5B, GRPO
 SAVED_FORWARD = {"fp8": 0.66, "int8": 0.53}
 """Share of a forward's ideal saving, half the time of its linears, that 8-bit linears reach."""
 SAVED_UPDATE = {
-    **{("int8", 1): 0.16, ("int8", 2): 0.35, ("int8", 3): -0.16},
-    **{("fp8", 2): 0.70, ("fp8", 3): 0.70},
+    ("int8", 1): 0.16,
+    ("int8", 2): 0.35,
+    ("int8", 3): -0.16,
+    ("fp8", 2): 0.70,
+    ("fp8", 3): 0.70,
 }
 """The same of an update, by format and by how many of its three products are in 8 bits. INT8 with
 two is between three runs (0.25 to 0.49); coding a third costs more than it saves. FP8 is from whole
@@ -121,8 +124,7 @@ def decode_terms(
     shape: Shape, arm: Arm, speed: Speed, sequences: float, context: float
 ) -> tuple[float, ...]:
     """What each of the decode rates multiplies, for one decode step."""
-    format, kv = arm.quant["format"], arm.quant.get("kv", "none")
-    storage = Storage.of(format, kv, "cuda")
+    storage = Storage.of(arm.format, arm.kv, "cuda")
     weights, compute, keys = decode_parts(shape, storage, speed, sequences, context)
     return (
         weights + compute,
@@ -130,8 +132,13 @@ def decode_terms(
         shape.num_layers,
         shape.num_layers * storage.is_narrow,
         sequences * coded_bytes(shape) / speed.bandwidth * storage.is_narrow,
-        sequences * shape.num_layers * shape.num_kv_heads * (kv != "none"),
+        sequences * shape.num_layers * shape.num_kv_heads * (arm.kv != "none"),
     )
+
+
+def kv_bytes(shape: Shape, arm: Arm) -> int:
+    """Bytes of keys and values per token, in the engine's cache."""
+    return Storage.of(arm.format, arm.kv, "cuda").kv * shape.kv_numbers_per_token
 
 
 def coded_bytes(shape: Shape) -> int:
@@ -163,9 +170,8 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
     update = forward + backward + (UPDATE_TRAFFIC - FORWARD_TRAFFIC) * traffic
     update += forward * work.has_checkpointing
     if arm.is_unified:
-        format = arm.quant["format"]
-        update -= SAVED_UPDATE[format, arm.num_narrow] * arm.num_narrow * linears / 2
-        forward -= SAVED_FORWARD[format] * linears / 2
+        update -= SAVED_UPDATE[arm.format, arm.num_narrow] * arm.num_narrow * linears / 2
+        forward -= SAVED_FORWARD[arm.format] * linears / 2
     update *= LORA_UPDATE if work.has_lora else 1.0
     launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
     least_forward, least_update = (x * launched for x in LAUNCH_SECONDS[work.has_lora])
@@ -174,7 +180,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
         forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update
     num_held = 0 if work.has_lora else shape.num_parameters / work.num_ranks
     optimizer = work.num_updates * num_held * OPTIMIZER_BYTES / speed.bandwidth
-    slowdown = UNIFIED_ROLLOUT.get(arm.quant["format"], 1.0) if arm.is_unified else 1.0
+    slowdown = UNIFIED_ROLLOUT.get(arm.format, 1.0) if arm.is_unified else 1.0
     return StepSeconds(
         rollout=slowdown * rollout_seconds(shape, arm, speed, work),
         forwards=work.sequences * work.num_forwards * forward,
@@ -186,7 +192,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
 def skips_prox(arm: Arm) -> bool:
     """Whether `correction.mode = "auto"` saves the prox forward: it did in all measured steps of
     BF16 and of unified flows, and in none of quantized rollouts with BF16 training."""
-    return arm.is_unified or arm.quant["format"] == "none"
+    return arm.is_unified or arm.format == "none"
 
 
 def gain_range(

@@ -42,7 +42,7 @@ class Moments:
     cross: Tensor
     target: Tensor
     change: Tensor
-    """Of the difference to another estimate from the same samples."""
+    """Those of the difference to another estimate from the same samples."""
 
     @staticmethod
     def of(estimate: Tensor, target: Tensor, other: Tensor) -> Moments:
@@ -51,7 +51,7 @@ class Moments:
         return Moments(g @ g.T, g @ t.T, t @ t.T, (g - o) @ (g - o).T)
 
     def __add__(self, other: Moments) -> Moments:
-        """Of two layer groups as one."""
+        """The moments of two layer groups as one."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Moments(*(a + b for a, b in pairs))
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from qurl.bench import cluster
 from qurl.bench.arms import Arm
-from qurl.bench.forecast import StepSeconds, Work, step_seconds
+from qurl.bench.forecast import StepSeconds, Work, kv_bytes, step_seconds
 from qurl.bench.limits import speed_of
 from qurl.config import Config
 from qurl.config.rules import find_unsharded
@@ -198,7 +198,7 @@ class Planner:
         """Seconds of a sync, and its bytes. A replica codes its own weights for its engine."""
         if not placement.is_sharded:
             return cluster.VERIFY_SECONDS, 0.0
-        weights, is_colocated = (self.shape, arm.quant["format"]), placement.is_colocated
+        weights, is_colocated = (self.shape, arm.format), placement.is_colocated
         places = (placement.trainers, placement.engines)
         seconds = cluster.sync_seconds(*weights, self.card, *places, is_colocated=is_colocated)
         shipped = cluster.collected_bytes if is_colocated else cluster.shipment_bytes
@@ -228,8 +228,7 @@ class Planner:
 
     def _longest_cache(self, arm: Arm) -> float:
         """Bytes of the keys of one sequence, without which nothing is sampled."""
-        itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
-        return itemsize * self.shape.kv_numbers_per_token * longest_sequence(self.config)
+        return kv_bytes(self.shape, arm) * longest_sequence(self.config)
 
     def _passes(self, work: Work, trainers: int) -> tuple[float, float]:
         """How often a rank gathers all weights and reduces all gradients in a step.
@@ -276,7 +275,7 @@ def build_plan_table(predictions: Sequence[Prediction]) -> Table:
         table.add_row(
             f"{p.arm} {place}",
             f"{place.trainers}" if place.is_colocated else split,
-            *([shorten(seconds) for seconds in parts] if p.fits else "-" * len(parts)),
+            *([shorten(seconds) for seconds in parts] if p.fits else ["-"] * len(parts)),
             gib + ("" if p.fits else "!"),
         )
     return table

@@ -45,7 +45,7 @@ def measure_rollouts(
     workload = Workload("probe", num_prompts, group_size, work.prompt_tokens, FEW_TOKENS)
     seconds = {}
     for arm in arms:
-        setup = Setup("local", shape, arm.quant["format"], arm.quant.get("kv", "none"))
+        setup = Setup("local", shape, arm.format, arm.kv)
         contender = EngineContender(setup, model, workload.num_sequences)
         found = _rollout_seconds(contender, workload, work, model, device)
         seconds[arm.name] = found * work.together / workload.num_sequences
@@ -89,12 +89,16 @@ def measure_training(
     sequences = max(2 * group, 4 * config.batch.microbatch_tokens // length // group * group)
     same = ("logits_chunk", "keep_logits", "gradient_checkpointing")
     keys = [f"model.{key}={json.dumps(getattr(config.model, key))}" for key in same]
-    flags: dict[str, Any] = {
-        **{"sequences": sequences, "group": group, "minibatches": 2, "device": device.type},
-        **{"prompt_tokens": work.prompt_tokens, "tokens": work.new_tokens},
-        **{"microbatch_tokens": config.batch.microbatch_tokens, "keys": ",".join(keys)},
-    }
-    bench = TrainBench(**flags)
+    bench = TrainBench(
+        device=device.type,  # type: ignore[arg-type]
+        sequences=sequences,
+        group=group,
+        prompt_tokens=work.prompt_tokens,
+        tokens=work.new_tokens,
+        minibatches=2,
+        microbatch_tokens=config.batch.microbatch_tokens,
+        keys=",".join(keys),
+    )
     found = {}
     for arm in arms:
         trial = Trial(bench, bench.config(arm), shape, device)
@@ -116,16 +120,15 @@ def measure_mismatch(
     problems = [task[i] for i in range(min(MISMATCH_PROBLEMS, len(task)))]
     params = SamplingParams(max_tokens=MISMATCH_TOKENS, temperature=temperature)
     gaps = {}
-    for arm in arms:
-        quant = Arm.of(arm).quant
-        precision = {"quant": quant["format"], "kv": quant.get("kv", "none")}
-        engine = build_engine("local", policy.model, policy.tokenizer, **precision)
+    for name in arms:
+        arm = Arm.of(name)
+        engine = build_engine("local", policy.model, policy.tokenizer, quant=arm.format, kv=arm.kv)
         rollouts = engine.generate(problems, params)
         batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
         with torch.no_grad():
             logp = policy.score(batch).logp
         gap = ((logp - batch.logp_behav).abs() * batch.mask).sum() / batch.mask.sum()
-        gaps[arm] = float(gap)
+        gaps[name] = float(gap)
         del engine
         free_memory()
     return gaps

@@ -65,11 +65,11 @@ class Gemm:
 
     @property
     def act_format(self) -> Format | None:
-        """Of the activations; None: BF16."""
+        """Format of the activations; None is BF16."""
         return None if self.format is None or self.format.is_weight_only else self.format
 
     def tile_bytes(self, tokens: int, channels: int) -> float:
-        """Of one input channel of both factors of a tile."""
+        """Bytes of one input channel of both factors of a tile."""
         weight = self.format.weight_bytes if self.format else 2
         return tokens * (1 if self.act_format else 2) + channels * weight
 

@@ -53,6 +53,20 @@ class RolloutBench(Bench):
     repeats: int = 3
     """Measured runs; the median counts."""
 
+    def settings(self, setup: Setup, workload: Workload) -> dict[str, Any]:
+        """What is saved with the figures of a workload."""
+        sizes = asdict(workload)
+        return {
+            "engine": setup.engine,
+            "model": setup.shape.name,
+            "quant": setup.quant,
+            "kv": setup.kv,
+            "workload": sizes.pop("name"),
+            **sizes,
+            "repeats": self.repeats,
+            "seed": self.seed,
+        }
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -126,8 +140,10 @@ def plan(bench: RolloutBench) -> tuple[dict[str, list[Setup]], list[Workload]]:
     """The engines to build for each model, and the workloads; raises if one cannot be measured."""
     bench.check()
     sizes = {
-        **{"num_prompts": bench.prompts, "group_size": bench.group},
-        **{"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens},
+        "num_prompts": bench.prompts,
+        "group_size": bench.group,
+        "prompt_tokens": bench.prompt_tokens,
+        "new_tokens": bench.new_tokens,
     }
     names = split_list("workload", bench.workload, WORKLOADS)
     workloads = [WORKLOADS[name].resized(**sizes) for name in names]
@@ -164,12 +180,7 @@ def measure(session: Session, contender: Contender, workload: Workload, judge: A
         limit_share=limit / median,
         logprob_gap=runs[0][1],
     )
-    sizes = asdict(workload)
-    settings = {
-        **{"engine": setup.engine, "model": setup.shape.name, "quant": setup.quant, "kv": setup.kv},
-        **{"workload": sizes.pop("name"), **sizes},
-        **{"repeats": bench.repeats, "seed": bench.seed},
-    }
+    settings = bench.settings(setup, workload)
     gap = "-" if figures.logprob_gap is None else f"{figures.logprob_gap:.4f}"
     print(ROW.format(**settings, **asdict(figures), gap=gap), flush=True)
     session.record.add(

@@ -15,7 +15,14 @@ import torch
 from qurl.bench import probe
 from qurl.bench.arms import Arm
 from qurl.bench.cluster import ASSUMPTIONS
-from qurl.bench.forecast import StepSeconds, Work, rollout_seconds, skips_prox, step_seconds
+from qurl.bench.forecast import (
+    StepSeconds,
+    Work,
+    kv_bytes,
+    rollout_seconds,
+    skips_prox,
+    step_seconds,
+)
 from qurl.bench.limits import Speed, find_speed, speed_of
 from qurl.bench.plan import Planner, Prediction
 from qurl.bench.shapes import SHAPES
@@ -89,7 +96,7 @@ def _not_here(gpu: str | None) -> str:
 
 
 def find_shape(config: Config, name: str | None) -> Shape:
-    """Of model.path, or a named one of Qwen2.5."""
+    """The shape of model.path, or a named one of Qwen2.5."""
     if name is not None:
         if name not in SHAPES:
             raise ConfigError(f"--shape {name!r} is not one of {', '.join(SHAPES)}")
@@ -185,12 +192,11 @@ class Scenario:
         return peak_memory(config, rows), rows.get(CACHE, 0.0)
 
     def work(self, arm: Arm) -> Work:
-        """Of one GPU; how several share sequences and caches, the planner decides."""
+        """The work of one GPU. The planner decides how several share sequences and caches."""
         config, num_gpus = self.config, self.hardware.num_gpus
         sequences = config.sequences_per_step / num_gpus
         cache = self.memory(arm)[1] if num_gpus == 1 else 0.0
-        itemsize = 1 if arm.quant.get("kv") == "fp8" else 2
-        tokens = cache / (itemsize * self.shape.kv_numbers_per_token)
+        tokens = cache / kv_bytes(self.shape, arm)
         # Sequences of a batch have all lengths up to the longest, about.
         capacity = max(1.0, tokens / (self.prompt_tokens + self.new_tokens / 2))
         advantage = ADVANTAGES.get(config.algo.advantage, Advantage())
@@ -235,7 +241,7 @@ class Scenario:
         seconds = {}
         for arm in arms:
             forecast, speed = self.forecast(arm), self.hardware.speed
-            rollout = rollouts.get(arm.name) or rollouts[arm.quant["format"]]
+            rollout = rollouts.get(arm.name) or rollouts[arm.format]
             rollout *= forecast.rollout / rollout_seconds(shape, arm, speed, alike)
             if found := training.get(arm.name if arm.is_unified else BASE):
                 part = step_seconds(shape, arm, speed, done)

@@ -85,14 +85,14 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> Config:
     if is_run:
         recipe["run_dir"] = str(path)  # it may have been moved
     base = build_config(_with_preset(recipe), source)
-    config = _apply_flags(base, flags, source)
+    config = _with_flags(base, flags, source)
     if (name := config.algo.name) != base.algo.name:
         if is_run:
             raise ConfigError(
                 f"algo.name = {name!r}, but {path} holds the resolved recipe of a run with "
                 f"{base.algo.name!r}; start from a recipe instead"
             )
-        config = _apply_flags(build_config(_with_preset(recipe, name), source), flags, source)
+        config = _with_flags(build_config(_with_preset(recipe, name), source), flags, source)
     if not is_run:
         config = _with_safeguards(config, recipe, flags)
     check_combinations(config, source)
@@ -194,7 +194,7 @@ def _what_became_of(key: str) -> str:
     return f"has moved to {MOVED[key]}" if MOVED[key] else "is gone; remove it"
 
 
-def _apply_flags(config: Config, flags: Sequence[str], source: str) -> Config:
+def _with_flags(config: Config, flags: Sequence[str], source: str) -> Config:
     if not flags:
         return config
     for flag in flags:

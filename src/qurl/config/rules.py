@@ -35,8 +35,6 @@ BUILT_IN: Mapping[str, Sequence[str]] = {
 ROW_REWARDS = ("math", "exact", "countdown", "code")
 """Rewards that a row of a file may name by itself."""
 NEEDS_EVAL_PATH = "set task.eval_path, because a file has no held-out problems of its own"
-
-
 _LARGEST_STEP = 2**20
 
 
@@ -145,14 +143,18 @@ def prox_readers(config: Config, advantage: Advantage | None) -> list[str]:
     With one of them, no prox can be left to the training forwards.
     """
     algo, correction = config.algo, config.correction
-    is_reading = {
+    is_set = {
         "correction.reject": bool(correction.reject),
         "correction.veto": correction.veto is not None,
         "correction.batch_normalize": correction.batch_normalize,
         "algo.kl_in_reward": algo.kl_in_reward,
         f"algo.advantage = {algo.advantage!r}": advantage is not None and advantage.needs_prox,
     }
-    return [setting for setting, reads in is_reading.items() if reads]
+    return _chosen(is_set)
+
+
+def _chosen(is_set: Mapping[str, bool]) -> list[str]:
+    return [setting for setting, is_chosen in is_set.items() if is_chosen]
 
 
 def _correction_mistakes(
@@ -184,7 +186,7 @@ def _correction_mistakes(
 
 
 def _precision_mistakes(config: Config) -> Iterator[str]:
-    quant, is_compiled = config.quant, config.model.compile
+    quant = config.quant
     if quant.kv != "none" and config.rollout.engine in ("hf", "vllm"):
         yield f"quant.kv = {quant.kv!r} needs rollout.engine = 'local'"
     if quant.full_layers and quant.format == "none":
@@ -197,9 +199,9 @@ def _precision_mistakes(config: Config) -> Iterator[str]:
         return
     if quant.format in ("none", "nvfp4"):
         yield "quant.unified = true needs quant.format = 'int8', 'fp8' or 'fp8-block'"
-    if is_compiled:
+    if config.model.compile:
         yield "quant.unified = true cannot be compiled; set model.compile = false"
-    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+    for name in config.alarms.falling_back:
         remedy = "a trainer in 8 bits needs a sampler in 8 bits; use 'warn' or 'stop'"
         yield f"alarms.{name} = 'full' does not go with quant.unified = true: {remedy}"
 
@@ -216,19 +218,19 @@ def _vllm_mistakes(config: Config) -> Iterator[str]:
         yield f"quant.format = {quant.format!r}: rollout.engine = 'vllm' has none, int8 and fp8"
     if options.online and quant.format != "int8":
         yield f"rollout.vllm.online = true needs quant.format = 'int8', not {quant.format!r}"
-    refused = {
+    is_set = {
         "quant.full_layers": quant.full_layers > 0,
         "quant.unified": quant.unified,
         "rollout.deterministic": rollout.deterministic,
     }
-    for key in (key for key, is_set in refused.items() if is_set):
+    for key in _chosen(is_set):
         yield f"{key} does not go with rollout.engine = 'vllm'; use 'local'"
 
 
 def _base_mistakes(config: Config) -> Iterator[str]:
-    """Of a frozen base in codes (QeRL)."""
+    """A frozen base in codes (QeRL) needs these settings."""
     model, quant, engine = config.model, config.quant, config.rollout.engine
-    if model.base == "full":
+    if not model.has_coded_base:
         return
     chosen = f"model.base = {model.base!r}"
     if not model.lora_rank:
@@ -240,7 +242,7 @@ def _base_mistakes(config: Config) -> Iterator[str]:
         yield f"{chosen} needs rollout.engine = 'local' or 'hf', not {engine!r}"
     if quant.full_layers:
         yield f"{chosen} codes all layers; set quant.full_layers = 0"
-    for name in (name for name, action in vars(config.alarms).items() if action == "full"):
+    for name in config.alarms.falling_back:
         yield f"alarms.{name} = 'full': {chosen} leaves no full precision to fall back to"
 
 
@@ -269,17 +271,17 @@ def _optimizer_mistakes(config: Config) -> Iterator[str]:
         yield f"{chosen}: FP16 cannot hold squares of gradients; use 'hadam', which keeps none"
     if (optim.name, optim.moments) == ("hadam", "8bit"):
         yield f"{chosen}: 8-bit codes are made for adamw; use 'adamw', or moments = 'fp16'"
-    reasons = {
-        f"model.lora_rank = {model.lora_rank}": "adapters are small" if model.lora_rank else "",
-        "model.compile = true": "compiled layers are not tried with it" if model.compile else "",
-        "model.compute_dtype = 'float32'": "the trainer would see rounded weights"
-        if model.compute_dtype == "float32"
-        else "",
-        "experimental.dither = true": "it moves FP32 masters" if config.experimental.dither else "",
-    }
-    for setting, reason in reasons.items():
-        if reason and optim.masters == "bf16":
-            yield f"optim.masters = 'bf16' does not go with {setting}: {reason}; use 'fp32'"
+    if optim.masters == "bf16":
+        is_set = {
+            f"model.lora_rank = {model.lora_rank}: adapters are small": model.lora_rank > 0,
+            "model.compile = true: compiled layers are not tried with it": model.compile,
+            "model.compute_dtype = 'float32': the trainer would see rounded weights": (
+                model.compute_dtype == "float32"
+            ),
+            "experimental.dither = true: it moves FP32 masters": config.experimental.dither,
+        }
+        for clash in _chosen(is_set):
+            yield f"optim.masters = 'bf16' does not go with {clash}; use 'fp32'"
 
 
 def _parallel_mistakes(config: Config) -> Iterator[str]:
@@ -297,7 +299,7 @@ def _parallel_mistakes(config: Config) -> Iterator[str]:
             f"parallel.min_engines = {parallel.min_engines} exceeds parallel.engines = "
             f"{parallel.engines}"
         )
-    if (trainers := config.parallel.trainers) == 1:
+    if (trainers := parallel.trainers) == 1:
         return
     if parallel.address.startswith("ray://"):
         yield (
@@ -319,7 +321,7 @@ def find_unsharded(config: Config) -> list[str]:
         f"optim.masters = {config.optim.masters!r}": config.optim.masters != "fp32",
         f"optim.name = {config.optim.name!r}": config.optim.name != "adamw",
     }
-    return [setting for setting, is_given in is_set.items() if is_given]
+    return _chosen(is_set)
 
 
 def _shipping_mistakes(config: Config) -> Iterator[str]:
@@ -331,7 +333,7 @@ def _shipping_mistakes(config: Config) -> Iterator[str]:
         f"quant.scales = {quant.scales!r}": quant.scales != "dynamic",
         f"quant.noise = {quant.noise!r}": quant.noise != "off",
     }
-    for setting in (setting for setting, is_given in is_set.items() if is_given):
+    for setting in _chosen(is_set):
         yield (
             f"{setting} is built for one engine in the trainer's process; leave parallel.engines "
             "at 0 and parallel.trainers at 1"
@@ -460,6 +462,16 @@ def find_unused(
             yield f"{path}.{f', {path}.'.join(changed)} is not used: {reason}"
 
 
+def _acr_warnings(config: Config) -> Iterator[str]:
+    if config.updates_per_step == 1:
+        remedy = "acr equals tis; raise batch.minibatches or batch.epochs"
+        yield f"ACR cannot act: with one update per rollout batch all ratios are 1 and {remedy}"
+    if config.algo.cap is None:
+        yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
+    if config.correction.kind == "icepop":
+        yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
+
+
 def _symmetric_warnings(config: Config) -> Iterator[str]:
     algo = config.algo
     if algo.symmetric == "sppo" and not (algo.kl_coef or algo.entropy_coef):
@@ -476,28 +488,10 @@ def _symmetric_warnings(config: Config) -> Iterator[str]:
         yield f"algo.symmetric = {algo.symmetric!r} acts only if {own}"
 
 
-def find_warnings(
-    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
-) -> Iterator[str]:
-    """Choices that work but are probably not what was meant."""
-    objective = objective or OBJECTIVES.get(config.algo.objective)
-    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
-    algo, quant, optim = config.algo, config.quant, config.optim
-    yield from find_unused(config, objective, advantage)
-    yield from find_system_warnings(config)
-    for key in ("eval_path", "eval_sets"):
-        if getattr(config.task, key) and not config.eval.every:
-            yield f"task.{key} is set, but eval.every = 0: training does not evaluate"
-    if objective and objective.is_widened:
-        if config.updates_per_step == 1:
-            remedy = "acr equals tis; raise batch.minibatches or batch.epochs"
-            yield f"ACR cannot act: with one update per rollout batch all ratios are 1 and {remedy}"
-        if algo.cap is None:
-            yield "ACR cannot act: algo.cap = none truncates nothing, so acr equals decoupled"
-        if config.correction.kind == "icepop":
-            yield "ACR cannot act: correction.kind = 'icepop' truncates nothing; acr equals tis"
-    yield from _symmetric_warnings(config)
-    is_shared = quant.unified or config.model.base != "full"
+def _mismatch_warnings(config: Config, objective: Objective | None) -> Iterator[str]:
+    """Differences between trainer and sampler that nothing corrects."""
+    algo, quant = config.algo, config.quant
+    is_shared = quant.unified or config.model.has_coded_base
     has_mismatch = quant.format != "none" and not is_shared
     has_mismatch |= quant.noise != "off" or (quant.kv != "none" and not quant.unified)
     is_late = config.rollout.ahead > 0
@@ -510,9 +504,10 @@ def find_warnings(
     if config.correction.mode == "auto" and has_mismatch:
         risk = "a mismatch of quantized rollouts without a tail goes uncorrected"
         yield f"correction.mode = 'auto': {risk}; use 'decoupled', or one precision for both sides"
-    if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
-        pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
-        yield f"{pretrained} of steps = {config.steps}: the policy is never trained"
+
+
+def _precision_warnings(config: Config) -> Iterator[str]:
+    quant, optim = config.quant, config.optim
     if quant.unified and is_users_own(config.rollout.engine):
         engine = f"rollout.engine = {config.rollout.engine!r}"
         yield f"quant.unified: {engine} must quantize as qurl.quant does, or a mismatch remains"
@@ -525,13 +520,35 @@ def find_warnings(
         yield f"UAQ with optim.lr = {optim.lr}: the paper turns it off from 1e-5 up"
     if quant.format == "none" and quant.kv != "none" and config.eval.every:
         yield f"evaluations named full answer with quant.kv = {quant.kv!r}, as the actor does"
-    if quant.format == "nvfp4" and config.model.lora_rank and config.model.base == "full":
+    if quant.format == "nvfp4" and config.model.lora_rank and not config.model.has_coded_base:
         remedy = "set model.base = 'nvfp4' to keep adapters beside the codes"
         yield f"quant.format = 'nvfp4' rounds merged adapters away below a step of 4 bits; {remedy}"
     if config.model.lora_rank and optim.lr < 1e-5:
         yield f"LoRA with optim.lr = {optim.lr}: adapters want about 10 times the usual rate"
-    if quant.format == "none" and "full" in vars(config.alarms).values():
+    if quant.format == "none" and config.alarms.falling_back:
         yield "alarms with the action 'full' only warn: quant.format is 'none' already"
+
+
+def find_warnings(
+    config: Config, objective: Objective | None = None, advantage: Advantage | None = None
+) -> Iterator[str]:
+    """Choices that work but are probably not what was meant."""
+    objective = objective or OBJECTIVES.get(config.algo.objective)
+    advantage = advantage or ADVANTAGES.get(config.algo.advantage)
+    optim = config.optim
+    yield from find_unused(config, objective, advantage)
+    yield from find_system_warnings(config)
+    for key in ("eval_path", "eval_sets"):
+        if getattr(config.task, key) and not config.eval.every:
+            yield f"task.{key} is set, but eval.every = 0: training does not evaluate"
+    if objective and objective.is_widened:
+        yield from _acr_warnings(config)
+    yield from _symmetric_warnings(config)
+    yield from _mismatch_warnings(config, objective)
+    if advantage and advantage.needs_critic and config.critic.pretrain_steps >= config.steps:
+        pretrained = f"critic.pretrain_steps = {config.critic.pretrain_steps}"
+        yield f"{pretrained} of steps = {config.steps}: the policy is never trained"
+    yield from _precision_warnings(config)
     if config.task.path and not config.eval.every:
         remedy = "set task.eval_path and eval.every, or a failure may show in the rewards only"
         yield f"no held-out problems are evaluated: {remedy}"

@@ -79,6 +79,10 @@ class ModelConfig(Section):
     the logits again. This is faster but takes 2 bytes (BF16) of memory per token and vocabulary
     entry. It has no effect with an entropy bonus (algo.entropy_coef)."""
 
+    @property
+    def has_coded_base(self) -> bool:
+        return self.base != "full"
+
 
 @dataclass(frozen=True)
 class TaskConfig(Section):
@@ -516,6 +520,11 @@ class AlarmsConfig(Section):
     non_finite: Action = "warn"
     """A metric is NaN or infinite. If a loss, gradient or log-prob is, the run always stops."""
 
+    @property
+    def falling_back(self) -> list[str]:
+        """The alarms after which rollouts are in full precision."""
+        return [name for name, action in vars(self).items() if action == "full"]
+
 
 @dataclass(frozen=True)
 class ExperimentalConfig(Section):
@@ -588,7 +597,7 @@ class Config(Section):
 
         A policy whose base is in codes has no other precision.
         """
-        if self.model.base != "full":
+        if self.model.has_coded_base:
             return (self.quant.format,)
         if self.quant.format == "none" or self.eval.precision == "full":
             return ("full",)
@@ -599,7 +608,7 @@ class Config(Section):
     def has_full_engine(self) -> bool:
         """Do evaluations during training, or an alarm, need a second, unquantized engine?"""
         is_evaluated = self.eval.every > 0 and "full" in self.eval_precisions
-        is_fallback = "full" in vars(self.alarms).values()
+        is_fallback = bool(self.alarms.falling_back)
         return self.quant.format != "none" and (is_evaluated or is_fallback)
 
     @property

@@ -20,31 +20,15 @@ def find_system_mistakes(
     yield from _budget_mistakes(config, advantage)
     yield from _draft_mistakes(config)
     yield from _deal_mistakes(config)
-    yield from _actor_mistakes(config)
-    sampling, systems = config.sampling, config.systems
-    if sampling.replay != "off" and objective:
-        is_corrected = objective.is_weighted or objective.against == "behav"
-        if not is_corrected:
-            name = f"algo.objective = {config.algo.objective!r}"
-            remedy = "old groups need the weight of 'decoupled', 'tis' or 'acr'"
-            yield f"sampling.replay = {sampling.replay!r}: {remedy}, not {name}"
-    if sampling.thermostat == "e3" and systems.e3.lowest >= systems.e3.highest:
-        low, high = systems.e3.lowest, systems.e3.highest
-        yield f"systems.e3.lowest = {low} must lie below systems.e3.highest = {high}"
-    if sampling.select == "dots" and not (systems.dots.references or systems.dots.recent_epochs):
-        yield (
-            "systems.dots.references = 0 and systems.dots.recent_epochs = 0 leave nothing to "
-            "predict from; set one of them"
-        )
-    if sampling.select == "dots" and systems.dots.predictor and not systems.dots.encoder:
-        yield (
-            f"systems.dots.predictor = {systems.dots.predictor!r} needs the model whose embeddings "
-            "it was trained on; set systems.dots.encoder"
-        )
+    yield from _noise_mistakes(config)
+    yield from _scales_mistakes(config)
+    yield from _replay_mistakes(config, objective)
+    yield from _thermostat_mistakes(config)
+    yield from _dots_mistakes(config)
 
 
 def _subselect_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:
-    """Of `batch.subselect`, which comes before every forward of the trainer."""
+    """`batch.subselect` comes before every forward of the trainer."""
     kind, size = config.batch.subselect, config.sampling.group_size
     if kind == "all":
         return
@@ -101,28 +85,62 @@ def _deal_mistakes(config: Config) -> Iterator[str]:
         yield f"{chosen} deals whole answers, and {turns}; use 'free'"
 
 
-def _actor_mistakes(config: Config) -> Iterator[str]:
-    """Of what changes the actor alone."""
-    quant, engine = config.quant, config.rollout.engine
-    if quant.noise != "off":
-        chosen = f"quant.noise = {quant.noise!r}"
-        if engine != "local":
-            yield f"{chosen} needs rollout.engine = 'local', not {engine!r}"
-        if quant.unified:
-            yield f"{chosen}: quant.unified = true makes trainer and actor one function; drop one"
-        if config.rollout.ahead:
-            yield f"{chosen} is not built for rollout.ahead = 1; drop one"
-        if config.systems.aqn.start < (end := config.systems.aqn.end):
-            start = f"systems.aqn.start = {config.systems.aqn.start:g}"
-            yield f"{start} must not lie below systems.aqn.end = {end:g}"
-    if quant.scales == "frozen":
-        chosen = "quant.scales = 'frozen'"
-        if quant.format != "int8":
-            yield f"{chosen} is for quant.format = 'int8', not {quant.format!r}"
-        if engine != "local":
-            yield f"{chosen} needs rollout.engine = 'local', not {engine!r}"
-        if quant.unified:
-            yield f"{chosen} is not built for quant.unified = true; use 'dynamic'"
+def _noise_mistakes(config: Config) -> Iterator[str]:
+    chosen, engine = f"quant.noise = {config.quant.noise!r}", config.rollout.engine
+    if config.quant.noise == "off":
+        return
+    if engine != "local":
+        yield f"{chosen} needs rollout.engine = 'local', not {engine!r}"
+    if config.quant.unified:
+        yield f"{chosen}: quant.unified = true makes trainer and actor one function; drop one"
+    if config.rollout.ahead:
+        yield f"{chosen} is not built for rollout.ahead = 1; drop one"
+    if config.systems.aqn.start < (end := config.systems.aqn.end):
+        start = f"systems.aqn.start = {config.systems.aqn.start:g}"
+        yield f"{start} must not lie below systems.aqn.end = {end:g}"
+
+
+def _scales_mistakes(config: Config) -> Iterator[str]:
+    chosen, quant = f"quant.scales = {config.quant.scales!r}", config.quant
+    if quant.scales == "dynamic":
+        return
+    if quant.format != "int8":
+        yield f"{chosen} is for quant.format = 'int8', not {quant.format!r}"
+    if config.rollout.engine != "local":
+        yield f"{chosen} needs rollout.engine = 'local', not {config.rollout.engine!r}"
+    if quant.unified:
+        yield f"{chosen} is not built for quant.unified = true; use 'dynamic'"
+
+
+def _replay_mistakes(config: Config, objective: Objective | None) -> Iterator[str]:
+    if config.sampling.replay == "off" or objective is None:
+        return
+    if not objective.is_weighted and objective.against != "behav":
+        name = f"algo.objective = {config.algo.objective!r}"
+        remedy = "old groups need the weight of 'decoupled', 'tis' or 'acr'"
+        yield f"sampling.replay = {config.sampling.replay!r}: {remedy}, not {name}"
+
+
+def _thermostat_mistakes(config: Config) -> Iterator[str]:
+    e3 = config.systems.e3
+    if config.sampling.thermostat == "e3" and e3.lowest >= e3.highest:
+        yield f"systems.e3.lowest = {e3.lowest} must lie below systems.e3.highest = {e3.highest}"
+
+
+def _dots_mistakes(config: Config) -> Iterator[str]:
+    dots = config.systems.dots
+    if config.sampling.select != "dots":
+        return
+    if not (dots.references or dots.recent_epochs):
+        yield (
+            "systems.dots.references = 0 and systems.dots.recent_epochs = 0 leave nothing to "
+            "predict from; set one of them"
+        )
+    if dots.predictor and not dots.encoder:
+        yield (
+            f"systems.dots.predictor = {dots.predictor!r} needs the model whose embeddings "
+            "it was trained on; set systems.dots.encoder"
+        )
 
 
 def find_system_warnings(config: Config) -> Iterator[str]:

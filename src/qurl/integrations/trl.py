@@ -167,7 +167,9 @@ class QurlGRPOTrainer(GRPOTrainer):
             clip_high=self.epsilon_high,
             dual_clip=self.args.delta,
             aggregation=AGGREGATIONS[self.loss_type],
-            **{"weight": weight, "shrink": shrink, "denominator": 1.0},
+            weight=weight,
+            shrink=shrink,
+            denominator=1.0,
         )
         mismatch = mismatch_metrics(prox, behav, mask, cap=cap)
         self._note(stats | clipping | mismatch | weight_metrics(weight, shrink, mask), mask)

@@ -249,7 +249,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             stored = self._find_row(parameters, name, row)
             if stored is None or stored.shape != sent.shape or stored.dtype != sent.dtype:
                 continue
-            bits = [row.contiguous().view(-1).view(torch.uint8).cpu() for row in (stored, sent)]
+            bits = [x.contiguous().view(-1).view(torch.uint8).cpu() for x in (stored, sent)]
             if not torch.equal(*bits):  # as bits, since NaN is not equal to itself
                 raise SyncError(
                     f"sync of version {self._version} failed: row {row} of {name} in vLLM is not "

@@ -173,11 +173,10 @@ class _Worker:
         fd = theirs.fileno()
         # The worker imports what we import, wherever it runs.
         path = filter(None, [str(Path(__file__).resolve().parents[2]), *sys.path])
+        command = (sys.executable, "-u", "-m", "qurl.rewards.worker")
+        arguments = (self._reward, str(fd), self._key, str(self._memory))
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-u", "-m", "qurl.rewards.worker"),
-                *(self._reward, str(fd), self._key, str(self._memory)),
-            ],
+            [*command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[fd],

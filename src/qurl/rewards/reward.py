@@ -40,7 +40,7 @@ class Grade:
 
 Calls = Sequence[Sequence[str]]  # the texts of each call of a reward
 Outcome = list[Grade] | RewardError | None
-"""Of a call: a grade for each text, an error, or None if it exceeded its time or memory."""
+"""What a call gives: a grade for each text, an error, or None if it ran out of time or memory."""
 
 
 class Reward(Protocol):

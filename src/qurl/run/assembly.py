@@ -32,6 +32,7 @@ from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import (
+    AnyLearner,
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
@@ -63,7 +64,6 @@ from qurl.trainer.policy import Policy, Untrained, load_policy
 from qurl.trainer.scratch import Example, build_tiny_llama, warm_start_
 from qurl.types import Problem
 
-AnyLearner = Learner | LearnerGroup
 AnyTracker = UpdateTracker | GroupTracker
 IN_TURNS = (
     "rollout.ahead = 1 saves no time here: the engine is in the trainer's process, so they take "
@@ -88,11 +88,11 @@ class Parts:
     first_step: int
     build_engine: Callable[[], Engine]
     fingerprints: Mapping[str, str]
-    """Of the data files, by the key that names them."""
+    """Fingerprints of the data files, by split."""
     pending: Sampled | None = None
     """With `rollout.ahead`, the next step's rollouts; complete whenever a step has ended."""
     scales: Mapping[str, Tensor] | None = None
-    """Of the untrained weights, if quant.scales is "frozen"."""
+    """Scales of the untrained weights, if quant.scales is "frozen"."""
     is_full: bool = False
     """Whether rollouts have fallen back to full precision."""
 
@@ -191,8 +191,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         if not state.get("step") and choices.reward is None:
             _try_grader(config, task, pool, run)
         has_episode = bool(choices.episode or config.rollout.episode)
-        opened = open_place(config, learner, run, has_episode=has_episode)
-        place = stack.enter_context(opened)
+        place = stack.enter_context(open_place(config, learner, run, has_episode=has_episode))
         actor_of = (config, policy, config.quant.format, choices, place, scales)
         build = functools.partial(build_actor, *actor_of)
         engine = full_engine = build()
@@ -444,7 +443,7 @@ def _build_tracker(
     if config.quant.format == "none":  # hf samples from the masters themselves
         dtype = None if config.rollout.engine == "hf" else default_dtype(learner.device)
     quant, format = config.quant, config.quant.format
-    if config.model.base != "full":  # the actor's adapters are the trainer's
+    if config.model.has_coded_base:  # the actor's adapters are the trainer's
         dtype, format = None, "none"
     options = (quant.track_rows, dtype, quant.full_layers, scales)
     return learner.watch(UpdateTracker(format, *options))

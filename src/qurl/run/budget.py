@@ -37,8 +37,9 @@ BUSY_WORK = 2e13
 """Tokens times parameters of a micro-batch from which launches hardly count; on an H200 the GPU was
 busy for 88 % of the time with 1.6e13 and for 98 % with 2.5e13 (docs/log.md)."""
 SAFE_SHARE = 0.9
-"""Of a card's memory, to be recommended: runs with LoRA took 10 to 15 % more than estimated, for
-blocks that torch's allocator keeps, CUDA's context and graphs (docs/log.md)."""
+"""Share of a card's memory that a setting may need if we recommend it: runs with LoRA took 10 to 15 %
+more than estimated, for blocks that torch's allocator keeps, CUDA's context and graphs
+(docs/log.md)."""
 UPDATE = (
     *("gradients", "gathered weights", "gathered gradients", "BF16 copies", "merged weights"),
     "decoded weights",
@@ -176,7 +177,7 @@ def find_savings(config: Config) -> list[str]:
         < config.batch.microbatch_tokens,
         'optim.masters = "bf16"': config.optim.masters != "bf16" and is_whole and not has_lora,
         "model.lora_rank": is_whole and not has_lora,
-        'model.base = "nvfp4"': has_lora and config.model.base == "full" and is_alone,
+        'model.base = "nvfp4"': has_lora and not config.model.has_coded_base and is_alone,
     }
     return [name for name, helps in settings.items() if helps] or ["a smaller model"]
 
@@ -223,7 +224,7 @@ def engine_rows(
 
 
 def fit_cache(config: Config, wanted: float, used: float, card: float | None) -> float:
-    """As large as wanted, but no larger than what a card has free when it is made."""
+    """The wanted size, but no more than a card has free when the cache is made."""
     if card is None or config.rollout.kv_tokens:
         return wanted
     return min(wanted, config.rollout.kv_memory_frac * max(card - used, 0.0))
@@ -233,13 +234,12 @@ def held_rows(config: Config, shape: Shape, is_cuda: bool) -> dict[str, float]:
     """Weights of one trainer and of its engine."""
     wide, parameters = 2 if is_cuda else 4, shape.num_parameters
     num_adapters = config.model.lora_rank * shape.num_in_rank
-    has_coded_base = config.model.base != "full"
-    base = get_format(config.model.base).weight_bytes if has_coded_base else wide
+    base = get_format(config.model.base).weight_bytes if config.model.has_coded_base else wide
     is_full = not num_adapters
-    num_narrow = shape.num_narrow * (config.optim.masters == "bf16")
+    narrow = num_narrow(config, shape)
     return {
-        "policy, FP32": 4.0 * (parameters - num_narrow) * is_full,
-        "policy, BF16 + rest": 4.0 * num_narrow,
+        "policy, FP32": 4.0 * (parameters - narrow) * is_full,
+        "policy, BF16 + rest": 4.0 * narrow,
         "policy, frozen": (wide * shape.num_others + base * shape.num_quantized) * (not is_full),
         "adapters, FP32": 4.0 * num_adapters,
         "reference": 4.0 * parameters * (config.algo.kl_coef > 0) * is_full,
@@ -252,15 +252,15 @@ def held_rows(config: Config, shape: Shape, is_cuda: bool) -> dict[str, float]:
 def update_rows(config: Config, shape: Shape, wide: int) -> dict[str, float]:
     """What one trainer needs while it updates one of its networks."""
     num_quantized, is_full = shape.num_quantized, not config.model.lora_rank
-    num_narrow = shape.num_narrow * (config.optim.masters == "bf16")
     head = shape.num_head * is_full  # a frozen one has no copy, no gradient
     tokens = microbatch_tokens(config)
     chunk = min(config.model.logits_chunk, tokens)
     num_kept = tokens if config.model.keep_logits and not config.algo.entropy_coef else chunk
-    has_coded_base = config.model.base != "full"
+    has_coded_base = config.model.has_coded_base
+    num_copied = num_quantized - num_narrow(config, shape) + head
     return {
         "gradients": 4.0 * num_trained(config, shape),
-        "BF16 copies": 2.0 * (num_quantized - num_narrow + head) * (wide == 2 and is_full),
+        "BF16 copies": 2.0 * num_copied * (wide == 2 and is_full),
         "merged weights": float(wide * num_quantized * (not is_full and not has_coded_base)),
         # Gate and up of a layer, and the two side by side.
         "decoded weights": 4.0 * wide * shape.hidden_size * shape.mlp_size * has_coded_base,
@@ -277,6 +277,11 @@ def moment_bytes(config: Config, shape: Shape) -> float:
     if config.optim.moments == "8bit":
         moments -= (8 - 2 - 4 / BLOCK) * (trained if config.model.lora_rank else shape.num_coded)
     return moments * (1 + has_critic(config))
+
+
+def num_narrow(config: Config, shape: Shape) -> int:
+    """Parameters whose masters are in BF16."""
+    return shape.num_narrow if config.optim.masters == "bf16" else 0
 
 
 def num_trained(config: Config, shape: Shape) -> int:

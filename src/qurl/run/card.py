@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,17 +21,15 @@ SHOWN = (
 )
 """Keys of the recipe that the card lists; never paths, which may tell more than you want to."""
 
-USE = {
-    "none": """\
+USE_PLAIN = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("{name}")""",
-    "vllm": """\
+tokenizer = AutoTokenizer.from_pretrained("{name}")"""
+USE_QUANTIZED = """\
 from vllm import LLM
 
-llm = LLM("{name}")  # the format is read from config.json""",
-}
+llm = LLM("{name}")  # the format is read from config.json"""
 
 
 def read_run(policy: Path) -> tuple[Path | None, dict[str, Any]]:
@@ -47,9 +46,9 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
     run, recipe = read_run(policy)
     base = recipe.get("model.path", "scratch")
     has_base = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
-    tags = ["qurl", "reinforcement-learning", recipe.get("algo.name"), f"w8a8-{quant}"]
-    if quant == "none":
-        tags.pop()
+    tags = ["qurl", "reinforcement-learning", recipe.get("algo.name")]
+    if quant != "none":
+        tags.append(f"w8a8-{quant}")
     front = {
         **({"base_model": base} if has_base else {}),
         "library_name": "transformers",
@@ -64,7 +63,8 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
         if scores := _scores(run):
             lines += ["", "## Held-out accuracy", "", *_table(scores)]
     lines += ["", "## Format", "", _format(quant), "", "```python"]
-    lines += [USE["vllm" if quant != "none" else "none"].format(name=name), "```", ""]
+    use = USE_PLAIN if quant == "none" else USE_QUANTIZED
+    lines += [use.format(name=name), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -75,19 +75,22 @@ def _training(policy: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scores(run: Path) -> dict[str, str]:
-    """{"accuracy, int8": "..."} of the last evaluation; the first one is that of the base model."""
+    """{"int8, after 100 steps": "..."} of the last evaluation, against the first one."""
     if not (run / METRICS).is_file():
         return {}
     rows = [row for row in iter_jsonl(run / METRICS) if any(k.startswith("eval/") for k in row)]
     if not rows:
         return {}
-    names = [k for k in rows[-1] if k.startswith("eval/") and k.endswith("/accuracy")]
-    return {
-        f"{name.removeprefix('eval/').removesuffix('/accuracy')}, after {rows[-1]['step'] + 1} "
-        "steps": f"{rows[-1][name]:.1%} (from {rows[0].get(name, float('nan')):.1%}; 95 % interval "
-        f"{rows[-1][name + '_low']:.1%} to {rows[-1][name + '_high']:.1%})"
-        for name in names
-    }
+    first, last = rows[0], rows[-1]
+    scores = {}
+    for name in (k for k in last if k.startswith("eval/") and k.endswith("/accuracy")):
+        precision = name.removeprefix("eval/").removesuffix("/accuracy")
+        low, high = last[f"{name}_low"], last[f"{name}_high"]
+        scores[f"{precision}, after {last['step'] + 1} steps"] = (
+            f"{last[name]:.1%} (from {first.get(name, math.nan):.1%}; 95 % interval "
+            f"{low:.1%} to {high:.1%})"
+        )
+    return scores
 
 
 def _format(quant: str) -> str:

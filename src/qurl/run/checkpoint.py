@@ -34,13 +34,14 @@ from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.policy import PLAIN, Policy, load_policy
 from qurl.trainer.weight_files import ADAPTER_CONFIG, UNREADABLE, UNWRITABLE
 
+AnyLearner = Learner | LearnerGroup
 CHECKSUMS = "checksums.json"
 NEEDED = (("policy",), ("optimizer.pt", "optimizer"), ("state.pt",))
 """What a checkpoint must have, each under one of its names."""
 
 
 def save_checkpoint(
-    folder: Path, step: int, learner: Learner | LearnerGroup, state: Mapping[str, Any], *, keep: int
+    folder: Path, step: int, learner: AnyLearner, state: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write step-NNNNNN atomically and delete all but the newest `keep`."""
     target = folder / f"step-{step:06d}"
@@ -80,7 +81,7 @@ def save_folder(target: Path, model: Any, tokenizer: Any) -> Path:
     return target
 
 
-def write_state(folder: Path, learner: Learner | LearnerGroup, state: Mapping[str, Any]) -> None:
+def write_state(folder: Path, learner: AnyLearner, state: Mapping[str, Any]) -> None:
     """Write the files of a checkpoint and flush them to the disk."""
     learner.save(folder)
     torch.save({**state, "torch_rng": torch.get_rng_state()}, folder / "state.pt")
@@ -183,7 +184,7 @@ def load_saved_adapters(folder: Path, policy: Policy) -> None:
         load_adapters_(policy.model, folder / "policy")
 
 
-def load_checkpoint(folder: Path, learner: Learner | LearnerGroup) -> dict[str, Any]:
+def load_checkpoint(folder: Path, learner: AnyLearner) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
     with _naming_unreadable(folder):
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)

@@ -65,7 +65,8 @@ class Choices:
                 raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
         built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
         for part, functions in built_in.items():
-            name, key = named_part(config, KEYS[part]), KEYS[part]
+            key = KEYS[part]
+            name = named_part(config, key)
             if given[part] is None:
                 given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
         if isinstance(given["engine"], type):
@@ -73,8 +74,9 @@ class Choices:
         if given["task"] is None:
             given["task"] = config.task.name
         for key in SAMPLING_PARTS:
-            name = key.partition(".")[2]
-            given[name] = given[name] if given[name] is not None else named_part(config, key)
+            part = key.partition(".")[2]
+            if given[part] is None:
+                given[part] = named_part(config, key)
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")

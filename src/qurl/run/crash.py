@@ -13,8 +13,8 @@ import torch
 
 from qurl.config import Config
 from qurl.errors import CheckpointError, QurlError, RewardError, SyncError, TrainingError
-from qurl.run.assembly import AnyLearner, Parts
-from qurl.run.checkpoint import write_state
+from qurl.run.assembly import Parts
+from qurl.run.checkpoint import AnyLearner, write_state
 from qurl.run.directory import Run
 from qurl.trainer.weight_files import UNWRITABLE
 

@@ -23,7 +23,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -189,7 +189,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, one at a time: samples.jsonl can be larger than memory."""
+    """The records of `read_jsonl` one at a time: samples.jsonl can be larger than memory."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -343,4 +343,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def may_change(key: str) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+    """May a resumed run have another value of this key?"""
+    return is_among(key, CHANGEABLE)
+
+
+def is_among(key: str, names: Iterable[str]) -> bool:
+    """Is a key one of these, or in a section that is?"""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

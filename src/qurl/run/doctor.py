@@ -53,7 +53,8 @@ def run_doctor(*, as_json: bool, gpus: int | None, device: str | None) -> bool:
     elif num_failed:
         print(f"\n{num_failed} of {len(findings)} checks failed: see the lines with FAIL")
     else:
-        print(f"\nthis machine is ready for QuRL{f', with {num_notes} notes' * bool(num_notes)}")
+        notes = f", with {num_notes} notes" if num_notes else ""
+        print(f"\nthis machine is ready for QuRL{notes}")
     return not num_failed
 
 

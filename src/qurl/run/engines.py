@@ -22,6 +22,7 @@ from qurl.rollout.group.fleet import Fleet
 from qurl.rollout.group.wire import Carrier
 from qurl.rollout.group.worker import EngineSpec
 from qurl.rollout.local import LocalEngine
+from qurl.run.checkpoint import AnyLearner
 from qurl.run.choices import Choices, check_engine
 from qurl.run.colocated import ColocatedEngines
 from qurl.run.directory import Run
@@ -38,7 +39,7 @@ LOGS = "workers"
 
 @contextmanager
 def open_place(
-    config: Config, learner: Learner | LearnerGroup, run: Run, *, has_episode: bool
+    config: Config, learner: AnyLearner, run: Run, *, has_episode: bool
 ) -> Iterator[Place]:
     """Where the recipe wants its engines; processes that this starts end with it."""
     parallel, kind = config.parallel, config.rollout.engine

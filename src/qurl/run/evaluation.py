@@ -127,9 +127,9 @@ class Answer(NamedTuple):
 
     completion: Completion
     grade: Grade
-    """Of the greedy completion."""
+    """The grade of the greedy completion."""
     sampled: Sequence[Grade]
-    """Of the sampled ones; empty without `eval.samples`."""
+    """Grades of the sampled completions; empty without `eval.samples`."""
 
 
 def summarise(

@@ -66,7 +66,7 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
     return target
 
 
-def rescale(source: str, target: Path, scale: float = 1.5) -> Path:
+def rescale(source: str, target: Path, scale: float) -> Path:
     """Write a model, from a folder or the hub, under UAQ and in FP32; `export` folds it back."""
     _check_arguments(target, "float32")
     if not 0 < scale < math.inf:

@@ -29,6 +29,7 @@ from qurl.run.directory import (
     SAMPLES,
     compare_recipes,
     forget_steps,
+    is_among,
     log_event,
 )
 from qurl.run.inputs import check_inputs
@@ -92,7 +93,7 @@ def _find_checkpoint(source: Path, step: int) -> Path:
 
 
 def _check(config: Config, changes: Mapping[str, Any], checkpoint: Path) -> None:
-    fixed = [key for key in changes if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
+    fixed = [key for key in changes if is_among(key, FIXED)]
     advantage = ADVANTAGES.get(config.algo.advantage)
     if advantage and advantage.needs_critic and not (checkpoint / "critic.pt").exists():
         fixed.append("algo.advantage")

@@ -226,14 +226,13 @@ class Monitor:
         self._on = self._find_alarms(self._rows).keys()
         if self._rows and self._can_fall_back:
             came_on = self._on - self._find_alarms(self._rows[:-1]).keys()
-            is_now = any(getattr(config.alarms, name) == "full" for name in came_on)
+            is_now = not came_on.isdisjoint(config.alarms.falling_back)
             parts.is_full = is_now or FALLEN_BACK in self._rows[-1]
 
     @property
     def _can_fall_back(self) -> bool:
         """A resumed run whose recipe no longer asks for it goes back to quantized rollouts."""
-        is_wanted = "full" in vars(self._config.alarms).values()
-        return is_wanted and self._config.quant.format != "none"
+        return bool(self._config.alarms.falling_back) and self._config.quant.format != "none"
 
     @contextmanager
     def logging(self, step: int, metrics: dict[str, float]) -> Iterator[None]:

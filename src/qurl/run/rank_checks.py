@@ -25,7 +25,7 @@ from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
 from qurl.ops.device import pick_device
 from qurl.rollout import build_engine
-from qurl.run.checkpoint import load_saved_policy
+from qurl.run.checkpoint import AnyLearner, load_saved_policy
 from qurl.run.engine_checks import check_engine_group
 from qurl.run.machine import Finding
 from qurl.tasks.tokenizer import build_tokenizer
@@ -191,7 +191,7 @@ def make_groups(seed: int) -> list[Graded]:
     return groups
 
 
-def take_step(learner: Learner | LearnerGroup, step: int) -> None:
+def take_step(learner: AnyLearner, step: int) -> None:
     """Both forwards and an update of two mini-batches."""
     batch = learner.deal(make_groups(step), torch.arange(len(LENGTHS)), 1, step)
     corrected = learner.correct(learner.recompute(batch, step))

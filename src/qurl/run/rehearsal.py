@@ -12,6 +12,7 @@ from qurl.errors import ConfigError
 from qurl.plugins import is_users_own
 from qurl.rewards import Pool
 from qurl.rewards.pool import wait_for
+from qurl.run.splits import spread_problems
 from qurl.tasks import Task
 from qurl.types import Problem
 
@@ -31,7 +32,7 @@ class Rehearsal:
 
     reward: str
     truth: float
-    """Of the best right answer; NaN if no right answer is known."""
+    """Score of the best right answer; NaN if no right answer is known."""
     wrong: float
     refused: tuple[str, ...]
     """Ids of the problems whose right answer earns no more than a wrong one."""
@@ -67,8 +68,7 @@ class Rehearsal:
 
 def rehearse(task: Task, pool: Pool) -> Rehearsal:
     """Grade a right and a wrong answer to some problems of a task."""
-    spread = range(0, len(task), max(1, len(task) // NUM_PROBLEMS))
-    problems = [task[i] for i in spread[:NUM_PROBLEMS]]
+    problems = spread_problems(task, NUM_PROBLEMS)
     texts = [[*_right_answers(task, p, pool.reward), WRONG] for p in problems]
     # All of a problem's answers in one call, as in training: a reward may compare them.
     asked = [pool.submit(t, p.answer, p.extra) for t, p in zip(texts, problems, strict=True)]

@@ -58,7 +58,7 @@ def engine_weights(config: Config, shape: Shape, is_cuda: bool) -> dict[str, flo
     wide = 2 if is_cuda else 4
     is_coded = is_cuda and config.quant.format != "none"  # a CPU holds codes as FP32
     narrow = get_format(config.quant.format).weight_bytes if is_coded else wide
-    beside = wide * config.model.lora_rank * shape.num_in_rank * (config.model.base != "full")
+    beside = wide * config.model.lora_rank * shape.num_in_rank * config.model.has_coded_base
     num_wide = shape.num_quantized * 2 * config.quant.full_layers // shape.num_layers
     if is_shipped(config):
         rest = _shipped_rest(config, shape, wide)

@@ -13,6 +13,12 @@ from qurl.rollout.engine import context_length
 from qurl.tasks import Draw, JoinedTask, Task, load_task
 from qurl.types import Problem
 
+SAME_OPTIONS = (
+    *("difficulty", "instruction", "skip_long_prompts", "reward", "rewards"),
+    *("system", "chat_template_kwargs"),
+)
+"""Keys of [task] that `load_task` takes under the same names."""
+
 
 def load_split(
     config: Config,
@@ -33,8 +39,6 @@ def load_split(
     if is_eval and isinstance(task, str) and needs_file(task) and not getattr(options, key):
         raise ConfigError(f"there are no held-out problems: {NEEDS_EVAL_PATH}")
     section = "eval" if is_eval and config.eval.max_tokens else "sampling"
-    same = ("difficulty", "instruction", "skip_long_prompts", "reward", "rewards", "system")
-    same += ("chat_template_kwargs",)
     load = functools.partial(
         load_task,
         task,
@@ -42,7 +46,7 @@ def load_split(
         split=split,
         tokenizer=tokenizer,
         seed=config.seed,
-        **{key: getattr(options, key) for key in same},
+        **{name: getattr(options, name) for name in SAME_OPTIONS},
         **_prompt_limit(config, section, model_config),
     )
     if key == one:
@@ -59,6 +63,12 @@ def held_out_problems(config: Config, task: Task) -> list[Problem]:
     starts = [0, *accumulate(task.sizes)] if isinstance(task, JoinedTask) else [0, len(task)]
     num = config.eval.problems
     return [task[i] for a, b in pairwise(starts) for i in range(a, min(a + num, b))]
+
+
+def spread_problems(task: Task, num: int) -> list[Problem]:
+    """So many problems, or all, at equal distances."""
+    places = range(0, len(task), max(1, len(task) // num))
+    return [task[i] for i in places[:num]]
 
 
 def _prompt_limit(config: Config, section: str, model_config: Any) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class WandbTracker:
 class Progress:
     """Prints lines of metrics, one in two seconds, and for each evaluation and the last step."""
 
-    def __init__(self, num_steps: int, output: TextIO | None = None) -> None:
+    def __init__(self, num_steps: int, output: TextIO | None) -> None:
         self._num_steps = num_steps
         self._output = output or sys.stdout
         self._latest: dict[str, float] = {}

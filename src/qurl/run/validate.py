@@ -39,7 +39,7 @@ from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.shape import measure_model
-from qurl.run.splits import held_out_problems, load_split
+from qurl.run.splits import held_out_problems, load_split, spread_problems
 from qurl.sampling import ProblemStream, Setup
 from qurl.sampling.built_in import PARTS
 from qurl.sampling.histopipe import check_repeats
@@ -134,10 +134,11 @@ class Recipe:
     def check_trackers(self) -> str:
         track = self.config.track
         wanted = {"tensorboard": track.tensorboard, "wandb": bool(track.wandb)}
-        for name in (name for name, is_on in wanted.items() if is_on):
+        names = [name for name, is_on in wanted.items() if is_on]
+        for name in names:
             if find_spec(name) is None:
                 raise MissingExtra(name, name, f"track.{name}")
-        return ", ".join(name for name, is_on in wanted.items() if is_on) or "none"
+        return ", ".join(names) or "none"
 
     def check_model(self) -> str:
         check_model_path(self.config)
@@ -196,7 +197,7 @@ class Recipe:
         return check_finite(path)
 
     def check_memory(self) -> str:
-        """Of the fuller GPU, and of main memory; a CPU's processes share the latter."""
+        """Check the fuller GPU, and main memory, which all processes share on a CPU."""
         config, device = self.config, pick_device(self.config.device)
         shape, total = measure_model(config), total_memory(device)
         if device.type != "cuda":
@@ -220,8 +221,7 @@ class Recipe:
     def check_training_task(self) -> str:
         self.task = task = load_split(self.config, "train", self.tokenizer, self.model_config)
         check_repeats(self.config, len(task))
-        spread = range(0, len(task), max(1, len(task) // NUM_PROMPTS))
-        problems = [task[i] for i in spread[:NUM_PROMPTS]]
+        problems = spread_problems(task, NUM_PROMPTS)
         setup = Setup(self.config, task, len(self.tokenizer or ()))
         key, chosen = "sampling.select", self.config.sampling.select
         select = build_part(key, chosen, PARTS[key], setup)

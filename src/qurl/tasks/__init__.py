@@ -18,7 +18,7 @@ from qurl.tasks.task import Prompts, Task
 
 __all__ = ["Draft", "Draw", "FileTask", "GeneratedTask", "JoinedTask", "Task", "load_task"]
 
-_GENERATED = {  # instruction for chat models, reward, difficulties
+_GENERATED = {  # how to draw, instruction for chat models, reward, difficulties
     "arithmetic": (draw_sum, "Answer with the number only.", "exact", range(2, 13)),
     "countdown": (draw_countdown, COUNTDOWN_INSTRUCTION, "countdown", range(2, 9)),
 }

@@ -13,7 +13,7 @@ from qurl.errors import DataError
 from qurl.objectives import OBJECTIVES
 
 MAX_BYTES = 3_000_000
-"""Of samples.jsonl that a page starts with; evenly spread lines are chosen."""
+"""Most bytes of samples.jsonl that a page starts with; evenly spread lines are chosen."""
 HEAD_TOKENS, TAIL_TOKENS = 1500, 500
 """Tokens kept of a longer completion, at either end."""
 

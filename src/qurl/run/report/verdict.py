@@ -49,7 +49,7 @@ class Facts:
     evals: dict[str, list[tuple[int, list[bool]]]] = field(default_factory=dict)
     """(updates, outcomes) of each evaluation, by precision."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each part of all steps."""
+    """Seconds of each part, over all steps."""
     machines: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(
@@ -89,8 +89,13 @@ class Facts:
         """Means over the first and over the last steps of a metric."""
         if not (values := self.series.get(name)):
             return None
-        width = max(1, min(10, len(values) // 5))
+        width = _width(values)
         return statistics.fmean(values[:width]), statistics.fmean(values[-width:])
+
+
+def _width(values: Sequence[float]) -> int:
+    """How many values are the first, and the last."""
+    return max(1, min(10, len(values) // 5))
 
 
 def judge(facts: Facts) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def _events(facts: Facts) -> Iterator[Check]:
     counts = {kind: facts.kinds[kind] for kind in LEVELS if facts.kinds[kind]}
     if counts:
         level: Level = "bad" if any(LEVELS[kind] == "bad" for kind in counts) else "watch"
-        listed = ", ".join(f"{n} {kind}{'s'[: n > 1]}" for kind, n in counts.items())
+        listed = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counts.items())
         named = f": {', '.join(facts.alarms)}" if facts.alarms else ""
         yield Check(level, "Did anything go wrong?", f"{listed}. See the events below{named}.")
     elif facts.last_step >= 0:
@@ -136,7 +141,7 @@ def _reward(facts: Facts) -> Iterator[Check]:
         yield Check("info", question, f"It is {last:.3f}; {len(values)} steps say little.")
         return
     jumps = [b - a for a, b in pairwise(values)]
-    width = max(1, min(10, len(values) // 5))
+    width = _width(values)
     noise = 2 * statistics.pstdev(jumps) / math.sqrt(width)  # of a difference of two means
     level, moved = "info", "No clear change"
     if abs(last - first) > noise:

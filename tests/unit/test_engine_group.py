@@ -37,10 +37,11 @@ class ThreadHandle:
 
     def __init__(self, worker):
         self.worker, self._pool = worker, ThreadPoolExecutor(8)
-        self._open, self.is_dead = [], False
+        self._open, self.called, self.is_dead = [], set(), False
 
     def call(self, method, *arguments):
         answer = Future()
+        self.called.add(method)
         if self.is_dead:
             answer.set_exception(WorkerDied("it was killed by the test"))
             return answer
@@ -166,6 +167,30 @@ def test_all_engines_die_and_their_replacements_go_on(yard, expected):
         found = {rollout.problem.id: rollout for rollout in stream}
     assert [found[problem.id] for problem in PROBLEMS] == expected[0]
     assert len(yard.handles) == 4
+
+
+def test_a_group_that_is_closed_starts_no_engine():
+    """With rollouts one step ahead, a thread still reads a stream when the run fails."""
+    yard = Yard(Hanging)
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    caught = []
+
+    def read():
+        try:
+            group.generate(PROBLEMS, PARAMS)
+        except EngineError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not all("poll" in handle.called for handle in yard.handles):
+        time.sleep(0.01)
+    yard.fleet.close()
+    thread.join(20.0)
+    assert caught == ["the engines were closed"]
+    assert len(yard.handles) == 2
+    assert not yard.events
 
 
 def test_a_worker_without_weights_refuses_to_sample():

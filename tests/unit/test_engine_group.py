@@ -169,6 +169,18 @@ def test_all_engines_die_and_their_replacements_go_on(yard, expected):
     assert len(yard.handles) == 4
 
 
+def test_an_engine_that_dies_while_it_is_idle_is_not_asked(yard, expected):
+    """Nobody has noticed its death when statistics are read and tokens are scored."""
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    scores = group.score([1, 2, 3])
+    yard.handles[0].kill()
+    assert group.kv_saturated_frac is None
+    assert torch.equal(group.score([1, 2, 3]), scores)
+    assert "engine 0" in yard.events[0]
+    assert group.generate(PROBLEMS, PARAMS) == expected[0]
+
+
 def test_a_group_that_is_closed_starts_no_engine():
     """With rollouts one step ahead, a thread still reads a stream when the run fails."""
     yard = Yard(Hanging)

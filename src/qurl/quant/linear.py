@@ -193,22 +193,22 @@ def check_quantizable(model: nn.Module) -> None:
 @contextmanager
 def full_precision(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
     """Make unified modules of a kind compute in full precision for a while."""
-    unified = [m for m in model.modules() if getattr(m, "is_unified", False)]
-    unified = [module for module in unified if isinstance(module, kind)]
-    for module in unified:
-        module.is_unified = False  # type: ignore[assignment]
+    modules = use_full_precision_(model, kind)
     try:
         yield
     finally:
-        for module in unified:
+        for module in modules:
             module.is_unified = True  # type: ignore[assignment]
 
 
-def use_full_precision_(model: nn.Module) -> None:
-    """Make unified layers (`qurl.trainer.unified`) ordinary ones."""
-    for module in model.modules():
-        if getattr(module, "is_unified", False):
-            module.is_unified = False  # type: ignore[assignment]
+def use_full_precision_(model: nn.Module, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
+    """Make unified modules of a kind (`qurl.trainer.unified`) ordinary ones; returns them."""
+    modules = [
+        m for m in model.modules() if isinstance(m, kind) and getattr(m, "is_unified", False)
+    ]
+    for module in modules:
+        module.is_unified = False  # type: ignore[assignment]
+    return modules
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -130,9 +130,9 @@ class Fleet:
             if len(ready) >= (len(alive) if everyone else self.min_engines):
                 return ready
             if time.monotonic() > deadline:
-                late = [str(member) for member in alive if member not in ready]
                 if everyone and len(ready) >= self.min_engines:
                     return ready
+                late = [str(member) for member in alive if member not in ready]
                 raise EngineError(
                     f"{', '.join(late)} did not start within parallel.timeout = {self.timeout:g} s"
                 )

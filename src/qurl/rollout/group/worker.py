@@ -204,7 +204,7 @@ class Play:
     done: Future[None]
 
     def __init__(
-        self, engine: Any, params: SamplingParams, shelves: Sequence[ShelfAddress] = ()
+        self, engine: Any, params: SamplingParams, shelves: Sequence[ShelfAddress]
     ) -> None:
         self._engine, self._params = engine, params
         self._shelves = deque(shelves)

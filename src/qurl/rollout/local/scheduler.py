@@ -128,7 +128,7 @@ class Scheduler:
         """
         rows = slice(self.num_rows)
         wanted = np.minimum(self.lengths[rows] + num_drafted, self._limits[rows])
-        short = np.flatnonzero(np.maximum(wanted, self.lengths[rows]) > self._capacities[rows])
+        short = np.flatnonzero(wanted > self._capacities[rows])
         if len(short) == 0:
             return True
         for request in sorted(map(self._at, short), key=lambda r: r.serial):

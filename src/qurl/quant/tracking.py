@@ -165,10 +165,10 @@ def held_rows(weight: Tensor, format: Format | None) -> tuple[Tensor, int]:
     if not isinstance(weight, DTensor):
         return weight, 0
     length = -(-len(weight) // weight.device_mesh.size())  # as FSDP cuts
-    if length < len(weight) and length % _strip(format):
+    if format is not None and length < len(weight) and length % _strip(format):
         raise ModelError(
             f"a weight of {len(weight)} rows on {weight.device_mesh.size()} trainers is cut every "
-            f"{length} rows, through the tiles of {_strip(format)} rows that {format} codes "
+            f"{length} rows, through the tiles of {_strip(format)} rows that {format.name} codes "
             "together; use another parallel.trainers, or quant.track_rows = 0"
         )
     return weight.to_local(), min(weight.device_mesh.get_local_rank() * length, len(weight))

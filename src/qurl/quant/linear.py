@@ -56,7 +56,7 @@ class EngineCodes:
     """The codes of one decoder layer in an engine that lends them to a trainer on its device."""
 
     products: Mapping[str, Quantized]
-    """By product, qkv, o, gate_up and down: the weights of its layers, stacked."""
+    """The stacked weights of the layers of each product: qkv, o, gate_up and down."""
     has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
 
@@ -179,7 +179,7 @@ def quantized_copy(
 
 @torch.no_grad()
 def frozen_scales(model: nn.Module, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By projection, the scales [N, 1] of its weight rounded to `dtype`, to be kept for a run."""
+    """The scales [N, 1] of each projection's weight in `dtype`, to be kept for a run."""
     layers = ((name, layer.weight.detach().to(dtype)) for name, layer in projections(model))
     return {name: quantize(weight, format).scale.cpu() for name, weight in layers}
 

@@ -109,7 +109,7 @@ class UpdateTracker:
         self._snapshot = dict(state)
 
     def load_share(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Of the state of a whole model, the rows that this rank of a sharded one holds."""
+        """Take the rows that this rank of a sharded model holds from the state of a whole one."""
         self._snapshot = {}
         for name, layer in quantized_projections(model, self.full_layers) if state else ():
             held, start = held_rows(layer.weight, self.format)

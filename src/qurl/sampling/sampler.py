@@ -259,7 +259,7 @@ class Sampled:
     graded: list[Graded]
     """The groups to train on."""
     everything: list[Graded]
-    """With those that dynamic sampling dropped, and its surplus."""
+    """All groups, also those that dynamic sampling dropped, and its surplus."""
     metrics: dict[str, float]
 
     def state_dict(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Projection:
         return isinstance(self.linears[0], CodedLinear)
 
     def _adapters(self) -> list[Adapter]:
-        """Those that are multiplied beside a frozen base in codes."""
+        """Adapters that are multiplied beside a frozen base in codes."""
         found = map(find_adapter, self.linears) if self.has_coded_base else ()
         return [adapter for adapter in found if adapter is not None and adapter.is_on]
 

@@ -26,7 +26,7 @@ from qurl.trainer.ranks import Ranks
 
 FILE, FOLDER = "optimizer.pt", "optimizer"
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
-"""By role, policy or critic: a model and its optimizer."""
+"""A model and its optimizer by role, policy or critic."""
 
 
 def save_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:

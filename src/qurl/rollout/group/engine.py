@@ -208,7 +208,7 @@ class EngineGroup:
                 self.fleet.bury(member, f"it did not answer within {self.fleet.timeout:g} s")
 
     def _members(self) -> list[Member]:
-        """Those that hold the weights of this version."""
+        """The members that hold the weights of this version."""
         members = self.fleet.members
         return [m for m in members if m.handle and m.versions.get(self.name) == self.version]
 

@@ -54,11 +54,11 @@ class Member:
     number: int
     handle: Handle | None
     building: dict[str, Future[Packing]]
-    """By the name of the engine."""
+    """Its engines in the making, by name."""
     where: Future[str]
     num_deaths: int = 0
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the weights that its engines hold."""
+    """The version of the weights that each of its engines holds."""
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +99,7 @@ class Fleet:
         self._device = device
         self._switchboard = Switchboard(min(CONNECT_SECONDS, timeout), carrier)
         self._wire: tuple[Wire, list[Handle | None]] | None = None
-        """With the workers that it goes to."""
+        """The wire of the last sync, and the workers that it goes to."""
         self._is_closed, self._closing = False, threading.Lock()
         """Another thread may read a stream when a run that fails closes the fleet."""
         self.members = [self._fill(number) for number in range(size)]

@@ -33,7 +33,7 @@ class Work:
 
     opened: Future[None]
     asked: dict[str, list[tuple[Problem, int]]] = field(default_factory=lambda: defaultdict(list))
-    """By the id of the problem."""
+    """What it has not answered yet, by the id of the problem."""
     poll: Future[Progress] | None = None
     num_steps: int = -1
     seen: float = field(default_factory=time.monotonic)

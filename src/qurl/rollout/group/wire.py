@@ -45,7 +45,7 @@ class Address:
     host: str
     port: int
     name: str
-    """Of this wire, since one store serves many."""
+    """The name of this wire: one store serves many."""
     seconds: float
     """How long each waits for the others."""
     carrier: Carrier

@@ -75,8 +75,8 @@ class Scheduler:
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
         self.sampled_slots: list[int] = []
-        """Of one token each of the requests that have left. Later holders of their pages only write
-        tokens of their own there, so these slots can be looked at when all is over."""
+        """One slot of each request that has left. Later holders of its page only write tokens of
+        their own there, so these slots can be looked at when all is over."""
 
     @property
     def has_work(self) -> bool:

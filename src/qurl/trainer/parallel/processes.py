@@ -60,7 +60,7 @@ class Post:
     ranks: Ranks
     held: dict[str, Any] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
-    """Of the leader: pickled bytes that it sends, each message once, and receives."""
+    """Pickled bytes that the leader sends, each message once, and receives."""
 
     def gather(self, item: Any) -> list[Any]:
         """The items of all ranks on the leader, in their order; nothing on the others."""
@@ -104,7 +104,7 @@ class Started:
     store: dist.Store
     followers: Followers
     gpu: int = 0
-    """The leader's."""
+    """The number of the GPU that the leader takes."""
 
 
 Start = Callable[[int, str, int], AbstractContextManager[Started]]
@@ -210,7 +210,7 @@ class Spawned:
     """See `Followers`: processes that read commands off the control group."""
 
     def __init__(self, processes: Mapping[int, Any]) -> None:
-        """Those of torchrun are not known here, which ends them itself."""
+        """None if torchrun started them: it ends them itself."""
         self._processes = processes
 
     def dumps(self, command: Command) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from qurl.errors import EngineError
-from qurl.ops.ray import WorkerDied
+from qurl.ops.ray import WorkerDied, describe_death
 from qurl.quant.shipment import Packing
 from qurl.rollout.group.wire import Carrier, Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec
@@ -168,7 +168,7 @@ class Fleet:
     def _replace(self, member: Member, cause: Exception | str) -> str:
         """See `bury`; returns what to tell the user."""
         said = member.handle.last_words() if member.handle is not None else ""
-        message = f"{member} is gone: {cause}" + (f". Its last words: {said}" if said else "")
+        message = f"{member} {describe_death(cause, said)}"
         self._causes.append(message)
         if member.handle is not None:
             member.handle.kill()

@@ -247,11 +247,12 @@ def spawn(size: int, device: str, threads: int) -> Iterator[Started]:
     _check_devices(size, device)
     store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     context, processes = multiprocessing.get_context("spawn"), {}
-    for rank in range(1, size):
-        target = (store.port, rank, size, device, threads)
-        processes[rank] = context.Process(target=_work, args=target, daemon=True)
-        processes[rank].start()
     try:
+        for rank in range(1, size):
+            arguments = (store.port, rank, size, device, threads)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            processes[rank] = process
         _await_start(store, processes)
         yield Started(store, Spawned(processes))
     finally:

@@ -121,7 +121,7 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(model, weights)
 
 
-def names_by_layer(model: nn.Module, unties: bool = False) -> list[list[str]]:
+def names_by_layer(model: nn.Module, unties: bool) -> list[list[str]]:
     """The names of all weights, layer by layer."""
     return [list(names) for _, names in groupby(_names(model, unties), key=_layer_of)]
 

@@ -95,7 +95,10 @@ class GroupStream:
             for rollout in self._collect():
                 longest = max(len(c.token_ids) for c in rollout.completions)
                 self._lengths.record(rollout.problem, longest)
+                given = time.monotonic()
                 yield rollout
+                for work in self._work.values():  # the reader's time is not theirs
+                    work.seen += time.monotonic() - given
 
     def __enter__(self) -> GroupStream:
         return self

@@ -16,17 +16,20 @@ from models import tiny_llama, tiny_policy
 from qurl.config import build_config
 from qurl.errors import EngineError, SyncError
 from qurl.ops.ray import WorkerDied
+from qurl.ops.shelf import Traffic
 from qurl.rollout import build_engine
 from qurl.rollout.group.engine import EngineGroup
-from qurl.rollout.group.fleet import MOST_DEATHS, Fleet
+from qurl.rollout.group.fleet import MOST_DEATHS, Fleet, Member
 from qurl.rollout.group.ray import starter
+from qurl.rollout.group.stream import GroupStream
 from qurl.rollout.group.wire import Switchboard, Wire
-from qurl.rollout.group.worker import EngineSpec, EngineWorker
+from qurl.rollout.group.worker import EngineSpec, EngineWorker, Progress
+from qurl.rollout.local.requests import LengthHistory
 from qurl.run.colocated import ColocatedEngines
 from qurl.run.engines import choose_carrier
 from qurl.trainer.parallel.processes import Post
 from qurl.trainer.ranks import Ranks
-from qurl.types import Problem, SamplingParams
+from qurl.types import Completion, Problem, Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, group_size=2)
 PROBLEMS = [Problem(str(i), [1, 2, 3 + i], "") for i in range(8)]
@@ -37,10 +40,11 @@ class ThreadHandle:
 
     def __init__(self, worker):
         self.worker, self._pool = worker, ThreadPoolExecutor(8)
-        self._open, self.is_dead = [], False
+        self._open, self.called, self.is_dead = [], set(), False
 
     def call(self, method, *arguments):
         answer = Future()
+        self.called.add(method)
         if self.is_dead:
             answer.set_exception(WorkerDied("it was killed by the test"))
             return answer
@@ -168,6 +172,42 @@ def test_all_engines_die_and_their_replacements_go_on(yard, expected):
     assert len(yard.handles) == 4
 
 
+def test_an_engine_that_dies_while_it_is_idle_is_not_asked(yard, expected):
+    """Nobody has noticed its death when statistics are read and tokens are scored."""
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    scores = group.score([1, 2, 3])
+    yard.handles[0].kill()
+    assert group.kv_saturated_frac is None
+    assert torch.equal(group.score([1, 2, 3]), scores)
+    assert "engine 0" in yard.events[0]
+    assert group.generate(PROBLEMS, PARAMS) == expected[0]
+
+
+def test_a_group_that_is_closed_starts_no_engine():
+    """With rollouts one step ahead, a thread still reads a stream when the run fails."""
+    yard = Yard(Hanging)
+    group = yard.group(tiny_llama())
+    group.sync(tiny_llama(), version=0)
+    caught = []
+
+    def read():
+        try:
+            group.generate(PROBLEMS, PARAMS)
+        except EngineError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not all("poll" in handle.called for handle in yard.handles):
+        time.sleep(0.01)
+    yard.fleet.close()
+    thread.join(20.0)
+    assert caught == ["the engines were closed"]
+    assert len(yard.handles) == 2
+    assert not yard.events
+
+
 def test_a_worker_without_weights_refuses_to_sample():
     model = tiny_llama()
     setup = (model.config, model.generation_config, None, "int8", {}, "cpu")
@@ -208,6 +248,52 @@ def test_an_engine_that_decodes_nothing_is_replaced(expected):
     group.sync(tiny_llama(), version=0)
     assert group.generate(PROBLEMS, PARAMS) == expected[0]
     assert "it decoded no token for 1.5 s" in yard.events[0]
+
+
+class Scripted:
+    """A worker that answers each poll with what is next in its script."""
+
+    def __init__(self, *polls):
+        self.polls = list(polls)
+
+    def call(self, method, *arguments):
+        answer = Future()
+        answer.set_result(self.polls.pop(0) if method == "poll" else None)
+        return answer
+
+
+def test_an_engine_is_not_blamed_for_a_reader_that_takes_long(monkeypatch):
+    """Tools of episodes run between two rollouts."""
+    now, buried = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("qurl.rollout.group.stream.time", clock)
+
+    def progress(*ids, num_steps=5):
+        finished = [Completion([1], [-0.5], "", "stop", versions=[0])] * 2
+        rollouts = [Rollout(PROBLEMS[i], finished, 0, 1.0) for i in ids]
+        return Progress(pickle.dumps(rollouts), num_steps)
+
+    scripts = (progress(), progress(0), progress(2)), (progress(), progress(), progress(1, 3))
+    members = [Member(n, Scripted(*polls), {}, Future()) for n, polls in enumerate(scripts)]
+    fleet: Any = SimpleNamespace(timeout=10.0, bury=lambda *death: buried.append(death))
+    stream = GroupStream(
+        fleet,
+        "actor",
+        PARAMS,
+        capacity=4,
+        lengths=LengthHistory(),
+        traffic=Traffic(),
+        shelves=None,
+        get_members=lambda: members,
+        get_version=lambda: 0,
+    )
+    stream.submit(PROBLEMS[:4])
+    found = []
+    for rollout in stream:
+        found.append(rollout.problem.id)
+        now[0] += 100.0
+    assert found == ["0", "2", "1", "3"]
+    assert not buried
 
 
 class Damaging(EngineWorker):

@@ -123,6 +123,13 @@ def test_all_turns_share_the_limit_and_end_in_a_sampled_token(max_tokens, text, 
     assert completion.text == text.removesuffix("=" if max_tokens in (4, 6, 10) else "?")
 
 
+def test_ids_may_repeat():
+    engine = Script({"1+1=": ["1+1="], "2;": ["2"], "5=": ["5"]})
+    problems = [problem("p", "1+1="), problem("p", "5="), problem("q", "5=")]
+    rollouts = play(engine, calculator, problems, max_tokens=9)
+    assert [rollout.completions[0].text for rollout in rollouts] == ["1+1=2;2", "5", "5"]
+
+
 def test_rollouts_come_as_they_finish_and_more_can_be_submitted():
     engine = Script({"1+1=": ["1+1="], "2;": ["2"], "5=": ["5"]})
     order = []

@@ -72,7 +72,7 @@ class Case:
         cache = None
         if kv is not None and slots is not None:
             cache = LayerCache(kv, scale, center, slots[rows].to(DEVICE))
-        result = rotate_and_store(
+        heads = rotate_and_store(
             _take_rows(self.qkv, rows),
             self.positions[rows].to(DEVICE),
             (self.cos.to(DEVICE), self.sin.to(DEVICE)),
@@ -83,7 +83,7 @@ class Case:
             dtype=self.dtype,
             keep_kv=keep_kv,
         )
-        return result.cpu() if isinstance(result, Tensor) else tuple(t.cpu() for t in result)
+        return tuple(t.cpu() for t in heads) if keep_kv else heads[0].cpu()
 
     def empty_layers(self, num_pages: int, dtype: torch.dtype | None = None) -> Tensor:
         """Three layers of a cache, full of ones, on the device."""

@@ -8,6 +8,8 @@ import functools
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ from qurl.trainer.coded import CodedWeight
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
 from qurl.trainer.parallel import sharding
 from qurl.trainer.parallel.group import LearnerGroup
-from qurl.trainer.parallel.processes import lead
+from qurl.trainer.parallel.processes import lead, spawn
 from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.parallel.sharding import outline_models, read_outline
 from qurl.trainer.parallel.shipping import gather
@@ -446,7 +448,7 @@ def make_with_own_objective():
 def test_blocks_that_shards_would_cut_are_refused(workers):
     group = LearnerGroup(workers, make("dapo, checkpointed"))
     tracker = group.watch(UpdateTracker("fp8-block", 5))
-    with pytest.raises(ModelError, match=r"32 rows on 2 trainers is cut every 16 rows"):
+    with pytest.raises(ModelError, match=r"cut every 16 rows, .* that fp8-block codes together"):
         tracker.measure(group.whole_model())
 
 
@@ -780,3 +782,28 @@ def test_what_autograd_keeps_on_a_shard(workers):
     assert (kept[narrow, (tokens, 32)], kept[narrow, (tokens, 80)]) == (6 * 2, 4 * 2)
     assert kept[wide, (tokens, 32)] == 4 * 2 + 2
     assert not any(dtype == narrow for dtype, _ in saved[True]), "checkpointed layers keep none"
+
+
+class Unstartable:
+    """A process; rank 2 cannot be started."""
+
+    killed: ClassVar[list[int]] = []
+
+    def __init__(self, target, args, daemon):
+        self.rank = args[1]
+
+    def start(self):
+        if self.rank == 2:
+            raise OSError("no memory is left")
+
+    def kill(self):
+        self.killed.append(self.rank)
+
+
+def test_ranks_end_if_one_of_them_cannot_be_started(monkeypatch):
+    context = SimpleNamespace(Process=Unstartable)
+    get_context = "qurl.trainer.parallel.processes.multiprocessing.get_context"
+    monkeypatch.setattr(get_context, lambda method: context)
+    with pytest.raises(OSError, match="no memory is left"), spawn(4, "cpu", 1):
+        pass
+    assert Unstartable.killed == [1]

@@ -98,10 +98,10 @@ def code_columns(
     assert all(tensor.is_contiguous() for tensor in (g, token_scale, codes, scale))
     peaks = g.new_zeros(width, dtype=torch.int32)
     tile: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64, "STEPS": 16, "num_warps": 8}
-    grid = (divide_up(width, 64), divide_up(rows, 32 * 16))
+    grid = (divide_up(width, tile["COLUMNS"]), divide_up(rows, tile["ROWS"] * tile["STEPS"]))
     column_peaks_kernel[grid](g, token_scale, peaks, rows, width, **tile)
     tile = {"ROWS": 64, "COLUMNS": 128, "LARGEST": largest, "num_warps": 4}
-    grid = (divide_up(codes.shape[1], 64), divide_up(width, 128))
+    grid = (divide_up(codes.shape[1], tile["ROWS"]), divide_up(width, tile["COLUMNS"]))
     code_columns_kernel[grid](
         g, token_scale, peaks, codes, scale, rows, width, codes.shape[1], **tile
     )
@@ -117,8 +117,8 @@ def transpose_codes(codes: Tensor, target: Tensor) -> Tensor:
     assert length >= rows
     assert all(tensor.is_contiguous() for tensor in (codes, target))
     source, out = codes.view(torch.uint8), target.view(torch.uint8)
-    grid = (divide_up(length, 128), divide_up(width, 32))
     tile: dict[str, Any] = {"ROWS": 128, "COLUMNS": 32, "num_warps": 4}
+    grid = (divide_up(length, tile["ROWS"]), divide_up(width, tile["COLUMNS"]))
     largest = torch.zeros(rows, dtype=torch.int32, device=codes.device)
     transpose_codes_kernel[grid](source, out, largest, rows, width, length, **tile)
     return largest > 0

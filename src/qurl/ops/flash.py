@@ -99,7 +99,7 @@ PLANS = {
         Tiles(64, 64, warps=8, stages=2),
     ),
 }
-"""By generation and head_dim; "ampere" is every GPU with 99 KB of shared memory for a program."""
+"""Plans by generation and head_dim; "ampere" stands for all GPUs with 99 KB of shared memory."""
 
 
 def supports(q: Tensor) -> bool:

@@ -30,7 +30,7 @@ def total(part: Tensor, pool: Pool) -> float:
 
 
 class Spread(NamedTuple):
-    """Of some numbers; those of 1, 2 and 6 are Spread(3, 3.0, 14.0, 1.0, 6.0)."""
+    """How some numbers are spread; for 1, 2 and 6 it is Spread(3, 3.0, 14.0, 1.0, 6.0)."""
 
     count: int
     mean: float
@@ -40,7 +40,7 @@ class Spread(NamedTuple):
     high: float
 
     def join(self, other: Spread) -> Spread:
-        """Of both, without looking at the numbers again (Chan et al.)."""
+        """The spread of both, without looking at the numbers again (Chan et al.)."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other

@@ -116,14 +116,15 @@ def _check_reachable(address: str) -> None:
 def start_actor(
     kind: type, inputs: Mapping[str, Any], *, log: str, threads: int, **options: Any
 ) -> RayHandle:
-    """A process of its own with an object of that kind, made from its inputs and its log."""
+    """A process of its own with an object of that kind, made from inputs, log and threads."""
     import ray
 
     variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if threads:
         variables["OMP_NUM_THREADS"] = str(threads)
     options = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}} | options
-    return RayHandle(ray.remote(kind).options(**options).remote(**inputs, log=log), log)
+    actor = ray.remote(kind).options(**options).remote(**inputs, log=log, threads=threads)
+    return RayHandle(actor, log)
 
 
 def redirect_stderr(log: str) -> None:
@@ -133,3 +134,7 @@ def redirect_stderr(log: str) -> None:
 
 def describe_process() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def describe_death(cause: BaseException | str, last_words: str) -> str:
+    return f"is gone: {cause}" + (f". Its last words: {last_words}" if last_words else "")

@@ -37,7 +37,7 @@ TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 LARGEST = 8 * 2**20
 """Bytes of one value that torch's store takes."""
 MOST_CONNECTIONS = 256
-"""That a process keeps; those of shelves that are gone must not pile up."""
+"""Connections that a process keeps; those to shelves that are gone must not pile up."""
 PATIENCE = timedelta(seconds=30)
 """How long a shelf that does not answer is waited for."""
 
@@ -49,7 +49,7 @@ class Traffic:
     num_bytes: int = 0
 
     def take(self) -> int:
-        """Those since the last time."""
+        """The bytes since the last time."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         return num_bytes
 
@@ -62,7 +62,7 @@ class Address:
     host: str
     port: int
     name: str
-    """Of this one: a later shelf may get the same port."""
+    """The name of this shelf: a later one may get the same port."""
 
 
 def own_host() -> str:

@@ -46,7 +46,7 @@ class Format:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight, without scales of whole rows or tiles."""
+        """Bytes of one weight, without scales of whole rows or tiles."""
         return 0.5 + 2 / nvfp4.GROUP if self.is_weight_only else self.dtype.itemsize
 
 

@@ -56,7 +56,7 @@ class EngineCodes:
     """The codes of one decoder layer in an engine that lends them to a trainer on its device."""
 
     products: Mapping[str, Quantized]
-    """By product, qkv, o, gate_up and down: the weights of its layers, stacked."""
+    """The stacked weights of the layers of each product: qkv, o, gate_up and down."""
     has_alternating_gate: bool
     """Rows of gate_up are gate 0, up 0, gate 1, ...; else all gates come first."""
 
@@ -179,7 +179,7 @@ def quantized_copy(
 
 @torch.no_grad()
 def frozen_scales(model: nn.Module, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By projection, the scales [N, 1] of its weight rounded to `dtype`, to be kept for a run."""
+    """The scales [N, 1] of each projection's weight in `dtype`, to be kept for a run."""
     layers = ((name, layer.weight.detach().to(dtype)) for name, layer in projections(model))
     return {name: quantize(weight, format).scale.cpu() for name, weight in layers}
 
@@ -193,22 +193,22 @@ def check_quantizable(model: nn.Module) -> None:
 @contextmanager
 def full_precision(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
     """Make unified modules of a kind compute in full precision for a while."""
-    unified = [m for m in model.modules() if getattr(m, "is_unified", False)]
-    unified = [module for module in unified if isinstance(module, kind)]
-    for module in unified:
-        module.is_unified = False  # type: ignore[assignment]
+    modules = use_full_precision_(model, kind)
     try:
         yield
     finally:
-        for module in unified:
+        for module in modules:
             module.is_unified = True  # type: ignore[assignment]
 
 
-def use_full_precision_(model: nn.Module) -> None:
-    """Make unified layers (`qurl.trainer.unified`) ordinary ones."""
-    for module in model.modules():
-        if getattr(module, "is_unified", False):
-            module.is_unified = False  # type: ignore[assignment]
+def use_full_precision_(model: nn.Module, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
+    """Make unified modules of a kind (`qurl.trainer.unified`) ordinary ones; returns them."""
+    modules = [
+        m for m in model.modules() if isinstance(m, kind) and getattr(m, "is_unified", False)
+    ]
+    for module in modules:
+        module.is_unified = False  # type: ignore[assignment]
+    return modules
 
 
 def _obstacle(model: nn.Module) -> str | None:

@@ -31,7 +31,7 @@ GROUP = 16
 LARGEST = 6.0
 SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the three low bits of a code; the fourth is the sign."""
+"""What a code stands for, by its three low bits; the fourth is the sign."""
 PLACES = ((6, 15), (3, 12), (0, 14), (9, 13))
 """Positions of the three low bits and of the sign, for each of the four codes in 16 bits."""
 TOGETHER = 32

@@ -42,7 +42,7 @@ class Shipment(Protocol):
     """What an engine syncs from if the trainer's model is not at hand as one module."""
 
     dtype: torch.dtype
-    """In which the trainer multiplies when it scores."""
+    """The dtype in which the trainer multiplies when it scores."""
 
     def pack(self, packing: Packing) -> Iterator[Chunk]:
         """All weights, each once, as the engine wants them."""
@@ -58,9 +58,9 @@ class Packing:
     """How weights are rounded on their way."""
 
     dtype: torch.dtype
-    """Of all that is not coded."""
+    """The dtype of all that is not coded."""
     format: Format | None = None
-    """Of the engine's projections."""
+    """The format of the engine's projections."""
     sends_codes: bool = False
     """The trainer's side codes them, not the engine."""
     compute_dtype: torch.dtype | None = None
@@ -121,7 +121,7 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(model, weights)
 
 
-def names_by_layer(model: nn.Module, unties: bool = False) -> list[list[str]]:
+def names_by_layer(model: nn.Module, unties: bool) -> list[list[str]]:
     """The names of all weights, layer by layer."""
     return [list(names) for _, names in groupby(_names(model, unties), key=_layer_of)]
 

@@ -109,7 +109,7 @@ class UpdateTracker:
         self._snapshot = dict(state)
 
     def load_share(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Of the state of a whole model, the rows that this rank of a sharded one holds."""
+        """Take the rows that this rank of a sharded model holds from the state of a whole one."""
         self._snapshot = {}
         for name, layer in quantized_projections(model, self.full_layers) if state else ():
             held, start = held_rows(layer.weight, self.format)
@@ -165,10 +165,10 @@ def held_rows(weight: Tensor, format: Format | None) -> tuple[Tensor, int]:
     if not isinstance(weight, DTensor):
         return weight, 0
     length = -(-len(weight) // weight.device_mesh.size())  # as FSDP cuts
-    if length < len(weight) and length % _strip(format):
+    if format is not None and length < len(weight) and length % _strip(format):
         raise ModelError(
             f"a weight of {len(weight)} rows on {weight.device_mesh.size()} trainers is cut every "
-            f"{length} rows, through the tiles of {_strip(format)} rows that {format} codes "
+            f"{length} rows, through the tiles of {_strip(format)} rows that {format.name} codes "
             "together; use another parallel.trainers, or quant.track_rows = 0"
         )
     return weight.to_local(), min(weight.device_mesh.get_local_rank() * length, len(weight))

@@ -57,9 +57,14 @@ class EpisodeEngine:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
         turns are problems of their own in a second stream, which each joins when it is ready."""
         while waiting:
-            owners = {p.id: (_Group(p, size, self, params), 0) for p, size in waiting}
-            sizes = [size for _, size in waiting]
-            waiting.clear()
+            owners: dict[str, tuple[_Group, int]] = {}
+            sizes: list[int] = []
+            for problem, size in [waiting.popleft() for _ in range(len(waiting))]:
+                if problem.id in owners:  # its turns would have the same ids
+                    waiting.append((problem, size))
+                    continue
+                owners[problem.id] = _Group(problem, size, self, params), 0
+                sizes.append(size)
             turns = [group.problem for group, _ in owners.values()]
             for is_later, size in ((False, params.group_size), (True, 1)):
                 with self.engine.stream(replace(params, group_size=size)) as stream:

@@ -125,6 +125,7 @@ class JitRL:
         proposed = dict(self.propose(state, history))
         paying = [a for a, values in returns.items() if statistics.fmean(values) > 0]
         prior = proposed | {a: 0.0 for a in paying if a not in proposed}
+        floored = {a: max(p, FLOOR) for a, p in prior.items()}
         draws = generator(self.options.seed, "jitrl", self.num_episodes, len(history))
         explore = exploration(returns)
         if self.options.is_official:
@@ -132,11 +133,10 @@ class JitRL:
             weight = min(1 + 0.5 * self.num_episodes / 50, 1.5)
             hat = normalise(advantages)
             scores = {a: p + weight * hat[a] for a, p in prior.items()}
-            action = max(scores, key=lambda a: scores[a])
+            action = _best(scores)
             policy = {a: float(a == action) for a in prior}
         else:
             advantages = mean_advantages(returns, prior)
-            floored = {a: max(p, FLOOR) for a, p in prior.items()}
             policy = improve(floored, normalise(advantages), self.options.beta)
             weights = torch.tensor(list(policy.values()), dtype=torch.float64)
             action = list(policy)[int(torch.multinomial(weights, 1, generator=draws))]
@@ -147,7 +147,7 @@ class JitRL:
             "jitrl/max_advantage": max(advantages.values()),
             "jitrl/explore": explore,
             "jitrl/changed": float(_best(policy) != _best(prior)),
-            "jitrl/kl": divergence(policy, {a: max(p, FLOOR) for a, p in prior.items()}),
+            "jitrl/kl": divergence(policy, floored),
         }
         return Decision(action, policy, metrics)
 
@@ -245,8 +245,8 @@ def divergence(policy: Mapping[str, float], prior: Mapping[str, float]) -> float
     return sum(p * math.log(p * total / prior[a]) for a, p in policy.items() if p > 0)
 
 
-def _best(policy: Mapping[str, float]) -> str:
-    return max(policy, key=lambda action: policy[action])
+def _best(scores: Mapping[str, float]) -> str:
+    return max(scores, key=lambda action: scores[action])
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -128,7 +128,7 @@ class E3Thermostat:
         self.config, self.num_steps = setup.config.systems.e3, setup.config.steps
         self.vocabulary = setup.vocabulary
         self.temperature: float | None = None
-        """Of the next step; None: as the recipe says."""
+        """The temperature of the next step; None: as the recipe says."""
         self.first: list[float] = []
         """Entropies of the first steps; their mean is the target."""
         self._recipe = setup.config.sampling.temperature

@@ -75,7 +75,7 @@ class Greso:
         return max(self.p[kinds[0]] ** z, self.config.explore)
 
     def kind(self, accuracy: float) -> str:
-        """Of a group with this mean accuracy."""
+        """Whether a group with this mean accuracy is easy, hard or mixed."""
         if accuracy >= self.config.easy_above:
             return "easy"
         return "hard" if accuracy <= self.config.hard_below else "mixed"

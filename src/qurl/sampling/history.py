@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
     by the weights of step 12, is `Outcome(version=12, count=8, accuracy=0.75, length=40.0)`."""
 
     version: int
-    """Of the weights that sampled it; -1 if a checkpoint of an earlier version does not say."""
+    """The weights that sampled it; -1 if a checkpoint of an earlier QuRL does not say."""
     count: int
     accuracy: float
     """Mean over the group."""

@@ -104,24 +104,13 @@ class Sampler:
         indices = [self.stream.index_of(problem) for problem in problems]
         sizes = self._sizes(indices)
         cut = [_cut(p, n, sampling.chunk) for p, n in zip(problems, sizes, strict=True)]
-        grading, start = Grading(self.pool), time.perf_counter()
+        num_pieces = [len(pieces) for pieces in cut]
         expected, engines = self._plan(indices)
-        with self.engine.stream(params) as rollouts:
-            num_pieces = [len(pieces) for pieces in cut]
-            hints = {
-                "earlier": _repeat(self._earlier(indices), num_pieces),
-                "engines": _repeat(engines, num_pieces),
-            }
-            _submit(rollouts, [*chain(*cut)], params.group_size, hints)
-            for rollout in rollouts:
-                grading.submit(rollout)
-        generated = time.perf_counter()
-        finished = grading.rewards(
-            overlong_cache=self.overlong_cache, max_tokens=sampling.max_tokens
-        )
-        self._rollout_seconds += generated - start
-        self._grade_seconds += time.perf_counter() - generated
-        by_id = {group.rollout.problem.id: group for group in finished}
+        hints = {
+            "earlier": _repeat(self._earlier(indices), num_pieces),
+            "engines": _repeat(engines, num_pieces),
+        }
+        by_id = self._generate([*chain(*cut)], params, hints)
         graded = [
             _join(problem, [by_id[piece.id] for piece, _ in pieces])
             for problem, pieces in zip(problems, cut, strict=True)
@@ -134,6 +123,24 @@ class Sampler:
             self._foretold[0].extend(expected)
             self._foretold[1].extend(lengths)
         return graded
+
+    def _generate(
+        self,
+        asked: Sequence[tuple[Problem, int]],
+        params: SamplingParams,
+        hints: Mapping[str, Sequence[Any]],
+    ) -> dict[str, Graded]:
+        """So many completions of each problem, graded, by the id of the problem."""
+        grading, start = Grading(self.pool), time.perf_counter()
+        with self.engine.stream(params) as rollouts:
+            _submit(rollouts, asked, params.group_size, hints)
+            for rollout in rollouts:
+                grading.submit(rollout)
+        generated = time.perf_counter()
+        finished = grading.rewards(overlong_cache=self.overlong_cache, max_tokens=params.max_tokens)
+        self._rollout_seconds += generated - start
+        self._grade_seconds += time.perf_counter() - generated
+        return {group.rollout.problem.id: group for group in finished}
 
     def _earlier(self, indices: Sequence[int]) -> Earlier:
         """The last responses to each problem; none unless drafts are on."""
@@ -259,7 +266,7 @@ class Sampled:
     graded: list[Graded]
     """The groups to train on."""
     everything: list[Graded]
-    """With those that dynamic sampling dropped, and its surplus."""
+    """All groups, also those that dynamic sampling dropped, and its surplus."""
     metrics: dict[str, float]
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ProblemStream:
         self.task, self.seed, self.select = task, seed, select
         self.history = History(len(task), keeps_responses=keeps_responses)
         self._indices: dict[str, int] = {}
-        """Of the problems that were handed out and not recorded yet, by id."""
+        """Places in the task of problems that were handed out and not recorded yet, by id."""
 
     @property
     def position(self) -> int:

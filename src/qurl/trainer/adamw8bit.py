@@ -53,12 +53,16 @@ class AdamW8bit(Optimizer):
         load_uncast_(self, state_dict)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """In the order of the indices in `Optimizer.state_dict`."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def load_uncast_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """As `Optimizer` does, but without casting states to the dtype of the weights."""
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, parameter in zip(ids, parameters, strict=True):
+    for i, parameter in zip(ids, parameters_of(optimizer), strict=True):
         optimizer.state[parameter] = {
             name: int(value) if name == "step" else value.to(parameter.device)
             for name, value in state_dict["state"].get(i, {}).items()

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     accuracy: float
     group: int
     temperature: float
-    """That of the whole batch."""
+    """The temperature of the whole batch."""
 
     @property
     def length(self) -> int:

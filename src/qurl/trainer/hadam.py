@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qurl.trainer.adamw8bit import load_uncast_
+from qurl.trainer.adamw8bit import load_uncast_, parameters_of
 from qurl.trainer.masters import add_compensated_, store_, widen
 
 FIRST_SCALE = 1e4
@@ -122,7 +122,7 @@ class HAdam(Optimizer):
 
     def _fit_scale(self, clip: float) -> bool:
         """Halve S until the moments can hold the scaled gradients; False if nothing could."""
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(self) if p.grad is not None]
         largest = float(torch.stack(torch._foreach_norm(gradients, math.inf)).max()) * clip
         if not math.isfinite(largest):
             self._rescale(0.5)

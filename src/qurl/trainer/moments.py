@@ -54,7 +54,7 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int, clip: float, first: int = 0) -> Update:
-        """Of the step-th update, from 1, of a parameter group."""
+        """The numbers for a parameter group; `step` counts its updates from 1."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         keep, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
         seed = scramble(step) >> 1  # an INT32

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from qurl.config import OptimConfig
 from qurl.errors import TrainingError
-from qurl.trainer.adamw8bit import AdamW8bit, find_coded
+from qurl.trainer.adamw8bit import AdamW8bit, find_coded, parameters_of
 from qurl.trainer.hadam import HAdam
 from qurl.trainer.ranks import Ranks
 
@@ -61,8 +61,7 @@ def build_optimizer(
 
 def _count_versions(optimizer: Optimizer, *_: Any) -> None:
     """Mark parameters as changed, so that copies are renewed; fused kernels do not do it."""
-    for group in optimizer.param_groups:
-        increment_version(group["params"])
+    increment_version(parameters_of(optimizer))
 
 
 def optimizer_metrics(optimizer: Optimizer) -> dict[str, float]:
@@ -86,7 +85,7 @@ def learning_rate(peak: float, step: int, total: int, config: OptimConfig) -> fl
 
 def add_up_gradients_(optimizer: Optimizer, ranks: Ranks) -> None:
     """Make each gradient the sum of those of all ranks; one that no rank has stays None."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     is_known = ranks.pool([p.grad is not None for p in parameters])
     for parameter, known in zip(parameters, zip(*is_known, strict=True), strict=True):
         if any(known):
@@ -97,7 +96,7 @@ def add_up_gradients_(optimizer: Optimizer, ranks: Ranks) -> None:
 
 def apply_gradients(optimizer: Optimizer, *, lr: float, grad_clip: float) -> float:
     """Clip, step and clear; returns the norm before clipping. One that is not finite raises."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     total = get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = float(total)
     if not math.isfinite(norm):

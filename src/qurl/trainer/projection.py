@@ -91,7 +91,7 @@ class Projection:
         return isinstance(self.linears[0], CodedLinear)
 
     def _adapters(self) -> list[Adapter]:
-        """Those that are multiplied beside a frozen base in codes."""
+        """Adapters that are multiplied beside a frozen base in codes."""
         found = map(find_adapter, self.linears) if self.has_coded_base else ()
         return [adapter for adapter in found if adapter is not None and adapter.is_on]
 
@@ -269,18 +269,14 @@ class Projection:
         masters = [linear.weight.detach() for linear in self.linears]
         if self._buffer is None and (self.format.block is not None or not masters[0].is_cuda):
             return quantize(torch.cat(masters).to(self.code_dtype), self.format)
-        coded = self._buffer or self._allocate()
+        rows, columns = sum(self.sizes), self.linears[0].in_features
+        coded = self._buffer or empty_codes(rows, columns, self.format, masters[0].device)
         flips = torch.empty_like(coded.scale, dtype=torch.int32)
         for index, master in enumerate(masters):
-            rows = self._rows(index)
-            target = Quantized(coded.codes[rows], coded.scale[rows], self.format)
+            own = self._rows(index)
+            target = Quantized(coded.codes[own], coded.scale[own], self.format)
             requantize_(master, target, flips[: len(master)], self.code_dtype)
         return coded
-
-    def _allocate(self) -> Quantized:
-        assert self.format is not None
-        rows, columns = sum(self.sizes), self.linears[0].in_features
-        return empty_codes(rows, columns, self.format, self.linears[0].weight.device)
 
     def _rows(self, index: int) -> slice:
         """The rows of one of the layers in the codes."""

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.optim import Optimizer
 
 from qurl.errors import CheckpointError
+from qurl.trainer.adamw8bit import parameters_of
 from qurl.trainer.ranks import Ranks
 
 FILE, FOLDER = "optimizer.pt", "optimizer"
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
-"""By role, policy or critic: a model and its optimizer."""
+"""A model and its optimizer by role, policy or critic."""
 
 
 def save_optimizers(folder: Path, optimizers: Optimizers, ranks: Ranks) -> None:
@@ -68,7 +69,7 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if "fused" in optimizer.defaults:
         for group in state["param_groups"]:
             group["fused"] = optimizer.defaults["fused"]
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         found = state["state"].get(index, {})
         for key, value in found.items():
             if isinstance(value, Tensor) and value.dim():
@@ -95,7 +96,7 @@ def _read_shards(folder: Path, optimizers: Optimizers, ranks: Ranks) -> dict[str
     for role, (model, optimizer) in optimizers.items():
         names = {parameter: f"{role}.{name}" for name, parameter in model.named_parameters()}
         state: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for index, parameter in enumerate(_parameters(optimizer)):
+        for index, parameter in enumerate(parameters_of(optimizer)):
             for key, found in saved[names[parameter]].items():  # moments, and the number of steps
                 value = _empty(found.size, found.properties.dtype, parameter)
                 tensors[f"{names[parameter]}.{key}"] = state[index][key] = value
@@ -116,8 +117,3 @@ def _empty(shape: torch.Size, dtype: torch.dtype, parameter: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
     where = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
     return zeros(shape, dtype=dtype, **where)
-
-
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    """In the order of the indices in `Optimizer.state_dict`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

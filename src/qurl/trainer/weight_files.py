@@ -89,15 +89,14 @@ def read_object(file: Path) -> dict[str, Any]:
 def check_headers(files: Sequence[Path]) -> None:
     """Refuse files that are cut off, and codes of a quantized model, which are no weights."""
     headers = {file: _read_header(file) for file in files if file.suffix == ".safetensors"}
-    for file, name, entry in (
-        (f, n, e) for f, header in headers.items() for n, e in header.items()
-    ):
-        if name.endswith(".weight") and entry["dtype"] not in _FLOATS:
-            raise ModelError(
-                f"{file}: {name} is stored as {entry['dtype']}, so the weights are quantized "
-                "already; use the full-precision model, which quant.format quantizes for the "
-                "rollouts"
-            )
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name.endswith(".weight") and entry["dtype"] not in _FLOATS:
+                raise ModelError(
+                    f"{file}: {name} is stored as {entry['dtype']}, so the weights are quantized "
+                    "already; use the full-precision model, which quant.format quantizes for the "
+                    "rollouts"
+                )
 
 
 def _read_header(file: Path) -> Mapping[str, Any]:

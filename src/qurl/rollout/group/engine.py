@@ -67,8 +67,9 @@ class EngineGroup:
 
     @property
     def kv_saturated_frac(self) -> float | None:
-        found = [m.call("get", self.name, "kv_saturated_frac").result() for m in self._members()]
-        known = [frac for frac in found if frac is not None]
+        asked = ("get", self.name, "kv_saturated_frac")
+        answers = _answers(self._members(), ANSWER_SECONDS, *asked).values()
+        known = [frac for frac in answers if frac is not None]
         return fmean(known) if known else None
 
     def sync(self, source: Any, *, version: int) -> SyncReport:
@@ -88,7 +89,10 @@ class EngineGroup:
                 if isinstance(error, QurlError):  # the weights or the trainer are at fault
                     raise
                 self.fleet.disconnect()
-                cause = "; ".join([str(error), *self._failures(members)])
+                # Only engines that are alive know why.
+                failures = _answers(members, FAILURE_SECONDS, "failure")
+                said = [f"{member}: {failure}" for member, failure in failures.items() if failure]
+                cause = "; ".join([str(error), *said])
                 self.fleet.notify(f"a sync of version {version} broke off: {cause}")
                 self.fleet.ping(members, seconds=ANSWER_SECONDS)
                 continue
@@ -98,13 +102,6 @@ class EngineGroup:
             f"sync of version {version} failed {ATTEMPTS} times; the events say what became of "
             "the engines" + (f". The last time: {cause}" if cause else "")
         )
-
-    def _failures(self, members: Sequence[Member]) -> list[str]:
-        """What engines that are alive say of a sync that broke off: only they know why."""
-        calls = {member: member.call("failure") for member in members if member.handle}
-        wait(calls.values(), timeout=FAILURE_SECONDS)
-        answered = [(m, c.result()) for m, c in calls.items() if c.done() and not c.exception()]
-        return [f"{member}: {said}" for member, said in answered if said]
 
     def _ship(
         self, members: Sequence[Member], shipment: Shipment, version: int
@@ -201,10 +198,17 @@ class EngineGroup:
         return generate(self, problems, params)
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
-        return self._revive()[0].call("score", self.name, list(token_ids)).result()
+        while True:
+            member = self._revive()[0]
+            try:
+                return member.call("score", self.name, list(token_ids)).result(self.fleet.timeout)
+            except WorkerDied as error:
+                self.fleet.bury(member, error)
+            except TimeoutError:
+                self.fleet.bury(member, f"it did not answer within {self.fleet.timeout:g} s")
 
     def _members(self) -> list[Member]:
-        """Those that hold the weights of this version."""
+        """The members that hold the weights of this version."""
         members = self.fleet.members
         return [m for m in members if m.handle and m.versions.get(self.name) == self.version]
 
@@ -222,3 +226,12 @@ class EngineGroup:
             )
         self._sync(self._source, self.version)
         return self._members()
+
+
+def _answers(
+    members: Sequence[Member], seconds: float, method: str, *arguments: Any
+) -> dict[Member, Any]:
+    """What members say, but for those that are dead or do not answer in time."""
+    calls = {member: member.call(method, *arguments) for member in members}
+    wait(calls.values(), timeout=seconds)
+    return {m: call.result() for m, call in calls.items() if call.done() and not call.exception()}

@@ -7,6 +7,7 @@ gone      it died three times, and is not replaced any more
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from qurl.errors import EngineError
-from qurl.ops.ray import WorkerDied
+from qurl.ops.ray import WorkerDied, describe_death
 from qurl.quant.shipment import Packing
 from qurl.rollout.group.wire import Carrier, Switchboard, Wire
 from qurl.rollout.group.worker import EngineSpec
@@ -53,20 +54,23 @@ class Member:
     number: int
     handle: Handle | None
     building: dict[str, Future[Packing]]
-    """By the name of the engine."""
+    """Its engines in the making, by name."""
     where: Future[str]
     num_deaths: int = 0
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the weights that its engines hold."""
+    """The version of the weights that each of its engines holds."""
 
     @property
     def is_ready(self) -> bool:
         return self.handle is not None and all(f.done() for f in self.building.values())
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if self.handle is None:
-            raise WorkerDied(f"engine {self.number} is gone")
-        return self.handle.call(method, *arguments)
+        """See `Handle.call`."""
+        if self.handle is not None:
+            return self.handle.call(method, *arguments)
+        answer: Future[Any] = Future()
+        answer.set_exception(WorkerDied(f"engine {self.number} is gone"))
+        return answer
 
     def __str__(self) -> str:
         is_known = self.where.done() and self.where.exception() is None
@@ -95,7 +99,9 @@ class Fleet:
         self._device = device
         self._switchboard = Switchboard(min(CONNECT_SECONDS, timeout), carrier)
         self._wire: tuple[Wire, list[Handle | None]] | None = None
-        """With the workers that it goes to."""
+        """The wire of the last sync, and the workers that it goes to."""
+        self._is_closed, self._closing = False, threading.Lock()
+        """Another thread may read a stream when a run that fails closes the fleet."""
         self.members = [self._fill(number) for number in range(size)]
 
     def add(self, name: str, spec: EngineSpec) -> Packing:
@@ -124,9 +130,9 @@ class Fleet:
             if len(ready) >= (len(alive) if everyone else self.min_engines):
                 return ready
             if time.monotonic() > deadline:
-                late = [str(member) for member in alive if member not in ready]
                 if everyone and len(ready) >= self.min_engines:
                     return ready
+                late = [str(member) for member in alive if member not in ready]
                 raise EngineError(
                     f"{', '.join(late)} did not start within parallel.timeout = {self.timeout:g} s"
                 )
@@ -153,20 +159,27 @@ class Fleet:
 
     def bury(self, member: Member, cause: Exception | str) -> None:
         """Give up a worker, and start another in its place."""
+        with self._closing:
+            if self._is_closed:
+                raise EngineError("the engines were closed")
+            message = self._replace(member, cause)
+        self.notify(message)
+
+    def _replace(self, member: Member, cause: Exception | str) -> str:
+        """See `bury`; returns what to tell the user."""
         said = member.handle.last_words() if member.handle is not None else ""
-        message = f"{member} is gone: {cause}" + (f". Its last words: {said}" if said else "")
+        message = f"{member} {describe_death(cause, said)}"
         self._causes.append(message)
         if member.handle is not None:
             member.handle.kill()
         deaths = member.num_deaths + 1
         if deaths >= MOST_DEATHS:
             member.handle, member.num_deaths = None, deaths
-            self.notify(f"{message}; it died {deaths} times in a row and is not started again")
-            return
+            return f"{message}; it died {deaths} times in a row and is not started again"
         fresh = self._fill(member.number)
         member.handle, member.where, member.building = fresh.handle, fresh.where, fresh.building
         member.num_deaths, member.versions = deaths, {}
-        self.notify(f"{message}; another is starting and joins at a sync")
+        return f"{message}; another is starting and joins at a sync"
 
     def ping(self, members: Sequence[Member], seconds: float) -> None:
         """Bury those that do not answer."""
@@ -180,10 +193,12 @@ class Fleet:
 
     def close(self) -> None:
         self._wire = None
-        for member in self.members:
-            if member.handle is not None:
-                member.handle.kill()
-                member.handle = None
+        with self._closing:
+            self._is_closed = True
+            for member in self.members:
+                if member.handle is not None:
+                    member.handle.kill()
+                    member.handle = None
 
     def _fill(self, number: int) -> Member:
         handle = self._start(number)

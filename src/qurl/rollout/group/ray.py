@@ -33,7 +33,6 @@ def starter(
         log = str(logs.absolute() / f"engine-{number}.log")
         gpu = gpus[number % len(gpus)] if gpus and not reserves else None
         options = {"num_gpus": 1 if gpus and reserves else 0, "max_concurrency": CONCURRENCY}
-        inputs = {"threads": threads, "gpu": gpu}
-        return start_actor(EngineWorker, inputs, log=log, threads=threads, **options)
+        return start_actor(EngineWorker, {"gpu": gpu}, log=log, threads=threads, **options)
 
     return start

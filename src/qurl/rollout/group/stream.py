@@ -33,7 +33,7 @@ class Work:
 
     opened: Future[None]
     asked: dict[str, list[tuple[Problem, int]]] = field(default_factory=lambda: defaultdict(list))
-    """By the id of the problem."""
+    """What it has not answered yet, by the id of the problem."""
     poll: Future[Progress] | None = None
     num_steps: int = -1
     seen: float = field(default_factory=time.monotonic)
@@ -95,7 +95,10 @@ class GroupStream:
             for rollout in self._collect():
                 longest = max(len(c.token_ids) for c in rollout.completions)
                 self._lengths.record(rollout.problem, longest)
+                given = time.monotonic()
                 yield rollout
+                for work in self._work.values():  # the reader's time is not theirs
+                    work.seen += time.monotonic() - given
 
     def __enter__(self) -> GroupStream:
         return self

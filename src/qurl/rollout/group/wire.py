@@ -45,16 +45,16 @@ class Address:
     host: str
     port: int
     name: str
-    """Of this wire, since one store serves many."""
+    """The name of this wire: one store serves many."""
     seconds: float
     """How long each waits for the others."""
-    carrier: Carrier = "gloo"
+    carrier: Carrier
 
 
 class Switchboard:
     """The sender's store, at which members of one wire after the other meet."""
 
-    def __init__(self, seconds: float, carrier: Carrier = "gloo") -> None:
+    def __init__(self, seconds: float, carrier: Carrier) -> None:
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._seconds, self._count = seconds, 0
         self._carrier: Carrier = carrier

@@ -37,7 +37,7 @@ class EngineSpec:
 
     kind: str
     model_config: Any
-    """Of transformers."""
+    """The config of a model of transformers."""
     generation_config: Any
     tokenizer: Any
     quant: str
@@ -79,7 +79,7 @@ class Progress:
     rollouts: bytes
     """Pickled, so that their size is known."""
     num_steps: int
-    """That the engine has decoded so far."""
+    """Steps that the engine has decoded so far."""
 
 
 class EngineWorker:
@@ -204,7 +204,7 @@ class Play:
     done: Future[None]
 
     def __init__(
-        self, engine: Any, params: SamplingParams, shelves: Sequence[ShelfAddress] = ()
+        self, engine: Any, params: SamplingParams, shelves: Sequence[ShelfAddress]
     ) -> None:
         self._engine, self._params = engine, params
         self._shelves = deque(shelves)

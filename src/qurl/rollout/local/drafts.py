@@ -58,7 +58,7 @@ class DraftCounts:
     steps: int = 0
     """Decode steps, with drafts or without."""
     draft_steps: int = 0
-    """Those in which a request had a draft."""
+    """Steps in which a request had a draft."""
     rows: int = 0
     """Requests in all steps, each as often as it took part."""
     tokens: int = 0

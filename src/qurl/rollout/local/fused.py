@@ -75,7 +75,7 @@ class FusedOps:
         self, qkv: Product, layer: Layer, positions: Tensor, cache: LayerCache | None, keep_kv: bool
     ) -> tuple[Tensor, ...]:
         norms = (layer.norms["q_norm"], layer.norms["k_norm"]) if "q_norm" in layer.norms else None
-        heads = rotate_and_store(
+        return rotate_and_store(
             qkv,
             positions,
             (self.weights.cos, self.weights.sin),
@@ -86,7 +86,6 @@ class FusedOps:
             dtype=self.dtype,
             keep_kv=keep_kv,
         )
-        return heads if isinstance(heads, tuple) else (heads,)
 
     def attend_prompts(
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
@@ -97,15 +96,14 @@ class FusedOps:
             out = attend_flash(q, k, v, bounds, max(lengths), layer.window).flatten(1)
         else:
             out = attend_prompts(q, k, v, lengths, layer.window)
-        return out if layer.format is None else quantize_rows(out, layer.format)
+        return _operand(out, layer)
 
     def attend_pages(
         self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
         if self.unified and flash.supports(q):
             pages = (cache.data, table, positions, layer.window, cache.scale)
-            out = attend_pages_alike(q, *pages).flatten(1)
-            return out if layer.format is None else quantize_rows(out, layer.format)
+            return _operand(attend_pages_alike(q, *pages).flatten(1), layer)
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
         return attend_pages(
             *(q, cache.data, table, positions, layer.window, cache.scale, layer.format),
@@ -166,3 +164,8 @@ class FusedOps:
             return product
         assert isinstance(h, Tensor)
         return adapter.add_(finish(product), h)
+
+
+def _operand(out: Tensor, layer: Layer) -> Operand:
+    """What the next projection of the layer reads."""
+    return out if layer.format is None else quantize_rows(out, layer.format)

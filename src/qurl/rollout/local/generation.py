@@ -62,7 +62,7 @@ class Generation:
         self._transcript = Transcript(params.max_tokens)
         self._scheduler: Scheduler | None = None
         self._longest = self._num_sequences = 0
-        """Of a prompt, and of the batch, that the pages were acquired for."""
+        """The longest prompt and the largest batch that the pages were acquired for."""
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
         self._are_rows_behind = False
         """Steps with drafts have not moved the rows on the device."""

@@ -22,7 +22,7 @@ END = -1
 LONGEST_PATTERN = 7
 SMALLEST_SHARE = 0.1
 MOST_PLACES = 64
-"""Of one run."""
+"""Places of one run that are kept."""
 NUM_LEADING = 5
 """Prompt tokens before each response, so that its beginning is found too."""
 

@@ -91,7 +91,7 @@ class Group:
     earlier: Sequence[TokenIds] = ()
     """Responses of an earlier epoch, for drafts."""
     index: PatternIndex | None = None
-    """Of these responses, once a draft was wanted."""
+    """Made of these responses when the first draft is wanted."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Request:
     """Never admitted so far, and no token sampled."""
     pages: list[int] = field(default_factory=list)
     row: int | None = None
-    """Of the decode batch, while it runs."""
+    """Its row of the decode batch, while it runs."""
     serial: int = 0
     """The newest running request has the largest."""
     saved: Tensor | None = None

@@ -75,8 +75,8 @@ class Scheduler:
         self._num_idle = 0
         """Rows of launched steps that stayed empty while requests waited."""
         self.sampled_slots: list[int] = []
-        """Of one token each of the requests that have left. Later holders of their pages only write
-        tokens of their own there, so these slots can be looked at when all is over."""
+        """One slot of each request that has left. Later holders of its page only write tokens of
+        their own there, so these slots can be looked at when all is over."""
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +128,7 @@ class Scheduler:
         """
         rows = slice(self.num_rows)
         wanted = np.minimum(self.lengths[rows] + num_drafted, self._limits[rows])
-        short = np.flatnonzero(np.maximum(wanted, self.lengths[rows]) > self._capacities[rows])
+        short = np.flatnonzero(wanted > self._capacities[rows])
         if len(short) == 0:
             return True
         for request in sorted(map(self._at, short), key=lambda r: r.serial):

@@ -33,7 +33,7 @@ FIXED: Mapping[str, Any] = {
 _MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 """Arguments of ours that options may replace."""
 _CPU_CACHE_BYTES = 2**30
-"""Of keys and values on a CPU, where vLLM would take most of the memory."""
+"""Memory for keys and values on a CPU, where vLLM would take most of it."""
 
 
 class Companions:

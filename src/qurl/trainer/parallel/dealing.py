@@ -9,9 +9,8 @@ The driver holds a `Dealt` in place of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +39,13 @@ class Dealt:
 
 
 def deal_rows(
-    workers: Workers, rows: Sequence[Row], bundle: int, shares: Sequence[Sequence[int]], drop: Any
+    workers: Workers,
+    rows: Sequence[Row],
+    bundle: int,
+    shares: Sequence[Sequence[int]],
+    drop: Mapping[int, list[str]],
 ) -> None:
-    """Give each rank its rows; `drop` are keys that each shelf can forget."""
+    """Give each rank its rows. `drop` has the keys that the shelf of each rank can forget."""
     bare = [row._replace(completion=replace(row.completion, text="")) for row in rows]
     workers.post.held["dealt"] = [
         (list(share), [bare[row] for row in share], drop.get(rank, []))
@@ -85,10 +88,9 @@ def take_compared(post: Post, advantages: Tensor, returns: Tensor) -> None:
     """With those of all tokens of the whole batch."""
     stages, rows = post.held["stages"], post.held["share"].rows
     corrected: Corrected = stages[Corrected]
-    width = corrected.mask.shape[1]
-    found = (x[rows, :width].to(corrected.mask.device) for x in (advantages, returns))
-    added = dict(zip(("advantages", "returns"), found, strict=True))
-    stages[Trainable] = corrected.into(Trainable, **added)
+    width, device = corrected.mask.shape[1], corrected.mask.device
+    advantages, returns = (x[rows, :width].to(device) for x in (advantages, returns))
+    stages[Trainable] = corrected.into(Trainable, advantages=advantages, returns=returns)
 
 
 def update(post: Post, step: int) -> tuple[int, dict[str, float]]:

@@ -144,7 +144,7 @@ class LearnerGroup:
         self.workers.run(_save, folder)
 
     def load(self, folder: Path) -> None:
-        self.workers.run(load, folder)
+        self.workers.run(_load, folder)
 
     def watch(self, tracker: UpdateTracker) -> GroupTracker:
         """The tracker on the shards of all ranks."""
@@ -223,7 +223,7 @@ def _save(post: Post, folder: Path) -> None:
     save_optimizers(folder, learner.optimizers, post.ranks)
 
 
-def load(post: Post, folder: Path) -> None:
+def _load(post: Post, folder: Path) -> None:
     try:
         post.held["learner"].load(folder)
     except UNREADABLE as error:

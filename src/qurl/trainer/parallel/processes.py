@@ -60,7 +60,7 @@ class Post:
     ranks: Ranks
     held: dict[str, Any] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
-    """Of the leader: pickled bytes that it sends, each message once, and receives."""
+    """Pickled bytes that the leader sends, each message once, and receives."""
 
     def gather(self, item: Any) -> list[Any]:
         """The items of all ranks on the leader, in their order; nothing on the others."""
@@ -104,7 +104,7 @@ class Started:
     store: dist.Store
     followers: Followers
     gpu: int = 0
-    """The leader's."""
+    """The number of the GPU that the leader takes."""
 
 
 Start = Callable[[int, str, int], AbstractContextManager[Started]]
@@ -210,7 +210,7 @@ class Spawned:
     """See `Followers`: processes that read commands off the control group."""
 
     def __init__(self, processes: Mapping[int, Any]) -> None:
-        """Those of torchrun are not known here, which ends them itself."""
+        """None if torchrun started them: it ends them itself."""
         self._processes = processes
 
     def dumps(self, command: Command) -> bytes:
@@ -247,11 +247,12 @@ def spawn(size: int, device: str, threads: int) -> Iterator[Started]:
     _check_devices(size, device)
     store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     context, processes = multiprocessing.get_context("spawn"), {}
-    for rank in range(1, size):
-        target = (store.port, rank, size, device, threads)
-        processes[rank] = context.Process(target=_work, args=target, daemon=True)
-        processes[rank].start()
     try:
+        for rank in range(1, size):
+            arguments = (store.port, rank, size, device, threads)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            processes[rank] = process
         _await_start(store, processes)
         yield Started(store, Spawned(processes))
     finally:

@@ -23,6 +23,7 @@ from qurl.ops.ray import (
     RayHandle,
     WorkerDied,
     connect,
+    describe_death,
     describe_process,
     redirect_stderr,
     start_actor,
@@ -86,16 +87,12 @@ class RayFollowers:
         return {rank: self._describe(rank, error) for rank, error in failed.items() if error}
 
     def _describe(self, rank: int, error: BaseException) -> str:
-        return f"({self._where[rank]}) {describe_death(self._handles[rank], error)}"
+        words = self._handles[rank].last_words()
+        return f"({self._where[rank]}) {describe_death(error, words)}"
 
     def kill(self) -> None:
         for handle in self._handles.values():
             handle.kill()
-
-
-def describe_death(handle: RayHandle, error: BaseException) -> str:
-    said = handle.last_words()
-    return f"is gone: {error}" + (f". Its last words: {said}" if said else "")
 
 
 @contextmanager
@@ -111,9 +108,8 @@ def start_by_ray(
         try:
             for rank in range(1, size):
                 log = str(logs.absolute() / f"rank-{rank}.log")
-                inputs = {"rank": rank, "threads": threads}
                 handles[rank] = start_actor(
-                    RankWorker, inputs, log=log, threads=threads, **places[rank]
+                    RankWorker, {"rank": rank}, log=log, threads=threads, **places[rank]
                 )
             where = _await_start(handles, store.port, seconds)
             for handle in handles.values():
@@ -135,7 +131,8 @@ def _await_start(handles: Mapping[int, RayHandle], port: int, seconds: float) ->
             raise TrainingError(late)
         if (error := call.exception()) is not None:
             kind = RankLost if isinstance(error, WorkerDied) else TrainingError
-            raise kind(f"trainer rank {rank} {describe_death(handles[rank], error)}") from error
+            words = handles[rank].last_words()
+            raise kind(f"trainer rank {rank} {describe_death(error, words)}") from error
     return {rank: call.result() for rank, call in begun.items()}
 
 

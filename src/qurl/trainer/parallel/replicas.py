@@ -18,7 +18,7 @@ from torch import nn
 from qurl.errors import QurlError
 from qurl.quant.tracking import UpdateTracker
 from qurl.trainer.learner import Learner
-from qurl.trainer.parallel.group import LearnerGroup, load, open_shelves
+from qurl.trainer.parallel.group import LearnerGroup, open_shelves
 from qurl.trainer.parallel.processes import Post, Workers
 
 
@@ -40,9 +40,6 @@ class ReplicaGroup(LearnerGroup):
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self.workers.run(load, folder)
 
     def watch(self, tracker: UpdateTracker) -> UpdateTracker:  # type: ignore[override]
         return self._learner.watch(tracker)

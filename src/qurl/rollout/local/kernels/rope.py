@@ -46,7 +46,7 @@ def rotate_and_store(
     eps: float,
     dtype: torch.dtype,
     keep_kv: bool,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """q [M, H, D], and with `keep_kv` k and v [M, H_kv, D], of qkv [M, (H + 2 H_kv) D], rotated.
 
     `rotations` are cos and sin [P, D / 2], `norms` the weights [D] of RMS norms of each head of q
@@ -88,7 +88,7 @@ def rotate_and_store(
         **EXACT,
     }
     rotate_kernel[(rows, divide_up(all_heads, heads))](**args)
-    return q if k is None or v is None else (q, k, v)
+    return (q,) if k is None or v is None else (q, k, v)
 
 
 def _cache_args(

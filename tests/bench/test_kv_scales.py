@@ -1,8 +1,8 @@
 """Scales of an FP8 cache from a batch, and what they round away."""
 
 import torch
-from benchmarks.kv_scales import Recorder, largest, of_batch
 
+from benchmarks.kv_scales import Recorder, largest, of_batch
 from qurl.types import KVScales
 
 

@@ -434,6 +434,15 @@ def test_the_buffer_is_bounded_and_holds_the_newest_mixed_group_of_each_problem(
     assert kept == [("c", 0), ("a@1", 1), ("e", 1)]
 
 
+def test_answers_that_differ_are_mixed_whatever_their_mean():
+    """Rewards of -1 and 1 have a mean of 0, and partial credit that all get teaches nothing."""
+    replay = RecentReplay(setup(replay={"fresh": 0.5, "capacity": 4}))
+    signs = fresh_groups("signs", version=0, accuracies=(-1, 1))
+    partial = fresh_groups("partial", version=0, accuracies=(0.5, 0.5))
+    replay.merge([*signs, *partial], 2, seed=0)
+    assert [packed["id"] for packed in replay.state_dict()["buffer"]] == ["signs"]
+
+
 def test_replay_resumes_exactly():
     options = {"fresh": 0.5, "capacity": 8}
     replay = RecentReplay(setup(replay=options))

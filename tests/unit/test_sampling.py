@@ -1,5 +1,6 @@
 """The order of problems, dynamic sampling, and what a step's sampler measures."""
 
+import math
 from collections import Counter
 from contextlib import contextmanager
 
@@ -441,6 +442,13 @@ def test_a_thermostat_sets_the_temperature_of_a_step():
         Hooks(thermostat=lambda step, temperature: temperature + 0.25), Script(num_right=1)
     )
     assert {g.rollout.temperature for g in collected.graded} == {1.25}
+
+
+@pytest.mark.parametrize("returned", [0.0, -1.0, math.inf, None, "warm"])
+def test_a_thermostat_that_returns_no_temperature_is_an_error(returned):
+    """At 0 the engine would take the likeliest token, and the trainer divide its logits by 0."""
+    with pytest.raises(ConfigError, match=r"sampling.thermostat returned .*; it must return a"):
+        sample_with(Hooks(thermostat=lambda *_: returned), Script(num_right=1))
 
 
 class Probing:

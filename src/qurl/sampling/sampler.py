@@ -26,7 +26,7 @@ from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Hooks
 from qurl.sampling.stream import ProblemStream
 from qurl.seeds import derive_seed
-from qurl.types import Graded, Problem, Rollout, SamplingParams
+from qurl.types import COLDEST, Graded, Problem, Rollout, SamplingParams
 
 
 class Sampler:
@@ -92,11 +92,9 @@ class Sampler:
     def _sample(self, problems: Sequence[Problem], round: int | str) -> list[Graded]:
         """A graded group for each problem, in their order."""
         sampling, hooks = self.config.sampling, self.hooks
-        with naming_failures("sampling.thermostat"):
-            temperature = hooks.thermostat(self.step, sampling.temperature)
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
-            temperature=temperature,
+            temperature=self._temperature(),
             stop=sampling.stops,
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
@@ -134,6 +132,21 @@ class Sampler:
             self._foretold[0].extend(expected)
             self._foretold[1].extend(lengths)
         return graded
+
+    def _temperature(self) -> float:
+        """Of this step, as the thermostat has it. The trainer divides by it, so it is not 0."""
+        with naming_failures("sampling.thermostat"):
+            found: Any = self.hooks.thermostat(self.step, self.config.sampling.temperature)
+        try:
+            temperature = float(found)
+        except (TypeError, ValueError):  # no number
+            temperature = math.nan
+        if not COLDEST <= temperature < math.inf:
+            raise ConfigError(
+                f"sampling.thermostat returned {found!r}; it must return a temperature from "
+                f"{COLDEST:g} on"
+            )
+        return temperature
 
     def _earlier(self, indices: Sequence[int]) -> Earlier:
         """The last responses to each problem; none unless drafts are on."""

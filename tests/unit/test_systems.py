@@ -250,6 +250,15 @@ def test_a_sub_selection_that_returns_nonsense_is_an_error(rows):
         narrow(groups_of([1, 0, 0, 1]), lambda *_: rows, ESTIMATORS["grpo"], seed=0)
 
 
+@pytest.mark.parametrize("advantages", [torch.ones(4), torch.ones(2, 2), [1.0, -1.0]])
+def test_a_sub_selection_gives_each_of_its_rows_an_advantage(advantages):
+    def subselect(batch, whole, seed):
+        return torch.tensor([3, 0]), advantages
+
+    with pytest.raises(ConfigError, match=r"batch.subselect returned advantages .* rows \(2,\)"):
+        narrow(groups_of([1, 0, 0, 1]), subselect, ESTIMATORS["grpo"], seed=0)
+
+
 # DOTS
 
 

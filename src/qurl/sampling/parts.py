@@ -52,8 +52,8 @@ SubSelect = Callable[[Batch, Tensor, int], Tensor | tuple[Tensor, Tensor]]
 """`subselect(batch, advantages, seed)`: the rows of the batch to train on; they may repeat.
 
 `advantages` [B] are those within the whole groups. For the rows alone, advantages are computed anew
-among these rows; for (rows, advantages), those count. In rows of the shape [n, k], the k of a line
-stay in one mini-batch.
+among them; for (rows, advantages[rows]), those count. In rows of the shape [n, k], the k of a
+line stay in one mini-batch.
 """
 
 

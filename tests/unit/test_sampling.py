@@ -451,6 +451,26 @@ def test_a_thermostat_that_returns_no_temperature_is_an_error(returned):
         sample_with(Hooks(thermostat=lambda *_: returned), Script(num_right=1))
 
 
+class Hoarding:
+    """A replay that samples nothing, or trains on nothing."""
+
+    def __init__(self, num_fresh, groups=()):
+        self.num_fresh, self.groups = lambda num_groups: num_fresh, groups
+
+    def merge(self, fresh, num_groups, seed):
+        return self.groups
+
+
+def test_a_replay_without_groups_is_an_error():
+    with pytest.raises(ConfigError, match=r"sampling.replay: num_fresh returned 0"):
+        sample_with(Hooks(replay=Hoarding(0)), Script(num_right=1))
+    for groups in ([], [None]):
+        with pytest.raises(ConfigError, match=r"sampling.replay: merge returned .* 1 or more"):
+            Hooks(replay=Hoarding(2, groups)).merge([], 2, seed=0)
+    with pytest.raises(ConfigError, match=r"sampling.replay failed: TypeError"):
+        Hooks(replay=Hoarding(2, None)).merge([], 2, seed=0)
+
+
 class Probing:
     """Asks problem 5 first, and then what the history has."""
 

@@ -61,7 +61,7 @@ class Sampler:
         probe = getattr(self.hooks.select, "probe", None)
         if probe and (indices := probe(self.step, self.stream.history, self.config.seed)):
             self.probed = self._sample(self.stream.hand_out(indices), "probe")
-        num_fresh = self.hooks.replay.num_fresh(self.config.batch.problems)
+        num_fresh = self.hooks.num_fresh(self.config.batch.problems)
         size = getattr(self.hooks.select, "round", None)
         collected = collect(self, num_fresh, self.config.algo, size)
         return Sampled(collected.graded, self.graded, self.metrics() | collected.metrics())

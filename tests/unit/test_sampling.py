@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from models import group
@@ -103,6 +104,17 @@ def test_another_seed_is_another_order():
 def test_an_empty_task_is_refused():
     with pytest.raises(DataError, match="task 'numbers' has no problems"):
         ProblemStream(Numbers(0), seed=0)
+
+
+def test_problems_that_share_an_id_are_refused():
+    """Engines draw by id, and rollouts are told apart by it: both would get the same answers."""
+
+    class Nameless(Numbers):
+        def __getitem__(self, index):
+            return replace(super().__getitem__(index), id="sum")
+
+    with pytest.raises(DataError, match=r"several problems with the id 'sum'; give each its own"):
+        ProblemStream(Nameless(8), seed=1).take(2)
 
 
 def test_a_problem_taken_twice_has_two_ids():

@@ -349,7 +349,8 @@ def _option(name: str, args: list[str], default: Default = None) -> tuple[str | 
     if name not in args:
         return default, args
     i = args.index(name)
-    return (args[i + 1 : i + 2] or [""])[0], args[:i] + args[i + 2 :]
+    words = [word for word in args[i + 1 : i + 2] if not word.startswith("--")]
+    return (words or [""])[0], args[:i] + args[i + 1 + len(words) :]
 
 
 def _count(name: str, word: str | None) -> int | None:

@@ -235,6 +235,7 @@ def policy_loss(
     keep = mask.bool()
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp, logp_prox, logp_behav = logp.to(dtype), logp_prox.to(dtype), logp_behav.to(dtype)
+    advantages = advantages.to(torch.promote_types(advantages.dtype, torch.float32))
     if weight is None or shrink is None:
         log_mismatch = torch.where(keep, logp_prox - logp_behav, 0.0)
         weight, shrink = importance_weights(log_mismatch, facts.cap(cap))

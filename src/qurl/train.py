@@ -109,7 +109,7 @@ def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, flo
     sampled = take_rollouts(config, parts, run, step)
     metrics |= sampled.metrics
     seed = derive_seed(config.seed, "replay", step)
-    graded = hooks.replay.merge(sampled.graded, config.batch.problems, seed)
+    graded = hooks.merge(sampled.graded, config.batch.problems, seed)
     seed = derive_seed(config.seed, "subselect", step)
     rows, bundle, advantage = narrow(graded, hooks.subselect, parts.advantage, seed)
     batch = learner.deal(graded, rows, bundle, step)

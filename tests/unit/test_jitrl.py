@@ -129,6 +129,10 @@ def test_the_released_codes_numbers_by_hand():
     left = optimistic_advantages(returns, "abc", 0.0, draws)
     assert list(left.values()) == pytest.approx([2 - 8 / 3, 6 - 8 / 3, -8 / 3])
     assert optimistic_advantages(returns, "ab", 1.0, draws) == {"a": -1.0, "b": 3.0}
+    # a counts for V, n and the mean of Q, although it is no candidate.
+    away = optimistic_advantages(returns, "bc", 1.0, draws)
+    assert away == pytest.approx({"a": 2 - value, "b": 6 - value, "c": 3.25 - value})
+    assert optimistic_advantages({}, "bc", 1.0, draws) == {"b": 0.0, "c": 0.0}
     cv = math.sqrt(2 / 3) / 2
     assert exploration(returns) == pytest.approx(1 / (1 + (2 / (1 + cv)) ** 0.65))
     assert exploration({"b": [6.0]}) == 0.8
@@ -151,6 +155,14 @@ def test_what_paid_off_is_considered_though_not_proposed():
             assert decision.policy["yes"] == pytest.approx(
                 FLOOR * math.e**2 / (FLOOR * math.e**2 + math.e**-2)
             )
+
+
+def test_the_released_code_explores_only_what_it_has_a_memory_of():
+    """Without a neighbour it takes the most likely action, whatever the seed."""
+    for seed in range(20):
+        options = Options(is_official=True, seed=seed)
+        agent = JitRL(lambda state, history: {"often": 0.6, "seldom": 0.4}, options)
+        assert agent.act(STATE, []).action == "often"
 
 
 def walk(agent, length=5):

@@ -273,6 +273,16 @@ def test_dual_clip_bounds_negative_advantages_only():
     assert stats["actor/pg_clipfrac_lower"].item() == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inputs_in_16_bits_are_computed_with_in_fp32(dtype):
+    """R = e^2, so the dual clip bounds the loss; 16 bits would round this bound."""
+    logp, prox, mask = torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), torch.ones(1, 1)
+    advantage = torch.tensor([[-2.703125]])  # 8 bits
+    inputs = [x.to(dtype) for x in (logp, prox, prox, advantage)]
+    loss, _ = policy_loss(*inputs, mask, objective="ppo_prox", dual_clip=3.01)
+    assert loss.item() == pytest.approx(3.01 * 2.703125, rel=1e-6)
+
+
 def test_weights_carry_no_gradient():
     """d loss / d logp_prox and logp_behav do not exist, even when those require grad."""
     tensors = [torch.full((1, 2), x).double().requires_grad_() for x in (-1.0, -1.2, -2.5)]

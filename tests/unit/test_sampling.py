@@ -1,7 +1,9 @@
 """The order of problems, dynamic sampling, and what a step's sampler measures."""
 
+import math
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from models import group
@@ -102,6 +104,17 @@ def test_another_seed_is_another_order():
 def test_an_empty_task_is_refused():
     with pytest.raises(DataError, match="task 'numbers' has no problems"):
         ProblemStream(Numbers(0), seed=0)
+
+
+def test_problems_that_share_an_id_are_refused():
+    """Engines draw by id, and rollouts are told apart by it: both would get the same answers."""
+
+    class Nameless(Numbers):
+        def __getitem__(self, index):
+            return replace(super().__getitem__(index), id="sum")
+
+    with pytest.raises(DataError, match=r"several problems with the id 'sum'; give each its own"):
+        ProblemStream(Nameless(8), seed=1).take(2)
 
 
 def test_a_problem_taken_twice_has_two_ids():
@@ -441,6 +454,33 @@ def test_a_thermostat_sets_the_temperature_of_a_step():
         Hooks(thermostat=lambda step, temperature: temperature + 0.25), Script(num_right=1)
     )
     assert {g.rollout.temperature for g in collected.graded} == {1.25}
+
+
+@pytest.mark.parametrize("returned", [0.0, -1.0, math.inf, None, "warm"])
+def test_a_thermostat_that_returns_no_temperature_is_an_error(returned):
+    """At 0 the engine would take the likeliest token, and the trainer divide its logits by 0."""
+    with pytest.raises(ConfigError, match=r"sampling.thermostat returned .*; it must return a"):
+        sample_with(Hooks(thermostat=lambda *_: returned), Script(num_right=1))
+
+
+class Hoarding:
+    """A replay that samples nothing, or trains on nothing."""
+
+    def __init__(self, num_fresh, groups=()):
+        self.num_fresh, self.groups = lambda num_groups: num_fresh, groups
+
+    def merge(self, fresh, num_groups, seed):
+        return self.groups
+
+
+def test_a_replay_without_groups_is_an_error():
+    with pytest.raises(ConfigError, match=r"sampling.replay: num_fresh returned 0"):
+        sample_with(Hooks(replay=Hoarding(0)), Script(num_right=1))
+    for groups in ([], [None]):
+        with pytest.raises(ConfigError, match=r"sampling.replay: merge returned .* 1 or more"):
+            Hooks(replay=Hoarding(2, groups)).merge([], 2, seed=0)
+    with pytest.raises(ConfigError, match=r"sampling.replay failed: TypeError"):
+        Hooks(replay=Hoarding(2, None)).merge([], 2, seed=0)
 
 
 class Probing:

@@ -399,6 +399,19 @@ def test_a_problem_is_known_in_every_epoch():
     assert [p.id for p in ordered] == ["me@home", "y@2", "x@12"]
 
 
+def test_problems_that_never_come_again_are_forgotten():
+    """Each later turn of an episode is one: a long run would remember millions."""
+    history = LengthHistory(most=2)
+    a, b, *turns = (Problem(name, (1,)) for name in ("a", "b", "b/0/2", "b/1/2"))
+    for problem, length in ((a, 5), (b, 7), (a, 3), (turns[0], 9)):
+        history.record(problem, length)
+    assert history.order([(a, 1), (b, 1)]) == [(b, 1), (a, 1)]  # b is unknown
+    history.record(a, 4)
+    history.record(turns[1], 9)
+    assert history.expect(a) == 5
+    assert history.order([(a, 1), (turns[0], 1)]) == [(turns[0], 1), (a, 1)]
+
+
 def test_requests_wait_for_company_while_others_run():
     """Ten rows with a patience of 2: newcomers are let in when 20 row-steps have stayed empty."""
     first = [make_request(str(i), 3) for i in range(10)]

@@ -250,6 +250,15 @@ def test_a_sub_selection_that_returns_nonsense_is_an_error(rows):
         narrow(groups_of([1, 0, 0, 1]), lambda *_: rows, ESTIMATORS["grpo"], seed=0)
 
 
+@pytest.mark.parametrize("advantages", [torch.ones(4), torch.ones(2, 2), [1.0, -1.0]])
+def test_a_sub_selection_gives_each_of_its_rows_an_advantage(advantages):
+    def subselect(batch, whole, seed):
+        return torch.tensor([3, 0]), advantages
+
+    with pytest.raises(ConfigError, match=r"batch.subselect returned advantages .* rows \(2,\)"):
+        narrow(groups_of([1, 0, 0, 1]), subselect, ESTIMATORS["grpo"], seed=0)
+
+
 # DOTS
 
 
@@ -432,6 +441,15 @@ def test_the_buffer_is_bounded_and_holds_the_newest_mixed_group_of_each_problem(
     replay.merge([*fresh_groups("a@1", "e", version=1), *flat], 3, seed=0)
     kept = [(packed["id"], packed["version"]) for packed in replay.state_dict()["buffer"]]
     assert kept == [("c", 0), ("a@1", 1), ("e", 1)]
+
+
+def test_answers_that_differ_are_mixed_whatever_their_mean():
+    """Rewards of -1 and 1 have a mean of 0, and partial credit that all get teaches nothing."""
+    replay = RecentReplay(setup(replay={"fresh": 0.5, "capacity": 4}))
+    signs = fresh_groups("signs", version=0, accuracies=(-1, 1))
+    partial = fresh_groups("partial", version=0, accuracies=(0.5, 0.5))
+    replay.merge([*signs, *partial], 2, seed=0)
+    assert [packed["id"] for packed in replay.state_dict()["buffer"]] == ["signs"]
 
 
 def test_replay_resumes_exactly():

@@ -98,7 +98,6 @@ class Audit:
         choices = {
             "formats": ("none", *FORMATS),
             "objectives": tuple(OBJECTIVES),
-            "advantages": tuple(ADVANTAGES),
         }
         for flag, allowed in choices.items():
             for value in getattr(self, flag):
@@ -180,7 +179,10 @@ class Auditor:
         """The advantages of the audit by name; raises if the run cannot compute one."""
         own = self.config.algo.advantage
         names = self.options.advantages or (own,)
+        known = {**ESTIMATORS, own: self.parts.advantage}
         for name in names:
+            if name not in known:
+                raise ConfigError(f"--advantages {name} is not one of {', '.join(known)}")
             facts = ADVANTAGES.get(name, Advantage())  # a user's own compares what it likes
             if facts.needs_critic and self.learner.critic is None:
                 raise ConfigError(f"--advantages {name} needs a critic, and the run has none")
@@ -189,7 +191,6 @@ class Auditor:
                     f"--advantages {name} compares completions of a problem, and --group is "
                     f"{self.group_size}; set it to 2 or more"
                 )
-        known = {**ESTIMATORS, own: self.parts.advantage}
         return {name: known[name] for name in names}
 
     def findings(self) -> Iterator[Finding]:

@@ -129,9 +129,10 @@ class JitRL:
         draws = generator(self.options.seed, "jitrl", self.num_episodes, len(history))
         explore = exploration(returns)
         if self.options.is_official:
-            advantages = optimistic_advantages(returns, prior, explore, draws)
+            found = optimistic_advantages(returns, prior, explore, draws)
             weight = min(1 + 0.5 * self.num_episodes / 50, 1.5)
-            hat = normalise(advantages)
+            # Others than those of `prior` count for the unit.
+            hat, advantages = normalise(found), {a: found[a] for a in prior}
             scores = {a: p + weight * hat[a] for a, p in prior.items()}
             action = _best(scores)
             policy = {a: float(a == action) for a in prior}
@@ -192,19 +193,21 @@ def optimistic_advantages(
 ) -> dict[str, float]:
     """A of the released code: an unseen action has Q = V + 1/n with probability `explore`, else 0.
 
-    If any is unseen, V is the mean of Q over actions.
+    If any is unseen, V is the mean of Q over actions. Actions that have returns and are not among
+    `actions` count too, and have an A. Without any returns, all A are 0.
     """
-    actions = list(actions)
-    seen = [x for a in actions for x in returns.get(a, ())]
+    values = {a: statistics.fmean(x) for a, x in returns.items() if x}
+    if not values:
+        return dict.fromkeys(actions, 0.0)
+    seen = [x for own in returns.values() for x in own]
     value = _mean(seen)
-    values = {a: statistics.fmean(returns[a]) for a in actions if returns.get(a)}
     unseen = [a for a in actions if a not in values]
     for a in unseen:
         is_tried = float(torch.rand((), generator=draws)) < explore
-        values[a] = value + 1 / max(len(seen), 1) if is_tried else 0.0
+        values[a] = value + 1 / len(seen) if is_tried else 0.0
     if unseen:
         value = _mean(values.values())
-    return {a: values[a] - value for a in actions}
+    return {a: q - value for a, q in values.items()}
 
 
 def exploration(returns: Mapping[str, Sequence[float]]) -> float:

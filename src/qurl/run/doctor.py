@@ -103,7 +103,9 @@ def check_versions() -> Iterator[Finding]:
         advice = f"install the package (pip install {DISTRIBUTION}) to check its dependencies"
         yield Finding("note", "packages", "QuRL runs from a folder and is not installed", advice)
         declared = []
-    yield from (check_package(r) for r in map(Requirement, declared) if not r.marker)
+    for requirement in map(Requirement, declared):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield check_package(requirement)
     yield check_triton()
 
 

@@ -44,6 +44,7 @@ def narrow(
     _check(rows, len(batch))
     bundle = rows.shape[1] if rows.dim() == 2 else 1
     if kept is not None:
+        _check_advantages(kept, rows)
         advantage = known_advantages(kept.flatten().cpu())
     return Narrowed(rows.flatten().cpu(), bundle, advantage)
 
@@ -54,4 +55,13 @@ def _check(rows: Tensor, num_rows: int) -> None:
         raise ConfigError(
             f"batch.subselect returned {rows}; it must return an int64 tensor of one or more rows "
             f"from 0 to {num_rows - 1}, [n] or [n, k]"
+        )
+
+
+def _check_advantages(kept: Tensor, rows: Tensor) -> None:
+    if not isinstance(kept, Tensor) or kept.shape != rows.shape:
+        shape = tuple(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
+        raise ConfigError(
+            f"batch.subselect returned advantages {shape} for rows {tuple(rows.shape)}; it must "
+            "return one for each row, such as advantages[rows]"
         )

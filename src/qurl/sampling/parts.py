@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qurl.config import Config
 from qurl.errors import ConfigError
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.sampling.history import History
 from qurl.sampling.stream import Selector, shuffle
 from qurl.tasks.task import Task
@@ -52,8 +52,8 @@ SubSelect = Callable[[Batch, Tensor, int], Tensor | tuple[Tensor, Tensor]]
 """`subselect(batch, advantages, seed)`: the rows of the batch to train on; they may repeat.
 
 `advantages` [B] are those within the whole groups. For the rows alone, advantages are computed anew
-among these rows; for (rows, advantages), those count. In rows of the shape [n, k], the k of a line
-stay in one mini-batch.
+among them; for (rows, advantages[rows]), those count. In rows of the shape [n, k], the k of a
+line stay in one mini-batch.
 """
 
 
@@ -99,6 +99,27 @@ class Hooks:
     replay: Replay = field(default_factory=NoReplay)
     subselect: SubSelect | None = None
     """None trains on all completions."""
+
+    def num_fresh(self, num_groups: int) -> int:
+        """How many of a step's groups are to be sampled."""
+        with naming_failures("sampling.replay"):
+            num_fresh = int(self.replay.num_fresh(num_groups))
+        if num_fresh < 1:
+            raise ConfigError(
+                f"sampling.replay: num_fresh returned {num_fresh}; every step samples 1 or more"
+            )
+        return num_fresh
+
+    def merge(self, fresh: Sequence[Graded], num_groups: int, seed: int) -> list[Graded]:
+        """The groups that a step trains on."""
+        with naming_failures("sampling.replay"):
+            graded = list(self.replay.merge(fresh, num_groups, seed))
+        if not graded or not all(isinstance(group, Graded) for group in graded):
+            raise ConfigError(
+                f"sampling.replay: merge returned {str(graded)[:200]}; it must return the groups "
+                "of a step, 1 or more"
+            )
+        return graded
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         """Tell the parts that want to know what a step sampled and measured."""

@@ -16,6 +16,7 @@ import torch
 from qurl.losses import kl_penalty
 from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Setup
+from qurl.sampling.sampler import has_signal
 from qurl.seeds import generator
 from qurl.types import Graded, Trained
 
@@ -48,7 +49,7 @@ class RecentReplay:
         names = {group.rollout.problem.name for group in fresh}
         older = [packed for packed in self._buffer if packed["name"] not in names]
         room = max(0, self.config.capacity - len(fresh))
-        added = {g.rollout.problem.name: pack(g) for g in fresh if 0 < fmean(g.accuracies) < 1}
+        added = {g.rollout.problem.name: pack(g) for g in fresh if has_signal(g)}
         self._buffer = [*older[max(0, len(older) - room) :], *added.values()]
         self._buffer = self._buffer[-self.config.capacity :]
 

@@ -26,7 +26,7 @@ from qurl.sampling.packed import pack, unpack
 from qurl.sampling.parts import Hooks
 from qurl.sampling.stream import ProblemStream
 from qurl.seeds import derive_seed
-from qurl.types import Graded, Problem, Rollout, SamplingParams
+from qurl.types import COLDEST, Graded, Problem, Rollout, SamplingParams
 
 
 class Sampler:
@@ -61,7 +61,7 @@ class Sampler:
         probe = getattr(self.hooks.select, "probe", None)
         if probe and (indices := probe(self.step, self.stream.history, self.config.seed)):
             self.probed = self._sample(self.stream.hand_out(indices), "probe")
-        num_fresh = self.hooks.replay.num_fresh(self.config.batch.problems)
+        num_fresh = self.hooks.num_fresh(self.config.batch.problems)
         size = getattr(self.hooks.select, "round", None)
         collected = collect(self, num_fresh, self.config.algo, size)
         return Sampled(collected.graded, self.graded, self.metrics() | collected.metrics())
@@ -92,11 +92,9 @@ class Sampler:
     def _sample(self, problems: Sequence[Problem], round: int | str) -> list[Graded]:
         """A graded group for each problem, in their order."""
         sampling, hooks = self.config.sampling, self.hooks
-        with naming_failures("sampling.thermostat"):
-            temperature = hooks.thermostat(self.step, sampling.temperature)
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
-            temperature=temperature,
+            temperature=self._temperature(),
             stop=sampling.stops,
             group_size=sampling.group_size,
             seed=derive_seed(self.config.seed, "rollout", self.step, round),
@@ -141,6 +139,21 @@ class Sampler:
         self._rollout_seconds += generated - start
         self._grade_seconds += time.perf_counter() - generated
         return {group.rollout.problem.id: group for group in finished}
+
+    def _temperature(self) -> float:
+        """Of this step, as the thermostat has it. The trainer divides by it, so it is not 0."""
+        with naming_failures("sampling.thermostat"):
+            found: Any = self.hooks.thermostat(self.step, self.config.sampling.temperature)
+        try:
+            temperature = float(found)
+        except (TypeError, ValueError):  # no number
+            temperature = math.nan
+        if not COLDEST <= temperature < math.inf:
+            raise ConfigError(
+                f"sampling.thermostat returned {found!r}; it must return a temperature from "
+                f"{COLDEST:g} on"
+            )
+        return temperature
 
     def _earlier(self, indices: Sequence[int]) -> Earlier:
         """The last responses to each problem; none unless drafts are on."""

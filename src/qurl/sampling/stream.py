@@ -113,6 +113,11 @@ class ProblemStream:
         repetition = self.position // len(self.task) if self.select is shuffle else self.position
         if repetition:
             problem = dataclasses.replace(problem, id=f"{problem.id}@{repetition}")
+        if problem.id in self._indices:
+            raise DataError(
+                f"task {self.task.name!r} has several problems with the id {problem.id!r}; give "
+                "each its own"
+            )
         self.history.num_taken += 1
         self._indices[problem.id] = index
         return problem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -16,6 +16,8 @@ from qurl.types import Completion, Problem, TokenIds
 
 FIRST_WINDOW = 2
 """Draft tokens of a request at its start, and the fewest that are worth a step with drafts."""
+MOST_LENGTHS = 2**18
+"""Problems whose lengths are remembered: some 40 MB."""
 
 
 class Transcript:
@@ -171,14 +173,22 @@ AnyAsked = TypeVar("AnyAsked", bound=tuple)
 
 
 class LengthHistory:
-    """The longest completion of each problem so far, as a forecast of the next one."""
+    """The longest completion of each problem so far, as a forecast of the next one.
 
-    def __init__(self) -> None:
-        self._longest: dict[str, int] = {}
+    The later turns of an episode are problems that never come again, so old names are forgotten.
+    """
+
+    def __init__(self, most: int = MOST_LENGTHS) -> None:
+        self.most = most
+        self._longest: OrderedDict[str, int] = OrderedDict()
+        """By the name of the problem, the one that was recorded last at the end."""
 
     def record(self, problem: Problem, num_tokens: int) -> None:
         longest = self._longest.get(problem.name, 0)
         self._longest[problem.name] = max(num_tokens, longest)
+        self._longest.move_to_end(problem.name)
+        if len(self._longest) > self.most:
+            self._longest.popitem(last=False)
 
     def expect(self, problem: Problem) -> int:
         """Tokens of a completion; of an unknown problem, as many as the longest so far."""

@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qurl.run.directory import is_among
 from qurl.run.intervals import paired_difference, unpaired_difference
 from qurl.run.report.reader import RunReader
 from qurl.run.report.verdict import Facts
 
-PROBLEMS = ("task.name", "task.difficulty", "task.eval_path", "task.instruction", "eval.problems")
+FILES = ("task.eval_path", "task.eval_sets")
+PROBLEMS = ("task.name", "task.difficulty", *FILES, "task.instruction", "eval.problems")
 """Runs that agree in these keys, and for generated tasks in the seed, answer the same problems."""
 
 
@@ -63,8 +65,12 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
 
 
 def _has_same_problems(first: RunReader, second: RunReader) -> bool:
-    keys = PROBLEMS if first.config.get("task.eval_path") else (*PROBLEMS, "seed")
-    return all(first.config.get(key) == second.config.get(key) for key in keys)
+    def values(run: RunReader) -> dict[str, Any]:
+        has_files = any(value for key, value in run.config.items() if is_among(key, FILES))
+        keys = PROBLEMS if has_files else (*PROBLEMS, "seed")
+        return {key: value for key, value in run.config.items() if is_among(key, keys)}
+
+    return values(first) == values(second)
 
 
 def _numbers(facts: Facts) -> dict[str, float | None]:

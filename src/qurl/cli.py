@@ -96,6 +96,9 @@ def _run(args: list[str]) -> int:
             raise ConfigError("an argument holds a NUL character; remove it")
         if args[0] not in COMMANDS:
             raise ConfigError(f"{args[0]!r} is not a command; use one of {', '.join(COMMANDS)}")
+        if {"-h", "--help"} & set(args[1:]) and args[0] not in HELP_OF_THEIR_OWN:
+            print(HELP, end="")
+            return 0
         return COMMANDS[args[0]](args[1:])
     except QurlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -181,16 +184,20 @@ def _train(config: Any) -> None:
 
 
 def eval_command(args: list[str]) -> int:
+    recipe, flags = _recipe_and_flags(args)
+    _help_with_keys(recipe, flags)
     from qurl.run.evaluation import evaluate_model
 
-    evaluate_model(*_recipe_and_flags(args))
+    evaluate_model(recipe, flags)
     return 0
 
 
 def validate_command(args: list[str]) -> int:
+    recipe, flags = _recipe_and_flags(args)
+    _help_with_keys(recipe, flags)
     from qurl.run.validate import validate
 
-    return 0 if validate(*_recipe_and_flags(args)) else 2
+    return 0 if validate(recipe, flags) else 2
 
 
 def doctor_command(args: list[str]) -> int:
@@ -209,9 +216,6 @@ def doctor_command(args: list[str]) -> int:
 
 
 def advise_command(args: list[str]) -> int:
-    if _asks_for_help(args):
-        print(HELP, end="")
-        return 0
     from qurl.bench.advise import advise, print_advice
     from qurl.config import load_config
 
@@ -227,9 +231,6 @@ def advise_command(args: list[str]) -> int:
 
 
 def fork_command(args: list[str]) -> int:
-    if _asks_for_help(args):
-        print(HELP, end="")
-        return 0
     step, rest = _option("--at", args)
     if step is None or not rest or rest[0].startswith("-"):
         raise ConfigError(f"expected RUN --at STEP, got {' '.join(args) or 'nothing'}")
@@ -332,6 +333,8 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "audit": _bench("run_audit"),
 }
 
+HELP_OF_THEIR_OWN = {"train", "eval", "validate", "bench", "tune", "audit"}
+
 
 def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     """Split off the recipe, which comes first; without one, the flags change the defaults."""
@@ -342,6 +345,14 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     if late := [a for a in args if a.endswith(".toml")]:
         raise ConfigError(f"the recipe comes before the flags: put {late[0]} first")
     return None, args
+
+
+def _help_with_keys(recipe: str | None, flags: list[str]) -> None:
+    """Print every key of a recipe and end, if flags ask for help; torch is not needed for that."""
+    if {"-h", "--help"} & set(flags):
+        from qurl.config import load_config
+
+        load_config(recipe, flags)
 
 
 def _option(name: str, args: list[str], default: Default = None) -> tuple[str | Default, list[str]]:
@@ -364,10 +375,6 @@ def _switch(name: str, args: list[str]) -> tuple[bool, list[str]]:
     return name in args, [word for word in args if word != name]
 
 
-def _asks_for_help(args: list[str]) -> bool:
-    return "-h" in args or "--help" in args
-
-
 def _at_least_one(args: list[str], name: str) -> list[str]:
     if not args or any(a.startswith("-") for a in args):
         return _exactly(args, name)  # says what is wrong
@@ -375,9 +382,6 @@ def _at_least_one(args: list[str], name: str) -> list[str]:
 
 
 def _exactly(args: list[str], *names: str) -> list[str]:
-    if _asks_for_help(args):
-        print(HELP, end="")
-        raise SystemExit(0)
     if len(args) != len(names) or any(a.startswith("-") for a in args):
         expected = " ".join(names) or "no arguments"
         raise ConfigError(f"expected {expected}, got {' '.join(args) or 'nothing'}")

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from torch.distributed import run as torchrun
 
 from qurl.cli import COMMANDS
-from qurl.config import Config, load_config, read_recipe
+from qurl.config import Config, build_config, check_combinations, load_config, read_recipe
 from qurl.correction import mismatch_metrics, weight_metrics
 from qurl.errors import RewardError
 from qurl.losses import tis
@@ -435,6 +435,15 @@ def load_reference_writer():
 def test_recipe_reference_is_up_to_date():
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     assert page == load_reference_writer()["render"](), "run `make docs`"
+
+
+def test_what_turns_a_system_on_is_a_recipe_that_is_accepted():
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    sentences = re.findall(r"Turn it on\s+with\s+(`.+?)\.\n", page, re.DOTALL)
+    assert len(sentences) >= 7
+    for sentence in sentences:
+        tree = tomllib.loads("\n".join(re.findall(r"`(.+?)`", sentence)))
+        check_combinations(build_config(tree, sentence), sentence)
 
 
 def test_the_table_of_pairs_is_what_the_rules_say():

@@ -221,7 +221,7 @@ def test_what_would_learn_nothing_is_refused_at_the_start(llama, folder, capsys,
 
     (folder / "held_out.jsonl").write_text((folder / "data.jsonl").read_text())
     same = ["--task.eval-path", "held_out.jsonl", "--eval.every", "1"]
-    assert "task.eval_path asks the same questions as task.path" in refused(*same)
+    assert "held-out files ask the same questions as the training files" in refused(*same)
     asked = ["--task.instruction", "In \\boxed{}.", "--task.reward", "exact"]
     assert "in the form that the prompt asks for, must earn more than a wrong" in refused(*asked)
     config = folder / "llama" / "tokenizer_config.json"

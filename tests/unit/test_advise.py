@@ -31,7 +31,7 @@ from qurl.bench.limits import Speed, speed_of
 from qurl.bench.scenario import BASE, Hardware, Scenario, check_family, find_shape
 from qurl.bench.shapes import SHAPES, qwen2_shape
 from qurl.cli import main
-from qurl.config import build_config
+from qurl.config import build_config, check_combinations
 from qurl.errors import ConfigError
 from qurl.run.cards import CARDS, find_card
 from qurl.run.shape import measure
@@ -256,6 +256,32 @@ def test_choices(gains, answer, arm):
         expected = {"format": "none", "kv": "none", **Arm.of(arm).quant}
         assert recommended["quant.format"] == expected["format"]
         assert recommended.get("quant.kv", "none") == expected["kv"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "others"),
+    [
+        ({"format": "fp8", "unified": True, "backward": "dgrad"}, {"unified", "backward"}),
+        ({"format": "int8", "kv": "fp8", "full_layers": 2}, {"kv", "full_layers"}),
+        ({"format": "int8", "scales": "frozen"}, {"scales"}),
+    ],
+)
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_recommended_keys_are_a_recipe_that_is_accepted(quant, others, device):
+    config = recipe(batch={"problems": 8}, quant=quant, device=device)
+    check_combinations(config, "recipe")
+    advice = advise(config, shape="0.5B")
+    assert advice.answer == "no"
+    assert set(advice.recommended) == {f"quant.{key}" for key in {"format", *others}}
+    assert all(f"quant.{key} = " in advice.verdict[1].split("Also set")[1] for key in others)
+    keys = {key.removeprefix("quant."): value for key, value in advice.recommended.items()}
+    check_combinations(replace(config, quant=replace(config.quant, **keys)), "recommended")
+
+
+def test_a_base_that_goes_with_one_format_leaves_no_choice():
+    sections = {"model": {"path": "nowhere", "lora_rank": 32, "base": "nvfp4"}}
+    with pytest.raises(ConfigError, match=r"with quant\.format = 'nvfp4' only.*--model.base full"):
+        advise(recipe(**sections, quant={"format": "nvfp4"}), shape="7B")
 
 
 def test_training_in_8_bits_is_named_where_it_would_gain():

@@ -13,7 +13,7 @@ import pytest
 from models import tiny_llama, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from qurl.cli import COMMANDS, HELP, main
+from qurl.cli import COMMANDS, HELP, HELP_OF_THEIR_OWN, main
 from qurl.tasks.tokenizer import build_tokenizer
 
 SRC = str(Path(__file__).parents[2] / "src")
@@ -47,6 +47,28 @@ def test_help_is_fast():
         python(code)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - HELP_OF_THEIR_OWN))
+def test_the_help_of_a_command_imports_nothing_heavy(command, flag):
+    code = f"import sys; from qurl.cli import main; main(['{command}', '{flag}'])"
+    printed = python(f"{code}; print(*sys.modules)").stdout
+    assert printed.startswith(HELP)
+    assert not set(printed.removeprefix(HELP).split()) & {"torch", "transformers", "numpy", "tyro"}
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "validate"])
+def test_the_help_with_all_keys_needs_no_torch(command):
+    code = (
+        "import sys; from qurl.cli import main\n"
+        f"try: main(['{command}', 'arithmetic-cpu', '--help'])\n"
+        "except SystemExit as end: print(end.code, *sys.modules)"
+    )
+    *text, last = python(code).stdout.splitlines()
+    assert "--quant.format" in "\n".join(text)
+    assert last.split()[0] == "0"
+    assert not set(last.split()) & {"torch", "transformers"}
 
 
 @pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["help"]])

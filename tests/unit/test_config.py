@@ -538,7 +538,8 @@ def test_a_run_directory_is_a_recipe(tmp_path):
     with pytest.raises(ConfigError, match="holds the resolved recipe of a run with 'dapo'"):
         load_config(tmp_path, ["--algo.name", "ppo"])
     (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
-    with pytest.raises(ConfigError, match=r"config\.json is not a run's config"):
+    message = r"config\.json is not a run's config.*a model goes into model\.path of a recipe"
+    with pytest.raises(ConfigError, match=message):
         load_config(tmp_path, ["--algo.name", "ppo"])
 
 

@@ -64,7 +64,7 @@ def test_evaluating_on_the_trained_questions_is_refused(tmp_path):
     same = file_task(tmp_path / "b.jsonl", rows[::-1])
     some = file_task(tmp_path / "c.jsonl", [*rows[:1], {"prompt": "9+9?", "answer": "18"}])
     other = file_task(tmp_path / "d.jsonl", [{"prompt": "9+9?", "answer": "18"}])
-    with pytest.raises(ConfigError, match=r"task.eval_path asks the same questions as task.path"):
+    with pytest.raises(ConfigError, match=r"ask the same questions as the training files"):
         compare_splits(train, same)
-    assert compare_splits(train, some) == "1 of 2 held-out questions are in task.path too"
+    assert compare_splits(train, some) == "1 of 2 held-out questions are in the training files too"
     assert compare_splits(train, other) is None

@@ -32,6 +32,7 @@ from qurl.bench.scenario import (
     open_task,
 )
 from qurl.config import Config, check_combinations
+from qurl.errors import ConfigError
 from qurl.ops.device import pick_device
 from qurl.run.budget import GIB, find_savings
 from qurl.run.shape import Shape
@@ -89,8 +90,9 @@ def advise(
     tokens: int | None = None,
 ) -> Advice:
     """Measure or compute every arm and choose; completions have `tokens` tokens on average."""
+    check_base(config)
     if config.device == "cpu" and gpu is None:
-        return advise_cpu()
+        return advise_cpu(config)
     if gpus is None and (named := config.parallel.trainers + config.parallel.engines) > 1:
         gpus = named
     hardware = find_hardware(gpu, gpus)
@@ -113,7 +115,8 @@ def advise(
         seconds = {arm.name: scenario.forecast(arm) for arm in arms}
     gaps, how = find_gaps(config, found, task, hardware)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
-    answer, recommended, verdict = choose(rows, find_savings(config))
+    answer, keys, lines = choose(rows, find_savings(config))
+    recommended, verdict = with_others(config, keys, lines)
     plan = make_plan(scenario, rows)
     if plan:
         notes += scenario.planner.notes(plan)
@@ -131,10 +134,38 @@ def make_plan(scenario: Scenario, rows: Sequence[Row]) -> list[Prediction]:
     return [p for arm in arms for p in scenario.planner.best(arm, scenario.work(arm))]
 
 
-def advise_cpu() -> Advice:
+def check_base(config: Config) -> None:
+    """Raise if the frozen weights allow one format only, so that there is nothing to choose."""
+    if (base := config.model.base) != "full":
+        raise ConfigError(
+            f"model.base = {base!r} goes with quant.format = {base!r} only, and qurl advise "
+            "compares others; --model.base full does so for this recipe, and qurl train RECIPE "
+            "--dry-run tells the memory of this base"
+        )
+
+
+def with_others(
+    config: Config, recommended: Mapping[str, Any], verdict: tuple[str, str]
+) -> tuple[dict[str, Any], tuple[str, str]]:
+    """Recommended keys and the verdict, with those [quant] keys that do not go with them."""
+    quant = {key.removeprefix("quant."): v for key, v in recommended.items() if "quant." in key}
+    if not quant:
+        return dict(recommended), verdict
+    wanted, found = vars(Arm("", quant).apply(config).quant), vars(config.quant)
+    changed = {f"quant.{key}": value for key, value in wanted.items() if value != found[key]}
+    others = {key: value for key, value in changed.items() if key not in recommended}
+    first, second = verdict
+    if others:
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in others.items())
+        second = f"{second} Also set {settings}."
+    return {**recommended, **others}, (first, second)
+
+
+def advise_cpu(config: Config) -> Advice:
     line = "No: on a CPU codes are multiplied as FP32 numbers, so quantizing saves no time."
     reason = "Set quant.format = 'none', or plan for a GPU with --gpu H100."
-    return Advice("no", {"quant.format": BASE}, (line, reason), (), "on a CPU", ())
+    recommended, verdict = with_others(config, {"quant.format": BASE}, (line, reason))
+    return Advice("no", recommended, verdict, (), "on a CPU", ())
 
 
 def make_row(

@@ -60,6 +60,8 @@ class Arm:
         quant = {"kv": "none", "unified": False, "backward": "bf16", **self.quant}
         if quant["format"] == "none":
             quant["full_layers"] = 0
+        if quant["format"] != "int8":
+            quant["scales"] = "dynamic"
         return replace(config, quant=replace(config.quant, **quant))
 
     @property

@@ -136,7 +136,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not is_run:
         return tree
     if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
-        raise ConfigError(f"{path} is not a run's config; choose another folder")
+        raise ConfigError(
+            f"{path} is not a run's config; choose another folder. That of a model goes into "
+            "model.path of a recipe"
+        )
     for name in [name for name, section in tree.items() if isinstance(section, dict)]:
         for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
             section, _, rest = key.partition(".")

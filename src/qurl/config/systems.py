@@ -137,7 +137,8 @@ class PodsConfig(Section):
 @dataclass(frozen=True)
 class HistoSpecConfig(Section):
     """HistoSpec: decodes several tokens per step if they agree with an earlier answer. It samples
-    the same tokens as without drafts. Turn it on with `rollout.drafts = "histospec"`."""
+    the same tokens as without drafts. Turn it on with `rollout.drafts = "histospec"` and
+    `sampling.keep_responses = true`."""
 
     step_tokens: Count = 192
     """Largest number of tokens in a decode step, drafts included. Up to about this number, a step

@@ -113,6 +113,8 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     _check_arguments(target, dtype)
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise MissingExtra(missing[0], "gguf", f"reading {source}")
+    if not source.is_file():
+        raise ModelError(f"there is no file {source} (seen from {Path.cwd()}); give a GGUF file")
     from gguf import GGUFReader
 
     place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}

@@ -109,7 +109,7 @@ def compare_splits(train: Task, held_out: Task) -> str | None:
         return None
     if ours == theirs:
         raise ConfigError(
-            "task.eval_path asks the same questions as task.path: accuracy on trained questions "
-            "says nothing about others; hold some rows out"
+            "the held-out files ask the same questions as the training files: accuracy on trained "
+            "questions says nothing about others; hold some rows out"
         )
-    return f"{len(common)} of {len(theirs)} held-out questions are in task.path too"
+    return f"{len(common)} of {len(theirs)} held-out questions are in the training files too"

@@ -212,12 +212,13 @@ def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
     assert {entry["settings"]["group"] for entry in entries} == {4}
 
 
-def test_an_advantage_without_its_critic_is_refused(tmp_path):
+def test_an_advantage_that_the_run_cannot_compute_is_refused(tmp_path):
     run = tmp_path / "run"
     words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
     assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    audit = [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--advantages"]
     with pytest.raises(ConfigError, match="--advantages gae needs a critic, and the run has none"):
-        run_audit(
-            [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--advantages", "gae"]
-        )
+        run_audit([*audit, "gae"])
+    with pytest.raises(ConfigError, match=r"--advantages gea is not one of .*gae"):
+        run_audit([*audit, "gea"])

@@ -55,12 +55,25 @@ def test_unknown_flags_are_refused(capsys):
     assert "got --fast" in capsys.readouterr().err
     for flags, expected in (
         (["--gpus", "two"], "must be a whole number of at least 1"),
+        (["--gpus", "--device", "cpu"], "must be a whole number of at least 1"),
         (["--gpus", "1"], "--gpus 1 has nothing to exchange"),
         (["--device", "cpu"], "--device cpu goes with --gpus N"),
         (["--gpus", "2", "--device", "tpu"], "one of cuda, cpu"),
     ):
         assert main(["doctor", *flags]) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_packages_of_extras_and_of_other_platforms_are_not_checked(monkeypatch):
+    declared = [
+        "torch>=2",
+        "numpy>=1; python_version >= '3'",
+        "ray; extra == 'ray'",
+        "a; os_name == ''",
+    ]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: declared)
+    names = [finding.name for finding in doctor.check_versions()]
+    assert names == ["qurl", "torch", "numpy", "triton"]
 
 
 @pytest.mark.parametrize(("num_gpus", "found"), [(0, "torch sees none"), (1, "torch sees 1")])

@@ -15,6 +15,7 @@ import pytest
 import qurl.run.report.reader as reader_module
 import qurl.run.report.samples as samples_module
 from qurl.config import Config
+from qurl.config.schema import TaskConfig
 from qurl.errors import DataError
 from qurl.run.directory import Run
 from qurl.run.intervals import paired_difference, unpaired_difference
@@ -554,6 +555,23 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     assert "c cannot be told apart from a" in two["text"]
     assert "different problems" in two["text"], "generated from another seed"
     assert [numbers["steps"] for numbers in comparison["numbers"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sets", "seed", "are_same"), [(("a", "a"), 1, True), (("a", "b"), 0, False)]
+)
+def test_runs_on_named_sets_have_the_problems_of_their_files(tmp_path, sets, seed, are_same):
+    paths = [
+        evaluated(
+            tmp_path / str(i), "1100", i * seed, task=TaskConfig(eval_sets=((name, "x.jsonl"),))
+        )
+        for i, name in enumerate(sets)
+    ]
+    runs = open_runs(paths)
+    for run in runs:
+        run.read()
+    [verdict] = compare(runs)["verdicts"]
+    assert ("the same problems" in verdict["text"]) == are_same
 
 
 def test_untrained_models_are_not_compared(tmp_path):

@@ -247,6 +247,22 @@ def test_resuming_with_uaq(tmp_path):
     assert not hasattr(folded.model.config, "qurl_uaq")
 
 
+def test_uaq_with_a_reference_that_follows(tmp_path):
+    """TRL averages the weights of reference and policy. Of one policy, that is the same policy."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    made = trainer(
+        tmp_path,
+        options=QurlOptions(update_scale=1.5),
+        given={"model": str(tmp_path / "model")},
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        learning_rate=1e-9,
+    )
+    made.train()
+    assert [row["actor/ref_kl"] < 1e-9 for row in rows(made)] == [True, True]
+
+
 def test_uaq_needs_fp32(tmp_path):
     given = {"model": tiny_llama().bfloat16()}
     with pytest.raises(ModelError, match="load the model in float32"):

@@ -322,6 +322,8 @@ def test_arguments_by_position_are_looked_at(tmp_path):
         ({"cap": 0.5}, "cap = 0.5 must be at least 1"),
         ({"update_scale": 1.0}, "update_scale = 1.0 must exceed 1"),
         ({"quant": "int3"}, "'int3' is not one of"),
+        ({"engine": {"max_batches": 3}}, r"engine\['max_batches'\] is not one of kv, full_layers"),
+        ({"engine": {"quant": "fp8"}}, r"engine\['quant'\] is not one of kv"),
     ],
 )
 def test_refused_options(options, message):

@@ -134,6 +134,7 @@ test-verl: $(VENV)-verl/installed  ## test the policy loss and recipes in verl, 
 
 $(VENV)-verl/installed: pyproject.toml
 	$(call make_env,$(PYTHON),$(VENV)-verl)
+	$(call install_in,$(VENV)-verl) $(CPU_INDEX) 'torch==2.13.0'
 	$(call install_in,$(VENV)-verl) 'torch==2.13.0' $(VERL_NEEDS) pytest -e .
 	$(call install_in,$(VENV)-verl) --no-deps 'verl==0.9.1'
 	$(call install_in,$(VENV)-verl) --no-deps --target $(VENV)-verl/oldest 'verl==0.9.0'
@@ -148,6 +149,7 @@ test-skyrl: $(VENV)-skyrl/installed  ## test the policy loss in SkyRL
 
 $(VENV)-skyrl/installed: pyproject.toml
 	$(call make_env,$(PYTHON312),$(VENV)-skyrl)
+	$(call install_in,$(VENV)-skyrl) $(CPU_INDEX) 'torch==2.13.0'
 	$(call install_in,$(VENV)-skyrl) 'torch==2.13.0' $(SKYRL_NEEDS) pytest -e .
 	$(call install_in,$(VENV)-skyrl) --no-deps 'skyrl==0.3.0' 'skyrl-gym==0.4.0'
 	@touch $@

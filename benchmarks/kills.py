@@ -51,18 +51,19 @@ def start(folder: Path, **more: Any) -> subprocess.Popen[bytes]:
     )
 
 
-def find_victims(driver: int) -> dict[str, list[int]]:
-    """Processes of the run by what they do."""
+def find_victims(driver: int, folder: Path) -> dict[str, list[int]]:
+    """Processes of the run in that folder by what they do; engines by the log they write to."""
+    logs = str((folder / "workers" / "engine-").absolute())
     found: dict[str, list[int]] = {"driver": [driver], "rank": [], "engine": []}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            title = (folder / "cmdline").read_bytes()
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            title = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
             is_rank = parent == driver and b"spawn_main" in title
-            if is_rank and "libtorch" in (folder / "maps").read_text():
-                found["rank"].append(int(folder.name))
-            elif b"EngineWorker" in title:
-                found["engine"].append(int(folder.name))
+            if is_rank and "libtorch" in (entry / "maps").read_text():
+                found["rank"].append(int(entry.name))
+            elif os.readlink(entry / "fd" / "2").startswith(logs):
+                found["engine"].append(int(entry.name))
         except (OSError, IndexError):
             continue
     return found
@@ -81,7 +82,7 @@ def disturb(folder: Path, num_kills: int, longest: float, draw: random.Random) -
         if process.poll() is not None:
             process, counts["starts"] = start(folder), counts["starts"] + 1
             continue
-        victims = find_victims(process.pid)
+        victims = find_victims(process.pid, folder)
         kind = draw.choice([kind for kind, found in victims.items() if found])
         if left and (folder / "metrics.jsonl").exists():
             os.kill(draw.choice(victims[kind]), signal.SIGKILL)

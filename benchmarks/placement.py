@@ -46,7 +46,7 @@ def trace(folder: Path, settings: dict) -> dict[str, float]:
         time.sleep(PERIOD)
         if not (folder / "metrics.jsonl").exists():
             continue
-        victims, busy = kills.find_victims(process.pid), set()
+        victims, busy = kills.find_victims(process.pid, folder), set()
         for kind, pids in victims.items():
             for pid in pids:
                 try:

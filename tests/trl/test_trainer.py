@@ -247,6 +247,22 @@ def test_resuming_with_uaq(tmp_path):
     assert not hasattr(folded.model.config, "qurl_uaq")
 
 
+def test_uaq_with_a_reference_that_follows(tmp_path):
+    """TRL averages the weights of reference and policy. Of one policy, that is the same policy."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    made = trainer(
+        tmp_path,
+        options=QurlOptions(update_scale=1.5),
+        given={"model": str(tmp_path / "model")},
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        learning_rate=1e-9,
+    )
+    made.train()
+    assert [row["actor/ref_kl"] < 1e-9 for row in rows(made)] == [True, True]
+
+
 def test_uaq_needs_fp32(tmp_path):
     given = {"model": tiny_llama().bfloat16()}
     with pytest.raises(ModelError, match="load the model in float32"):
@@ -306,6 +322,8 @@ def test_arguments_by_position_are_looked_at(tmp_path):
         ({"cap": 0.5}, "cap = 0.5 must be at least 1"),
         ({"update_scale": 1.0}, "update_scale = 1.0 must exceed 1"),
         ({"quant": "int3"}, "'int3' is not one of"),
+        ({"engine": {"max_batches": 3}}, r"engine\['max_batches'\] is not one of kv, full_layers"),
+        ({"engine": {"quant": "fp8"}}, r"engine\['quant'\] is not one of kv"),
     ],
 )
 def test_refused_options(options, message):

@@ -64,6 +64,9 @@ class QurlGRPOTrainer(GRPOTrainer):
         self._num_rollouts, self._is_checkpointing = 0, False
         model = self._plain_model
         self._prepare(model)
+        if self.args.sync_ref_model and self.ref_model is not None:
+            # TRL averages weights of the two: they must be scaled alike.
+            self._prepare(self.accelerator.unwrap_model(self.ref_model))
         dtype = torch.bfloat16 if self.args.bf16 else next(model.parameters()).dtype
         full_layers = self.options.engine.get("full_layers", 0)
         self._tracker = UpdateTracker(

@@ -48,6 +48,11 @@ ABSENT = {
     "quantization_config": "the engine quantizes; the trained weights stay in full precision",
 }
 """Arguments of the trainer that must not be given, and why."""
+ENGINE = (
+    *("kv", "full_layers", "max_batch", "page_size", "kv_tokens", "kv_memory_frac"),
+    *("release_kv", "deterministic", "dtype"),
+)
+"""Options of the local engine that the trainer does not set itself."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class QurlOptions:
             raise ConfigError(f"update_scale = {self.update_scale} must exceed 1, or be None")
         if self.quant != "none":
             get_format(self.quant)
+        if unknown := [name for name in self.engine if name not in ENGINE]:
+            raise ConfigError(f"engine[{unknown[0]!r}] is not one of {', '.join(ENGINE)}")
         facts_of(self.surrogate)
 
     @property

@@ -37,6 +37,8 @@ class Problem:
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The task's own data; `extra["prompt"]` is the text of the prompt where there is one."""
+    max_tokens: int | None = None
+    """Most tokens of a completion, if fewer than `SamplingParams.max_tokens`."""
 
     @property
     def name(self) -> str:
@@ -77,6 +79,11 @@ class SamplingParams:
         for mistake, holds in rules.items():
             if not holds:
                 raise ValueError(mistake)
+
+    def limit(self, problem: Problem) -> int:
+        """Most tokens of a completion of this problem."""
+        own = problem.max_tokens
+        return self.max_tokens if own is None else min(own, self.max_tokens)
 
 
 @dataclass(frozen=True)

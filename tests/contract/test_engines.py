@@ -513,6 +513,30 @@ def test_ids_may_repeat(kind):
     assert tokens_of(rollouts) == tokens_of(alone)
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_problem_may_have_a_limit_of_its_own(kind):
+    """It gets the first tokens of what it gets without one, also at the context's end."""
+    engine = build(kind, shared_model("llama"))
+    params = SamplingParams(max_tokens=8, group_size=2, ignore_eos=True)
+    problems = make_problems(3)
+    whole = engine.generate(problems, params)
+    limits = (3, 20, 1)
+    limited = [dataclasses.replace(p, max_tokens=n) for p, n in zip(problems, limits, strict=True)]
+    for rollout, full, length in zip(
+        engine.generate(limited, params), whole, (3, 8, 1), strict=True
+    ):
+        for completion, longer in zip(rollout.completions, full.completions, strict=True):
+            assert completion.token_ids == longer.token_ids[:length]
+            assert completion.finish == "length"
+    context = SHAPE["max_position_embeddings"]
+    late = Problem("late", (5,) * (context - 2), max_tokens=2)
+    assert [len(tokens) for tokens in tokens_of(engine.generate([late], params))] == [2, 2]
+    with pytest.raises(EngineError, match=f"'late'.*max_tokens = 3 make {context + 1}"):
+        engine.generate([dataclasses.replace(late, max_tokens=3)], params)
+    with pytest.raises(DataError, match="'late' has max_tokens = 0; it needs at least one"):
+        engine.generate([dataclasses.replace(late, max_tokens=0)], params)
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 

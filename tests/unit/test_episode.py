@@ -1,6 +1,7 @@
 """Episodes: turns are joined into one completion, and only sampled tokens are trained."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,7 @@ class Script:
     def __init__(self, answers, version=3):
         self.answers, self.version = answers, version
         self.submitted = []
+        self.limits = {}
 
     @contextmanager
     def stream(self, params):
@@ -51,6 +53,7 @@ class ScriptStream:
         self.engine, self.params, self.queue = engine, params, []
 
     def submit(self, problems):
+        self.engine.limits |= {p.id: self.params.limit(p) for p in problems}
         self.engine.submitted += [(p.id, self.params.group_size) for p in problems]
         self.queue += problems
 
@@ -121,6 +124,18 @@ def test_all_turns_share_the_limit_and_end_in_a_sampled_token(max_tokens, text, 
     assert "".join("x" if t else "." for t in completion.trained) == marks
     assert completion.finish == "length"
     assert completion.text == text.removesuffix("=" if max_tokens in (4, 6, 10) else "?")
+
+
+def test_a_turn_may_have_the_tokens_that_are_left():
+    """The second turn begins behind 4 + 2 tokens of 9, or of the problem's own 7."""
+    engine = Script({"3+4+5=": ["3+4="], "7;": ["7+5="]})
+    play(engine, calculator, [problem("p", "3+4+5=")], max_tokens=9)
+    assert engine.limits == {"p": 9, "p/0/2": 3}
+    engine.limits.clear()
+    limited = replace(problem("p", "3+4+5="), max_tokens=7)
+    [rollout] = play(engine, calculator, [limited], max_tokens=9)
+    assert engine.limits == {"p": 7, "p/0/2": 1}
+    assert len(rollout.completions[0].token_ids) == 7
 
 
 def test_ids_may_repeat():

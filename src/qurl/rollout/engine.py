@@ -148,7 +148,7 @@ def context_length(config: Any) -> int | None:
 
 
 def check_prompts(problems: Sequence[Problem], params: SamplingParams, model: Any) -> None:
-    """Raise unless every prompt is in the vocabulary and leaves room for `max_tokens`."""
+    """Raise unless every prompt is in the vocabulary and leaves room for its completion."""
     check_prompts_for(model.config, model.get_input_embeddings().num_embeddings, problems, params)
 
 
@@ -167,10 +167,12 @@ def check_prompts_for(
                     f"{name}: prompt_ids[{i}] = {token} is outside the model's vocabulary "
                     f"[0, {vocabulary}); was the prompt made by another tokenizer?"
                 )
-        if num_prompt + params.max_tokens > longest:
+        if (limit := params.limit(problem)) < 1:
+            raise DataError(f"{name} has max_tokens = {limit}; it needs at least one token")
+        if num_prompt + limit > longest:
             raise EngineError(
-                f"{name}: a prompt of {num_prompt} tokens and max_tokens = {params.max_tokens} "
-                f"make {num_prompt + params.max_tokens}, beyond the model's "
+                f"{name}: a prompt of {num_prompt} tokens and max_tokens = {limit} "
+                f"make {num_prompt + limit}, beyond the model's "
                 f"max_position_embeddings = {longest}; lower sampling.max_tokens"
             )
 

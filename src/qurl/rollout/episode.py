@@ -92,7 +92,7 @@ class _Group:
         self, problem: Problem, size: int, player: EpisodeEngine, params: SamplingParams
     ) -> None:
         self._temperature = params.temperature
-        self._attempts = [_attempt(problem, g, player, params.max_tokens) for g in range(size)]
+        self._attempts = [_attempt(problem, g, player, params.limit(problem)) for g in range(size)]
         self._completions: dict[int, Completion] = {}
         self.turns = [next(attempt) for attempt in self._attempts]
         """The next turn of each completion, as a problem."""
@@ -142,8 +142,9 @@ def _attempt(
     played: list[Completion] = []
     while True:
         id = f"{problem.id}/{number}/{len(played)}"
-        turn = yield replace(problem, id=id, prompt_ids=tuple(tokens))
-        if len(turn.token_ids) > (left := end - len(tokens)):
+        left = end - len(tokens)
+        turn = yield replace(problem, id=id, prompt_ids=tuple(tokens), max_tokens=left)
+        if len(turn.token_ids) > left:  # by an engine that does not know a problem's own limit
             # Tokens up to here are distributed as if it had stopped here.
             ids, logprobs, versions = turn.token_ids, turn.logprobs, turn.versions
             text = decode(ids[:left])

@@ -103,7 +103,8 @@ class HFEngine:
         tokens: list[list[int]] = [[] for _ in range(size)]
         logprobs: list[list[float]] = [[] for _ in range(size)]
         finish: list[Any] = [None] * size
-        for position in range(params.max_tokens):
+        limit = params.limit(problem)
+        for position in range(limit):
             drawn, drawn_logprobs = sample(
                 logits, uniform(keys, torch.full_like(keys, position)), row_params
             )
@@ -113,7 +114,7 @@ class HFEngine:
                     check_finite(logprob, problem, position)
                     tokens[g].append(token)
                     logprobs[g].append(logprob)
-                    finish[g] = stop.finish(tokens[g])
+                    finish[g] = stop.finish(tokens[g], limit - len(tokens[g]))
             if all(finish):
                 break
             output = actor(

@@ -17,18 +17,17 @@ _TOKENS_PER_CHARACTER = 4
 
 @dataclass(frozen=True)
 class StopRule:
-    """Ends a completion at a token, at a string, or at its longest length."""
+    """Ends a completion at a token, at a string, or when it has all tokens that it may have."""
 
     token_ids: frozenset[int]
     strings: tuple[str, ...]
-    max_tokens: int
     tokenizer: Any
 
     @staticmethod
     def of(model: nn.Module, tokenizer: Any, params: SamplingParams) -> StopRule:
         """The model's and tokenizer's end-of-sequence tokens and the stops of `params`."""
         if params.ignore_eos:
-            return StopRule(frozenset(), (), params.max_tokens, tokenizer)
+            return StopRule(frozenset(), (), tokenizer)
         strings = tuple(s for s in params.stop if isinstance(s, str))
         if strings and tokenizer is None:
             raise EngineError(
@@ -49,7 +48,7 @@ class StopRule:
                 )
         check_stop_ids(ids, model)
         ends = frozenset(ids) | eos_ids(model, tokenizer)
-        return StopRule(ends, strings, params.max_tokens, tokenizer)
+        return StopRule(ends, strings, tokenizer)
 
     @property
     def tail_length(self) -> int:
@@ -57,12 +56,10 @@ class StopRule:
         longest = max((len(s) for s in self.strings), default=0)
         return _TOKENS_PER_CHARACTER * (longest + 1)
 
-    def finish(
-        self, token_ids: Sequence[int], num_tokens: int | None = None
-    ) -> Literal["stop", "length"] | None:
+    def finish(self, token_ids: Sequence[int], num_left: int) -> Literal["stop", "length"] | None:
         """Why the completion ends with its last token, or None if it goes on.
 
-        The last `tail_length` tokens suffice if `num_tokens` gives the length.
+        The last `tail_length` tokens suffice; `num_left` more may follow.
         """
         if token_ids[-1] in self.token_ids:
             return "stop"
@@ -70,8 +67,7 @@ class StopRule:
             text = self._decode(token_ids[-self.tail_length :])
             if any(s in text for s in self.strings):
                 return "stop"
-        num_tokens = len(token_ids) if num_tokens is None else num_tokens
-        return "length" if num_tokens >= self.max_tokens else None
+        return None if num_left else "length"
 
     def complete(
         self, token_ids: Sequence[int], logprobs: Sequence[float], finish: Any, versions: Any

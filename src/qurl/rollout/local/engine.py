@@ -204,9 +204,9 @@ class LocalEngine:
         self._release(generation)
         params = generation.params
         # The last token is never cached.
-        num_tokens = len(problem.prompt_ids) + params.max_tokens - 1
+        num_tokens = len(problem.prompt_ids) + params.limit(problem) - 1
         num_pages = self.memory.choose_num_pages(num_sequences, num_tokens)
-        self._check_room(problem, params.max_tokens, num_pages)
+        self._check_room(problem, params.limit(problem), num_pages)
         self.weights.extend_rotations_(num_tokens)
         cache = self.memory.acquire(num_pages)
         self.stepper.prepare(cache, num_tokens, params)

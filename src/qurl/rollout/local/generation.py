@@ -62,7 +62,7 @@ class Generation:
         self._transcript = Transcript(params.max_tokens)
         self._scheduler: Scheduler | None = None
         self._longest = self._num_sequences = 0
-        """The longest prompt and the largest batch that the pages were acquired for."""
+        """Tokens of a sequence, and sequences, that the pages were acquired for."""
         self._in_flight: deque[tuple[Step, np.ndarray]] = deque()
         self._are_rows_behind = False
         """Steps with drafts have not moved the rows on the device."""
@@ -151,7 +151,7 @@ class Generation:
         fresh = self._take_in()
         if scheduler is None:
             return self._acquire(list(self._requests.values()))
-        longest = max(len(r.group.problem.prompt_ids) for r in fresh)
+        longest = max(self._length(r.group.problem) for r in fresh)
         if longest <= self._longest and self._most_sequences() <= self._num_sequences:
             scheduler.add(fresh)
             return scheduler
@@ -168,7 +168,9 @@ class Generation:
             group = Group(problem, [None] * size, size, earlier=earlier)
             for member in range(size):
                 key = request_key(params.seed, problem.id, member)
-                fresh.append(Request(next(rows), group, member, key, transcript))
+                request = Request(next(rows), group, member, key, transcript)
+                transcript.limits[request.index] = params.limit(problem)
+                fresh.append(request)
         self._requests |= {r.index: r for r in fresh}
         self._num_open += num_sequences
         self._submitted.clear()
@@ -180,11 +182,15 @@ class Generation:
         if num_sequences > self._num_sequences:  # twice as many, lest it grow again soon
             most = min(2 * self._num_sequences, engine.stepper.max_batch)
             num_sequences = max(num_sequences, most)
-        problem = max((r.group.problem for r in requests), key=lambda p: len(p.prompt_ids))
+        problem = max((r.group.problem for r in requests), key=self._length)
         self._scheduler = engine.acquire(self, problem, num_sequences)
-        self._longest, self._num_sequences = len(problem.prompt_ids), num_sequences
+        self._longest, self._num_sequences = self._length(problem), num_sequences
         self._scheduler.add(requests)
         return self._scheduler
+
+    def _length(self, problem: Problem) -> int:
+        """Most tokens of prompt and completion."""
+        return len(problem.prompt_ids) + self.params.limit(problem)
 
     def _most_sequences(self) -> int:
         """Requests that could run at once."""
@@ -287,7 +293,7 @@ class Generation:
                 check_finite(logprob, request.group.problem, request.num_sampled)
         transcript.append(indices, tokens, logprobs, self._engine.get_version())
         self._engine.drafter.counts.tokens += len(indices)
-        has_ended = transcript.counts[indices] == self.params.max_tokens
+        has_ended = transcript.counts[indices] == transcript.limits[indices]
         for end in stop.token_ids:
             has_ended |= tokens == end
         # Whether a string ends a completion takes its text.
@@ -298,7 +304,7 @@ class Generation:
     def _complete(self, request: Request) -> None:
         """Finish a completion if its last token ends it."""
         transcript, stop, row = self._transcript, self._engine.stop, request.index
-        finish = stop.finish(transcript.tail(row, stop.tail_length), request.num_sampled)
+        finish = stop.finish(transcript.tail(row, stop.tail_length), request.num_left)
         if finish is None:
             return
         group, token_ids = request.group, transcript.token_ids(row)

@@ -27,6 +27,8 @@ class Transcript:
         self.max_tokens = max_tokens
         self.num_rows = 0
         self.counts = np.zeros(0, np.int64)
+        self.limits = np.zeros(0, np.int64)
+        """Most tokens of each row, `max_tokens` at first."""
         self.is_closed = np.zeros(0, bool)
         self._token_ids = np.zeros((0, max_tokens), np.int32)
         self._logprobs = np.zeros((0, max_tokens), np.float32)
@@ -42,13 +44,15 @@ class Transcript:
         first, self.num_rows = self.num_rows, self.num_rows + count - len(rows)
         if self.num_rows > len(self.counts):
             length = max(self.num_rows, 2 * len(self.counts))
-            for name in ("counts", "is_closed", "_token_ids", "_logprobs", "_versions"):
+            for name in ("counts", "limits", "is_closed", "_token_ids", "_logprobs", "_versions"):
                 old = getattr(self, name)
                 # Memory is mapped when it is first used, so the zeros cost nothing.
                 longer = np.zeros((length, *old.shape[1:]), old.dtype)
                 longer[:first] = old[:first]
                 setattr(self, name, longer)
-        return [*rows, *range(first, self.num_rows)]
+        rows += range(first, self.num_rows)
+        self.limits[rows] = self.max_tokens
+        return rows
 
     def close(self, row: int) -> None:
         """The completion is over; another one may use the row."""
@@ -135,7 +139,7 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens that it may still get."""
-        return self.transcript.max_tokens - self.num_sampled
+        return int(self.transcript.limits[self.index]) - self.num_sampled
 
     @property
     def last_token(self) -> int:
@@ -155,7 +159,7 @@ class Request:
     @property
     def most_cached(self) -> int:
         """Tokens in the cache at the end; the last one is never cached."""
-        return len(self.group.problem.prompt_ids) + self.transcript.max_tokens - 1
+        return len(self.group.problem.prompt_ids) + int(self.transcript.limits[self.index]) - 1
 
 
 class Asked(NamedTuple):

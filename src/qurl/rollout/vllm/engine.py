@@ -263,7 +263,7 @@ class VllmEngine:
     def _check_prompts(self, problems: Sequence[Problem], params: SamplingParams) -> None:
         check_prompts(problems, params, self._model)
         for problem in problems:
-            needed = len(problem.prompt_ids) + params.max_tokens
+            needed = len(problem.prompt_ids) + params.limit(problem)
             if needed > self._max_length:
                 raise EngineError(
                     f"problem {problem.id!r} needs {needed} tokens with its completion, and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qurl.errors import EngineError
@@ -34,7 +34,7 @@ class Request:
             check_finite(row[token].logprob, problem, len(self.token_ids))
             self.token_ids.append(token)
             self.logprobs.append(row[token].logprob)
-            if finish := stop.finish(self.token_ids):
+            if finish := stop.finish(self.token_ids, self.params.max_tokens - len(self.token_ids)):
                 versions = [version] * len(self.token_ids)
                 self.completion = stop.complete(self.token_ids, self.logprobs, finish, versions)
                 return
@@ -134,9 +134,10 @@ class VllmStream:
         for problem, size in pair_sizes(problems, sizes, self._params):
             group = Group(problem, self)
             self._groups[id(group)] = group
+            params = replace(self._params, max_tokens=self._params.limit(problem))
             for index in range(size):
                 seed = request_key(self._params.seed, problem.id, index) & (2**63 - 1)
-                request = Request(group, vllm_params(self._params, self._stop, seed))
+                request = Request(group, vllm_params(params, self._stop, seed))
                 group.requests.append(request)
                 self._requests.add(request)
 

@@ -249,13 +249,28 @@ def policy_loss(
     terms = TokenTerms(ratio, logp, advantages, weight, shrink, keep, lower, upper, **options)
     found = surrogate_of(terms)
     surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
-    if surrogate.shape != ratio.shape:
-        raise ValueError(
-            f"objective {_name(surrogate_of)!r} returned the shape {tuple(surrogate.shape)}; it "
-            f"must return one number per token, {tuple(ratio.shape)}"
-        )
+    _check_surrogate(_name(surrogate_of), surrogate, stats, ratio)
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
     return loss, {**stats, "actor/ppo_kl": _mean(logp_prox - logp, keep)}
+
+
+def _check_surrogate(name: str, surrogate: Tensor, stats: Stats, ratio: Tensor) -> None:
+    if surrogate.shape != ratio.shape:
+        raise ValueError(
+            f"objective {name!r} returned the shape {tuple(surrogate.shape)}; it must return one "
+            f"number per token, {tuple(ratio.shape)}"
+        )
+    if ratio.requires_grad and not surrogate.requires_grad:
+        raise ValueError(
+            f"objective {name!r} returned numbers without a gradient; compute them from "
+            "tokens.ratio or tokens.logp, and do not detach these"
+        )
+    for key, value in stats.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"objective {name!r} returned {key!r} of shape {tuple(value.shape)}; a statistic "
+                "must be one number, such as a mean over tokens.keep"
+            )
 
 
 def facts_of(surrogate: Surrogate) -> Objective:

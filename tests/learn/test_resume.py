@@ -189,11 +189,13 @@ def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.learn
-def test_a_finished_run_is_left_as_it_is(tmp_path):
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     words = [*flags("ppo, fp8, dithered", tmp_path / "run"), "--steps", "2"]
     train(load_config(None, words))
     before = rows(tmp_path / "run")
+    assert "steps are done" not in capsys.readouterr().out
     train(load_config(None, words))
+    assert "all 2 steps are done; raise steps to go on" in capsys.readouterr().out
     assert rows(tmp_path / "run") == before
 
 

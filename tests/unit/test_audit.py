@@ -151,6 +151,8 @@ def test_parameters_belong_to_a_layer_group():
 def test_bad_flags_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--formats int9 is not one of none, int8"):
         run_audit([str(tmp_path), "--at", "1", "--formats", "int9"])
+    with pytest.raises(ConfigError, match="--chunks 2 is too few for an interval; use 4 or more"):
+        run_audit([str(tmp_path), "--at", "1", "--problems", "16", "--chunks", "2"])
     with pytest.raises(ConfigError, match="--problems 10 must be a multiple of --chunks 4"):
         run_audit([str(tmp_path), "--at", "1", "--problems", "10", "--chunks", "4"])
 

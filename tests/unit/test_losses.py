@@ -249,6 +249,27 @@ def test_an_objective_of_ones_own():
     assert stats.keys() == {"actor/ppo_kl"}
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda t: t.ratio.sum(-1), r"'mine' returned the shape \(1,\); it must .* \(1, 2\)"),
+        (lambda t: t.ratio.detach(), r"'mine' returned numbers without a gradient"),
+        (
+            lambda t: (t.ratio, {"my/ratios": t.ratio[0]}),
+            r"'mine' returned 'my/ratios' of shape \(2,\); a statistic must be one number",
+        ),
+    ],
+)
+def test_what_an_objective_may_not_return(returned, message):
+    @with_facts(Objective())
+    def mine(tokens):
+        return returned(tokens)
+
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=message):
+        policy_loss(x.clone().requires_grad_(), x, x, x, torch.ones(1, 2), objective=mine)
+
+
 def test_an_objective_without_facts_is_refused():
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"'<lambda>' has no facts; decorate it with @with_facts"):

@@ -38,6 +38,7 @@ ANY_FORMAT = [
     contract.test_groups_differ_and_are_reproducible,
     contract.test_problems_can_be_submitted_while_a_stream_runs,
     contract.test_ids_may_repeat,
+    contract.test_a_problem_may_have_a_limit_of_its_own,
     contract.test_ends,
     contract.test_modes_of_the_trainers_modules_are_left_alone,
     contract.test_no_problems_no_rollouts,

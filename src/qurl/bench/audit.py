@@ -103,10 +103,11 @@ class Audit:
             for value in getattr(self, flag):
                 if value not in allowed:
                     raise ConfigError(f"--{flag} {value} is not one of {', '.join(allowed)}")
-        if self.chunks < 4 or self.problems % self.chunks:
+        if self.chunks < 4:
+            raise ConfigError(f"--chunks {self.chunks} is too few for an interval; use 4 or more")
+        if self.problems % self.chunks:
             raise ConfigError(
-                f"--problems {self.problems} must be a multiple of --chunks {self.chunks}, and "
-                "intervals need at least 4 chunks"
+                f"--problems {self.problems} must be a multiple of --chunks {self.chunks}"
             )
         if min(*self.updates, self.group) < 0 or min(self.caps) < 1:
             raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")

@@ -218,6 +218,8 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
             run.warn(IN_TURNS)
         _set_aside(damaged, parts.first_step, run)
         run.rewind(parts.first_step)  # last: if anything above fails, nothing logged is touched
+        if parts.first_step >= config.steps:
+            run.progress.print(f"all {config.steps} steps are done; raise steps to go on")
         yield parts
 
 

@@ -209,11 +209,11 @@ class LocalEngine:
         self._check_room(problem, params.limit(problem), num_pages)
         self.weights.extend_rotations_(num_tokens)
         cache = self.memory.acquire(num_pages)
-        self.stepper.prepare(cache, num_tokens, params)
         pool = PagePool(num_pages, cache.page_size)
         save = cache.save if self.deterministic else None
         scheduler = Scheduler(pool, self.max_batch, patience=self.patience, save=save)
-        self._active = generation, scheduler
+        self._active = generation, scheduler  # before what may fail: the generation gives it back
+        self.stepper.prepare(cache, num_tokens, params)
         return scheduler
 
     def _release(self, generation: Generation) -> None:

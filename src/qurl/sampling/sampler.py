@@ -141,7 +141,7 @@ class Sampler:
         return {group.rollout.problem.id: group for group in finished}
 
     def _temperature(self) -> float:
-        """Of this step, as the thermostat has it. The trainer divides by it, so it is not 0."""
+        """The temperature of this step. The trainer divides by it, so it is not 0."""
         with naming_failures("sampling.thermostat"):
             found: Any = self.hooks.thermostat(self.step, self.config.sampling.temperature)
         try:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,12 +38,21 @@ def fenced(program):
     return f"Let me think.\n```python\nwrong(\n```\nBetter:\n```python\n{program}\n```\nDone."
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_folder(tmp_path_factory):
+    """Programs of other tests on this machine run elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
 def num_left():
     """Processes that still run a program of ours."""
-    count = 0
+    count, folder = 0, os.environ["TMPDIR"].encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            count += b"qurl-" in path.read_bytes()
+            count += folder in path.read_bytes()
     return count
 
 

@@ -334,6 +334,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
 }
 
 HELP_OF_THEIR_OWN = {"train", "eval", "validate", "bench", "tune", "audit"}
+"""Commands that list their flags; `--help` of the others prints the overview."""
 
 
 def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:

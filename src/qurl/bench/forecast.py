@@ -70,11 +70,10 @@ UNFUSED_FORWARD, UNFUSED_UPDATE = 1.05, 1.07
 LORA_UPDATE = 0.83
 """Share of an update that remains with adapters, whose gradients are thin products. From a step of
 7B with rank 32."""
-LAUNCH_SECONDS = {False: (1.5e-3, 4.8e-3), True: (2.1e-3, 6.9e-3)}
-"""Least seconds per layer and micro-batch, which the host takes to launch kernels, for a forward
-and for an update; without and with adapters. From 0.5B with micro-batches of 8192 tokens, where the
-GPU was busy for a third of the time; and from 1.5B with adapters and 4160 tokens, which took three
-times what its products need."""
+LAUNCHES, LORA_LAUNCHES = (1.5e-3, 4.8e-3), (2.1e-3, 6.9e-3)
+"""Seconds in which the host launches a layer's kernels for one micro-batch, of a forward and of an
+update. From 0.5B with micro-batches of 8192 tokens, where the GPU was busy for a third of the time,
+and from 1.5B with adapters and 4160 tokens, which took three times what its products need."""
 
 ROLLOUT_ERROR = 0.055
 """|log(forecast / measured)| of a rollout's gain: nine of ten are below, with their shape left out
@@ -172,9 +171,11 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
     if arm.is_unified:
         update -= SAVED_UPDATE[arm.format, arm.num_narrow] * arm.num_narrow * linears / 2
         forward -= SAVED_FORWARD[arm.format] * linears / 2
-    update *= LORA_UPDATE if work.has_lora else 1.0
+    if work.has_lora:
+        update *= LORA_UPDATE
     launched = shape.num_layers / max(1, work.microbatch_tokens // tokens)  # per sequence
-    least_forward, least_update = (x * launched for x in LAUNCH_SECONDS[work.has_lora])
+    launches = LORA_LAUNCHES if work.has_lora else LAUNCHES
+    least_forward, least_update = (seconds * launched for seconds in launches)
     forward, update = max(forward, least_forward), max(update, least_update)
     if work.num_ranks > 1:
         forward, update = UNFUSED_FORWARD * forward, UNFUSED_UPDATE * update

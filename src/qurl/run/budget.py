@@ -37,7 +37,7 @@ BUSY_WORK = 2e13
 """Tokens times parameters of a micro-batch from which launches hardly count; on an H200 the GPU was
 busy for 88 % of the time with 1.6e13 and for 98 % with 2.5e13 (docs/log.md)."""
 SAFE_SHARE = 0.9
-"""Share of a card's memory that a setting may need if we recommend it: runs with LoRA took 10 to
+"""Share of a card's memory that a setting may need if we recommend it: runs with LoRA took 11 and
 15 % more than estimated, for blocks that torch's allocator keeps, CUDA's context and graphs
 (docs/log.md)."""
 UPDATE = (

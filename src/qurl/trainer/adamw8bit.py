@@ -54,7 +54,7 @@ class AdamW8bit(Optimizer):
 
 
 def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """In the order of the indices in `Optimizer.state_dict`."""
+    """What an optimizer trains, in the order of the indices in its `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -99,7 +99,7 @@ class Policy:
 
         Their layers are not fused: fused ones keep copies of whole weights.
         """
-        if config.base != "full":  # before it takes the device's memory
+        if config.has_coded_base:  # before it takes the device's memory
             code_base_(model, config.base, device)
             for parameter in model.parameters():
                 parameter.data = parameter.data.float()
@@ -228,13 +228,13 @@ def load_policy(
     **options: bool,
 ) -> Policy:
     # What is coded need not be FP32 before: 32B would take 131 GB of main memory.
-    model = load_model(path, is_narrow=config.base != "full")
+    model = load_model(path, is_narrow=config.has_coded_base)
     return Policy(model, load_tokenizer(path), config, device, quant, **options)
 
 
 def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.device) -> Policy:
     """A policy as a run saved it: adapters of a base in codes stay beside it."""
-    if config.base == "full" or base_of(path) == path:
+    if not config.has_coded_base or base_of(path) == path:
         return load_policy(path, config, device)
     policy = load_policy(base_of(path), config, device).adapt_(config, seed=0)
     load_adapters_(policy.model, Path(path))

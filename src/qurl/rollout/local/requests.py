@@ -17,7 +17,7 @@ from qurl.types import Completion, Problem, TokenIds
 FIRST_WINDOW = 2
 """Draft tokens of a request at its start, and the fewest that are worth a step with drafts."""
 MOST_LENGTHS = 2**18
-"""Problems whose lengths are remembered: some 40 MB."""
+"""Problems whose lengths are remembered."""
 
 
 class Transcript:
@@ -186,18 +186,19 @@ class LengthHistory:
         self.most = most
         self._longest: OrderedDict[str, int] = OrderedDict()
         """By the name of the problem, the one that was recorded last at the end."""
+        self._longest_of_all = 1
 
     def record(self, problem: Problem, num_tokens: int) -> None:
         longest = self._longest.get(problem.name, 0)
         self._longest[problem.name] = max(num_tokens, longest)
         self._longest.move_to_end(problem.name)
+        self._longest_of_all = max(num_tokens, self._longest_of_all)
         if len(self._longest) > self.most:
             self._longest.popitem(last=False)
 
     def expect(self, problem: Problem) -> int:
         """Tokens of a completion; of an unknown problem, as many as the longest so far."""
-        longest = max(self._longest.values(), default=1)
-        return self._longest.get(problem.name, longest)
+        return self._longest.get(problem.name, self._longest_of_all)
 
     def order(self, asked: Sequence[AnyAsked]) -> list[AnyAsked]:
         """Unknown problems first, then the longest expected: a long one must not start last."""

@@ -7,8 +7,9 @@ Without a model: running sums (`3+8+5=` is `3,11,16`) of eight digits, rewarded 
 right sums, 32 x 8 completions a step of a tiny model in INT8 at temperature 1, on one thread of a
 CPU, whose seconds say little about a GPU. The learning rate is that of the demo, so the policy
 moves between two epochs. With a model: recipes/gsm8k-histospec.toml with 1 to 32 problems x 8
-completions a step. Both ask the same problems again and again. Every arm starts from the same
-weights; on a CPU all sample the same tokens, which is checked. Writes
+completions a step, and the median rollout of an epoch, because the first one with drafts compiles
+kernels. Both ask the same problems again and again. Every arm starts from the same weights; on a
+CPU all sample the same tokens, which is checked. Writes
 benchmarks/results/histospec.json or histospec_gsm8k.json.
 """
 
@@ -20,7 +21,7 @@ import json
 import tempfile
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -62,6 +63,8 @@ GSM8K_SHARED: dict[str, object] = {
     "track.samples": 64,
     "quant.track_rows": 0,
 }
+GSM8K_STEPS, GSM8K_PROBLEMS = 4, 16
+"""Fewest steps and problems of an epoch."""
 GSM8K_ARMS: dict[str, dict[str, object]] = {
     f"{arm}, {asked} x 8": {"batch.problems": asked, **flags}
     for asked in (1, 2, 4, 8, 32)
@@ -113,13 +116,14 @@ def prepare(folder: Path, num_problems: int) -> dict[str, object]:
     return {"model.path": model, "task.name": "file", "task.reward": reward, "task.path": path}
 
 
-def prepare_gsm8k(folder: Path, args: argparse.Namespace) -> dict[str, object]:
-    """The first problems of the file."""
-    path = folder / "train.jsonl"
+def first_problems(folder: Path, data: Path, asked: int) -> tuple[Path, int]:
+    """A file with the problems of an epoch: enough for a few steps of `asked`."""
+    num_problems = max(GSM8K_PROBLEMS, GSM8K_STEPS * asked)
+    path = folder / f"train-{num_problems}.jsonl"
     with path.open("w") as file:
-        for _, row in itertools.islice(read_columns(args.data), args.problems):
+        for _, row in itertools.islice(read_columns(data), num_problems):
             file.write(json.dumps(row) + "\n")
-    return {"model.path": args.model, "task.path": path, "task.eval_path": path}
+    return path, num_problems
 
 
 def run_arm(folder: Path, arm: str, flags: dict[str, object], recipe: Path, num_asked: int) -> Path:
@@ -130,18 +134,24 @@ def run_arm(folder: Path, arm: str, flags: dict[str, object], recipe: Path, num_
 
 
 def by_epoch(run: Path, epochs: int) -> list[dict[str, float]]:
-    """Means over the steps of each epoch."""
+    """Means over the steps of each epoch, and the median rollout."""
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if row["step"] >= 0]
     names = (*KEPT, "reward/accuracy", "response_length/mean", "timing_s/rollout")
     num_steps = len(rows) // epochs
     parts = [rows[first : first + num_steps] for first in range(0, len(rows), num_steps)]
-    return [{n: fmean(r[n] for r in part) for n in names if n in part[0]} for part in parts]
+    return [
+        {
+            **{n: fmean(r[n] for r in part) for n in names if n in part[0]},
+            "median_rollout_s": median(r["timing_s/rollout"] for r in part),
+        }
+        for part in parts
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--problems", type=int, default=128, help="of an epoch; whole steps")
+    parser.add_argument("--problems", type=int, default=128, help="of an epoch of the toy task")
     parser.add_argument("--model", type=Path, help="folder; with --data, GSM8K instead of the toy")
     parser.add_argument("--data", type=Path, help="problems of GSM8K")
     parser.add_argument("--arms", help="a|b: only these")
@@ -157,9 +167,14 @@ def main() -> None:
             del kept["task.difficulty"]
             shared = kept | prepare(folder, args.problems)
         else:
-            shared = GSM8K_SHARED | prepare_gsm8k(folder, args)
+            shared = GSM8K_SHARED | {"model.path": args.model}
         for arm in names:
-            run = run_arm(folder, arm, shared | arms[arm], recipe, args.epochs * args.problems)
+            flags, num_problems = shared | arms[arm], args.problems
+            if not is_toy:
+                asked = int(str(flags["batch.problems"]))
+                path, num_problems = first_problems(folder, args.data, asked)
+                flags |= {"task.path": path, "task.eval_path": path}
+            run = run_arm(folder, arm, flags, recipe, args.epochs * num_problems)
             results[arm] = by_epoch(run, args.epochs)
             samples[arm] = (run / "samples.jsonl").read_text()
             print(arm)

@@ -237,12 +237,11 @@ def test_nvfp4_by_hand():
     x[1, 0], x[1, 11] = 102.0, -8.0
     q = quantize(x, "nvfp4")
     assert q.tensor_scale.tolist() == [[1.0], [1.0]]
-    assert q.scale.float().tolist() == [[448, 2], [16, 0]]
+    assert (q.scale.float() / nvfp4.LIFT).tolist() == [[448, 2], [16, 0]]
     assert (q.codes.shape, q.codes.dtype) == ((2, 16), torch.uint8)
-    # 6 is 7 and -0.5 is 9. Channel 0 is in the first half of a word, at bits 6 to 8. Channel 11 is
-    # 8 + 3 and so in the fourth half, at bits 3 to 5, with its sign at bit 12.
-    halves = q.codes[1].view(torch.int16).tolist()
-    assert halves == [7 << 6, 0, 0, 1 << 3 | 1 << 12, 0, 0, 0, 0]
+    # 6 is 7 and -0.5 is 9. Channel 0 is in the first word, at bits 6 to 8. Channel 11 is 8 + 3 and
+    # so in the second word, at bits 9 to 11 of its upper half, with its sign at bit 18 + 16 - 32.
+    assert q.codes[1].view(torch.int32).tolist() == [7 << 6, 1 << 9 + 16 | 1 << 2, 0, 0]
     expected = x.clone()
     expected[0, 18:20] = torch.tensor([2.0, -4.0])
     expected[1, 0] = 96
@@ -256,7 +255,7 @@ def test_nvfp4_has_one_scale_for_the_tensor_and_one_for_sixteen_channels():
     expected = (x.unflatten(1, (-1, 16)).abs().amax(-1) / (6 * q.tensor_scale)).to(
         torch.float8_e4m3fn
     )
-    assert torch.equal(q.scale.float(), expected.float())
+    assert torch.equal(q.scale.float() / nvfp4.LIFT, expected.float())
     given = quantize(x[3:5], "nvfp4", scale=q.tensor_scale[3:5])
     assert torch.equal(given.codes, q.codes[3:5])
     assert torch.equal(given.scale.float(), q.scale[3:5].float())

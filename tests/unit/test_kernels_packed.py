@@ -17,7 +17,7 @@ from qurl.quant.kernels.packed import decode, decode_factor
 from qurl.quant.kernels.plans import BUCKETS, PACKED_TOKENS, Plans, rule_of_thumb
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.linear import Partial, finish
-from qurl.quant.nvfp4 import pack
+from qurl.quant.nvfp4 import LIFT, pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -59,7 +59,7 @@ def test_codes_times_scales_are_exact_in_16_bits(dtype, plan):
     channels = torch.arange(512)
     codes = pack(((channels + channels // 8) % 16).repeat(127, 1))  # each one at each place
     bytes = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 32)
-    scale = bytes.view(torch.float8_e4m3fn).bfloat16()
+    scale = bytes.view(torch.float8_e4m3fn).bfloat16() * LIFT
     ones = torch.ones(127, 1)
     weight = Quantized(
         *(t.to(DEVICE) for t in (codes, scale)), get_format("nvfp4"), ones.to(DEVICE)

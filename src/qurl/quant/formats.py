@@ -74,7 +74,7 @@ class Quantized:
     format: Format
     tensor_scale: Tensor | None = None
     """NVFP4's g, repeated for each row [N, 1], as stacked weights have different ones. Its `scale`
-    is a [N, K / 16], numbers of FP8 in BF16."""
+    is 2^118 a [N, K / 16] in BF16."""
 
     @property
     def num_bytes(self) -> int:
@@ -149,9 +149,8 @@ def dequantize(q: Quantized) -> Tensor:
 def expand_scale(q: Quantized) -> Tensor:
     """The scale, broadcastable against the codes as numbers."""
     if q.tensor_scale is not None:
-        return (q.scale.to(q.tensor_scale.dtype) * q.tensor_scale).repeat_interleave(
-            nvfp4.GROUP, -1
-        )
+        scale = q.scale.to(q.tensor_scale.dtype) / nvfp4.LIFT * q.tensor_scale
+        return scale.repeat_interleave(nvfp4.GROUP, -1)
     if q.format.block is None:
         return q.scale
     *rows, columns = q.codes.shape

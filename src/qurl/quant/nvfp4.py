@@ -7,19 +7,20 @@ A group is 16 input channels of one output channel. Its scale a is a number of F
 FP32 number for the tensor. A group whose a rounds to 0 is all zeros.
 
 Unpacking limits the speed of a product (`qurl.quant.kernels.packed`), so codes and scales are
-stored as it reads them. Scales are held in BF16: a weight takes 5 bits. Within 32 channels, the
-codes i, i + 8, i + 16 and i + 24 (i = 0 to 7) share 16 bits, at places (`PLACES`) from which few
-shifts make BF16 numbers of them; i and i + 1 (i even) share a word. A thread of a matrix unit needs
-the words of one i from all groups, so a block of up to 8 groups stores them side by side.
+stored as it reads them. Scales are BF16 numbers 2^118 a: a weight takes 5 bits. Of 32 channels,
+the codes of i, i + 8, i + 16 and i + 24 for i and i + 1 (i even, 0 to 6) share a word, at places
+(`PLACES`) from which one rotation or product and a mask make a pair of BF16 numbers. A thread of a
+matrix unit needs the words of one i from all groups, so a block of up to 8 groups stores them side
+by side.
 
 Shapes: N output channels, K input channels.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-import operator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,8 +33,13 @@ LARGEST = 6.0
 SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What a code stands for, by its three low bits; the fourth is the sign."""
-PLACES = ((6, 15), (3, 12), (0, 14), (9, 13))
-"""Positions of the three low bits and of the sign, for each of the four codes in 16 bits."""
+LIFT = 2.0**118
+"""What scales are stored times. A code becomes a BF16 number by placing its bits, which is too
+small by 2^126; most that BF16 has for the largest scale is 2^118."""
+PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
+"""Positions in a word of the bits of four codes, the sign last. Those of i + 1 are 16 bits on, round
+the end of the word. A BF16 number has these bits at the first place. The next two reach it by
+rotating a word right by 3 and 6 bits, the last one, masked, as the product with 2^2 + 2^7 + 2^12."""
 TOGETHER = 32
 """Input channels whose codes share words."""
 MOST_GROUPS = 8
@@ -41,7 +47,7 @@ MOST_GROUPS = 8
 
 
 def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes [N, K / 2], a [N, K / 16] in BF16, and g for each row [N, 1], unless given.
+    """Packed codes [N, K / 2], 2^118 a [N, K / 16], and g for each row [N, 1], unless given.
 
     It computes in FP32, or in FP64 for a weight of that precision.
     """
@@ -60,7 +66,7 @@ def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor,
     step = (scale.to(x.dtype) * outer)[..., None]
     # A group of zeros is divided by infinity, not by 0.
     codes = round_e2m1(groups / step.masked_fill(step == 0, torch.inf)).flatten(1)
-    return pack(codes), scale.bfloat16(), outer.contiguous()
+    return pack(codes), scale.bfloat16() * LIFT, outer.contiguous()
 
 
 def scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -91,19 +97,28 @@ def groups_of_block(columns: int) -> int:
 def pack(codes: Tensor) -> Tensor:
     """Bytes [N, K / 2] of codes [N, K]."""
     pairs = groups_of_block(codes.shape[1]) // 2
-    # [N, blocks, pairs of groups, places, i]
-    parts = codes.int().unflatten(1, (-1, pairs, len(PLACES), 8)).unbind(3)
-    placed = [(p & 7) << low | p >> 3 << sign for p, (low, sign) in zip(parts, PLACES, strict=True)]
-    halves = functools.reduce(operator.or_, placed)
-    words = halves.unflatten(-1, (4, 2)).transpose(2, 3)  # [N, blocks, i / 2, pairs, i % 2]
-    return words.to(torch.int16).flatten(1).view(torch.uint8)
+    # [N, blocks, pairs of groups, places, i / 2, i % 2]
+    parts = codes.long().unflatten(1, (-1, pairs, len(PLACES), 4, 2))
+    words = torch.zeros_like(parts[:, :, :, 0, :, 0])
+    for place, lane, bit, position in _positions():
+        words |= (parts[:, :, :, place, :, lane] >> bit & 1) << position
+    words = words.transpose(2, 3).flatten(1)
+    return words.sub(words >> 31 << 32).int().view(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The numbers [N, K] that packed codes [N, K / 2] stand for."""
     pairs = groups_of_block(2 * packed.shape[1]) // 2
-    words = packed.view(torch.int16).int().unflatten(1, (-1, 4, pairs, 2))
-    halves = words.transpose(2, 3).flatten(-2)  # [N, blocks, pairs, i]
-    codes = [halves >> low & 7 | (halves >> sign & 1) << 3 for low, sign in PLACES]
+    words = packed.view(torch.int32).unflatten(1, (-1, 4, pairs)).transpose(2, 3)
+    codes = words.new_zeros(*words.shape[:3], len(PLACES), 4, 2)
+    for place, lane, bit, position in _positions():
+        codes[:, :, :, place, :, lane] |= (words >> position & 1) << bit
     numbers = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=packed.device)
-    return numbers[torch.stack(codes, 3).flatten(1)]
+    return numbers[codes.flatten(1)]
+
+
+def _positions() -> Iterator[tuple[int, int, int, int]]:
+    """Place, lane, bit of the code and position in the word."""
+    for place, positions in enumerate(PLACES):
+        for lane, (bit, position) in itertools.product(range(2), enumerate(positions)):
+            yield place, lane, bit, (position + 16 * lane) % 32

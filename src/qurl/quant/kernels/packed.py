@@ -12,9 +12,9 @@ A code has one bit of sign, two of exponent and one of mantissa. Those become th
 bits of the exponent and the highest of the mantissa of a BF16 number, which is too small by 2^126.
 Multiplying it by 2^118 a is exact, subnormal numbers and zeros included.
 
-A word of 32 bits has the codes of both lanes of four BF16 pairs, so most pairs take one shift, one
-mask and one product. They are just those that one thread of a matrix unit multiplies. What a thread
-needs of a block of groups lies together and is fetched at once.
+A word of 32 bits has the codes of both lanes of four BF16 pairs: a pair takes one rotation, one mask
+and one product, or one instruction less or more. Pairs are just those that one thread of a matrix
+unit multiplies. What a thread needs of a block of groups lies together and is fetched at once.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -36,7 +36,7 @@ from qurl.quant.kernels.tiles import Plan, as_tiles, load_tile, prefetch_weights
 from qurl.quant.nvfp4 import (
     GROUP,
     LARGEST,
-    PLACES,
+    LIFT,
     SCALE_MAX,
     TOGETHER,
     groups_of_block,
@@ -46,36 +46,33 @@ from qurl.quant.nvfp4 import (
 _TOGETHER = tl.constexpr(TOGETHER)
 _RUN = tl.constexpr(8)
 """Channels i whose codes have the same place in their halves of words."""
-_PLACES = tl.constexpr(PLACES)
-_BITS = tl.constexpr(tuple(7 << low | 1 << sign for low, sign in PLACES))
-"""Bits that a code occupies, by its place."""
 _LARGEST = tl.constexpr(LARGEST)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
-_LIFT = tl.constexpr(256.0)
-"""Weights in a product are q a / 256: 2^-126 of a code times 2^118, most that BF16 has for a."""
-_WEIGHTS = tl.constexpr("""{
-    .reg .b32 pair, sign, scales, first, second, lift, zero;
+_LIFT = tl.constexpr(LIFT)
+_REST = tl.constexpr(2.0**126 / LIFT)
+"""Weights in a product are too small by this."""
+_PAIR = tl.constexpr(0x81C081C0)
+"""Bits of a pair: s 0 0 0 0 0 0 e e m 0 0 0 0 0 0, twice."""
+_LAST = tl.constexpr((0x001B001B, 1 << 2 | 1 << 7 | 1 << 12))
+"""Bits of the last place, and the factor that puts them in order."""
+UNPACK = tl.constexpr("""{
+    .reg .b32 pair, first, second, zero;
     .reg .b16 a, b;
     mov.b32 zero, 0x80008000;               // -0, which leaves the sign of a product
-    mov.b32 lift, 0x7A807A80;               // 2^118
-    fma.rn.bf16x2 scales, $5, lift, zero;
-    mov.b32 {a, b}, scales;
+    mov.b32 {a, b}, $5;
     mov.b32 first, {a, a};
     mov.b32 second, {b, b};
-    and.b32 pair, $4, 0x81C081C0;           // s 0 0 0 0 0 0 e e m 0 0 0 0 0 0
+    and.b32 pair, $4, 0x81C081C0;
     fma.rn.bf16x2 $0, pair, first, zero;
-    shl.b32 pair, $4, 3;
+    shf.r.wrap.b32 pair, $4, $4, 3;
     and.b32 pair, pair, 0x81C081C0;
     fma.rn.bf16x2 $1, pair, first, zero;
-    shl.b32 pair, $4, 6;
-    and.b32 pair, pair, 0x01C001C0;
-    shl.b32 sign, $4, 1;
-    lop3.b32 pair, sign, 0x80008000, pair, 0xEA;
+    shf.r.wrap.b32 pair, $4, $4, 6;
+    and.b32 pair, pair, 0x81C081C0;
     fma.rn.bf16x2 $2, pair, second, zero;
-    shr.b32 pair, $4, 3;
-    and.b32 pair, pair, 0x01C001C0;
-    shl.b32 sign, $4, 2;
-    lop3.b32 pair, sign, 0x80008000, pair, 0xEA;
+    and.b32 pair, $4, 0x001B001B;
+    mul.lo.u32 pair, pair, 0x1084;
+    and.b32 pair, pair, 0x81C081C0;
     fma.rn.bf16x2 $3, pair, second, zero;
 }""")
 """A word and the scales of its two groups to pairs of q a / 256 in BF16, place by place."""
@@ -138,8 +135,8 @@ def requantize_packed_(
     assert (codes.stride(1), scale.stride(1), flips.shape) == (1, 1, outer.shape)
     largest = torch.linalg.vector_norm(source, torch.inf).to(dtype).float()
     outer.copy_(scale_of(largest, LARGEST * SCALE_MAX).expand_as(outer))
-    halves, columns = codes.view(torch.int16), source.shape[1]
-    strides = (halves.stride(0), scale.stride(0), outer.stride(0))
+    words, columns = codes.view(torch.int32), source.shape[1]
+    strides = (words.stride(0), scale.stride(0), outer.stride(0))
     shape: dict[str, Any] = {
         "PAIRS": groups_of_block(columns) // 2,
         "DTYPE": DTYPES[source.dtype if dtype == torch.float32 else dtype],
@@ -147,7 +144,7 @@ def requantize_packed_(
         **EXACT,
     }
     requantize_packed_kernel[(len(source),)](
-        source, halves, scale, outer, flips, *strides, columns, **shape
+        source, words, scale, outer, flips, *strides, columns, **shape
     )
 
 
@@ -234,7 +231,7 @@ def packed_gemm_kernel(
             # next step overwrite the registers with these weights while they are multiplied.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
     outer = tl.load(tensor_scale + channels, channels < N, 0.0)
-    acc *= (outer * _LIFT)[:, None]
+    acc *= (outer * _REST)[:, None]
     store_tile(y, acc.T, bias, part, tokens, first_channel, M, N, IS_FINISHED, IS_GATED)
 
 
@@ -242,12 +239,12 @@ def packed_gemm_kernel(
 def _weights(words, scales, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """q a / 256 [CHANNELS, DEPTH] of words and scales, two in a word, exact in DTYPE."""
     if INTERPRETED or tl.bfloat16 != DTYPE:
-        tile = _numbers(words, scales, 1 / _LIFT, DTYPE, PAIRS)
+        tile = _numbers(words, scales, 1 / _REST, DTYPE, PAIRS)
     else:
         # Triton by itself multiplies BF16 numbers one by one, and in FP32. A result is written
         # before the last operand is read.
         a, b, c, d = tl.inline_asm_elementwise(
-            _WEIGHTS,
+            UNPACK,
             "=&r,=&r,=&r,=&r,r,r",
             [words, _per_word(scales, words, PAIRS)],
             (tl.int32, tl.int32, tl.int32, tl.int32),
@@ -274,8 +271,8 @@ def _by_threads(tile):
 def _numbers(words, scales, factor, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """q (a factor) [rows, columns] of words and scales, two in a word, rounded once."""
     scales = _per_word(scales, words, PAIRS)
-    even = (scales << 16).to(tl.float32, bitcast=True) * factor
-    odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) * factor
+    even = (scales << 16).to(tl.float32, bitcast=True) / _LIFT * factor
+    odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) / _LIFT * factor
     first = tl.join(_products(words, even, 0, DTYPE), _products(words, even, 1, DTYPE))
     second = tl.join(_products(words, odd, 2, DTYPE), _products(words, odd, 3, DTYPE))
     return _in_order(first, second, PAIRS)
@@ -310,17 +307,21 @@ def _lanes(bits):
 
 @triton.jit
 def _products(words, scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    """q times a scale for the codes of both halves of words, along a new dimension."""
-    both = tl.join(_from_half(words, PLACE) * scale, _from_half(words >> 16, PLACE) * scale)
-    return narrow(both, DTYPE)
+    """q times a scale for the two codes of words at a place, along a new dimension."""
+    pair = _pair(words.to(tl.uint32, bitcast=True), PLACE)
+    first = (pair << 16).to(tl.float32, bitcast=True) * 2.0**126
+    second = (pair >> 16 << 16).to(tl.float32, bitcast=True) * 2.0**126
+    return narrow(tl.join(first * scale, second * scale), DTYPE)
 
 
 @triton.jit
-def _from_half(halves, PLACE: tl.constexpr):
-    """FP32 numbers of the codes at a place of the low 16 bits."""
-    halves = halves.to(tl.int32)
-    bits = (halves >> _PLACES[PLACE][0] & 7) << 22 | (halves >> _PLACES[PLACE][1] & 1) << 31
-    return bits.to(tl.float32, bitcast=True) * 2.0**126
+def _pair(words, PLACE: tl.constexpr):
+    """The codes at a place as BF16 numbers that are too small by 2^126, two in a word."""
+    if PLACE == 3:
+        words = (words & _LAST[0]) * _LAST[1]
+    elif PLACE > 0:
+        words = words >> 3 * PLACE | words << 32 - 3 * PLACE
+    return words & _PAIR
 
 
 @triton.jit
@@ -340,11 +341,11 @@ def decode_kernel(numbers, w, scale_w, tensor_scale, K, PAIRS: tl.constexpr, CHU
 @triton.jit
 def requantize_packed_kernel(
     source,
-    halves,
+    words,
     scale,
     tensor_scale,
     flips,
-    half_stride,
+    word_stride,
     scale_stride,
     outer_stride,
     K,
@@ -355,12 +356,12 @@ def requantize_packed_kernel(
     """One row, CHUNK columns at a time: a tile [pairs of groups, _RUN] for each place of codes."""
     row = tl.program_id(0).to(tl.int64)
     outer = tl.load(tensor_scale + row * outer_stride)
-    changes = tl.zeros([CHUNK // 4], tl.int32)
+    changes = tl.zeros([CHUNK // 8], tl.int32)
     for start in range(0, K, CHUNK):
         pair = start // _TOGETHER + tl.arange(0, CHUNK // _TOGETHER)
         mask = (pair < K // _TOGETHER)[:, None]
         at = source + row * K + pair[:, None] * _TOGETHER + tl.arange(0, _RUN)[None, :]
-        codes = tl.zeros([CHUNK // _TOGETHER, _RUN], tl.int32)
+        bits = tl.zeros([CHUNK // _TOGETHER, _RUN], tl.uint32)
         for group in tl.static_range(2):
             low = _rounded(tl.load(at + (2 * group) * _RUN, mask, 0.0), DTYPE)
             high = _rounded(tl.load(at + (2 * group + 1) * _RUN, mask, 0.0), DTYPE)
@@ -369,19 +370,22 @@ def requantize_packed_kernel(
             group_scale = _from_float8(float8_bits(group_scale))
             step = group_scale * outer
             step = tl.where(step == 0.0, float("inf"), step)[:, None]
-            codes |= _to_half(tl.div_rn(low, step), 2 * group)
-            codes |= _to_half(tl.div_rn(high, step), 2 * group + 1)
+            bits |= _placed(tl.div_rn(low, step), 2 * group)
+            bits |= _placed(tl.div_rn(high, step), 2 * group + 1)
             where = scale + row * scale_stride + 2 * pair + group
-            tl.store(where, group_scale.to(tl.bfloat16), pair < K // _TOGETHER)
+            tl.store(where, (group_scale * _LIFT).to(tl.bfloat16), pair < K // _TOGETHER)
         # [block, pair of groups, i / 2, i % 2] to the order of words.
-        codes = codes.reshape(CHUNK // (_TOGETHER * PAIRS), PAIRS, _RUN // 2, 2)
-        codes = codes.permute(0, 2, 1, 3).reshape(CHUNK // 4)
-        half = start // 4 + tl.arange(0, CHUNK // 4)
-        target = halves + row * half_stride + half
-        held = tl.load(target, half < K // 4, 0).to(tl.int32)
+        bits = bits.reshape(CHUNK // (_TOGETHER * PAIRS), PAIRS, _RUN // 2, 2)
+        even, odd = tl.split(bits.permute(0, 2, 1, 3).reshape(CHUNK // 8, 2))
+        fresh = even | odd << 16 | odd >> 16
+        word = start // 8 + tl.arange(0, CHUNK // 8)
+        target = words + row * word_stride + word
+        held = tl.load(target, word < K // 8, 0).to(tl.uint32, bitcast=True)
+        changed = fresh ^ held
         for place in tl.static_range(4):
-            changes += (((codes ^ held) & _BITS[place]) != 0).to(tl.int32)
-        tl.store(target, codes.to(tl.int16), half < K // 4)
+            both = _pair(changed, place)
+            changes += (both << 16 != 0).to(tl.int32) + (both >> 16 != 0).to(tl.int32)
+        tl.store(target, fresh.to(tl.int32, bitcast=True), word < K // 8)
     tl.store(flips + row, tl.sum(changes))
 
 
@@ -398,11 +402,15 @@ def _from_float8(scale):
 
 
 @triton.jit
-def _to_half(values, PLACE: tl.constexpr):
-    """E2M1 codes next to the values, ties to even, at a place of 16 bits; zero has no sign."""
+def _placed(values, PLACE: tl.constexpr):
+    """E2M1 codes next to the values, ties to even, as bits of a word; zero has no sign."""
     size = tl.abs(values)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
-    code += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
-    sign = ((values < 0) & (code > 0)).to(tl.int32)
-    return code << _PLACES[PLACE][0] | sign << _PLACES[PLACE][1]
+    code = (size > 0.25).to(tl.uint32) + (size >= 0.75).to(tl.uint32) + (size > 1.25).to(tl.uint32)
+    code += (size >= 1.75).to(tl.uint32) + (size > 2.5).to(tl.uint32)
+    code += (size >= 3.5).to(tl.uint32) + (size > 5.0).to(tl.uint32)
+    sign = ((values < 0) & (code > 0)).to(tl.uint32)
+    if PLACE == 3:
+        bits = (code & 1) << 4 | code >> 1 | sign << 3
+    else:
+        bits = (code << 6 | sign << 15) << 3 * PLACE
+    return bits

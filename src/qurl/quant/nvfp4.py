@@ -18,9 +18,7 @@ Shapes: N output channels, K input channels.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -97,28 +95,23 @@ def groups_of_block(columns: int) -> int:
 def pack(codes: Tensor) -> Tensor:
     """Bytes [N, K / 2] of codes [N, K]."""
     pairs = groups_of_block(codes.shape[1]) // 2
-    # [N, blocks, pairs of groups, places, i / 2, i % 2]
-    parts = codes.long().unflatten(1, (-1, pairs, len(PLACES), 4, 2))
-    words = torch.zeros_like(parts[:, :, :, 0, :, 0])
-    for place, lane, bit, position in _positions():
-        words |= (parts[:, :, :, place, :, lane] >> bit & 1) << position
-    words = words.transpose(2, 3).flatten(1)
+    # [N, blocks, pairs of groups, i / 2, places, i % 2]
+    parts = codes.long().unflatten(1, (-1, pairs, len(PLACES), 4, 2)).transpose(3, 4)
+    bits = [(parts >> bit & 1) << at for bit, at in enumerate(_positions(codes.device))]
+    words = sum(bits).sum((-2, -1)).transpose(2, 3).flatten(1)
     return words.sub(words >> 31 << 32).int().view(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The numbers [N, K] that packed codes [N, K / 2] stand for."""
     pairs = groups_of_block(2 * packed.shape[1]) // 2
-    words = packed.view(torch.int32).unflatten(1, (-1, 4, pairs)).transpose(2, 3)
-    codes = words.new_zeros(*words.shape[:3], len(PLACES), 4, 2)
-    for place, lane, bit, position in _positions():
-        codes[:, :, :, place, :, lane] |= (words >> position & 1) << bit
+    words = packed.view(torch.int32).unflatten(1, (-1, 4, pairs)).transpose(2, 3)[..., None, None]
+    codes = sum((words >> at & 1) << bit for bit, at in enumerate(_positions(packed.device)))
     numbers = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=packed.device)
-    return numbers[codes.flatten(1)]
+    return numbers[codes.transpose(3, 4).flatten(1)]
 
 
-def _positions() -> Iterator[tuple[int, int, int, int]]:
-    """Place, lane, bit of the code and position in the word."""
-    for place, positions in enumerate(PLACES):
-        for lane, (bit, position) in itertools.product(range(2), enumerate(positions)):
-            yield place, lane, bit, (position + 16 * lane) % 32
+def _positions(device: torch.device) -> Tensor:
+    """Where words have the bits of codes [bits, places, i % 2]."""
+    places = torch.tensor(PLACES, device=device).T[..., None]
+    return (places + torch.tensor([0, 16], device=device)) % 32

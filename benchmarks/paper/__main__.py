@@ -12,6 +12,7 @@ SECTIONS = (
     epochs.SECTION,
     accuracies.DAPO,
     accuracies.GRPO,
+    accuracies.GRPO_AT_3E_6,
     figures_2_3.SECTION,
     figures_4_9.SECTION,
     accuracies.FAR,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.paper.arms import DAPO_UAQ, JET_RL, LONG_HORIZON, LOW_RATE, TABLE_1
+from benchmarks.paper.arms import (
+    DAPO_UAQ,
+    GRPO_RATE,
+    JET_RL,
+    LONG_HORIZON,
+    LOW_RATE,
+    TABLE_1,
+)
 from benchmarks.paper.figures_2_3 import mismatch_table
 from benchmarks.paper.page import Claim, accuracy_section
 
@@ -48,6 +55,13 @@ GRPO = accuracy_section(
         Claim("8-bit moments equal FP32 moments", "bf16-8bit", "bf16", is_equality=True),
         Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox"),
     ),
+    "paper",
+    ("KL(behav || prox) per token", "rollout_corr/kl"),
+    more_tables=[mismatch_table],
+)
+GRPO_AT_3E_6 = accuracy_section(
+    GRPO_RATE,
+    (Claim("INT8, lr 3e-6: TIS above no correction", "int8-tis", "int8-ppo_prox"),),
     "paper",
     ("KL(behav || prox) per token", "rollout_corr/kl"),
     more_tables=[mismatch_table],

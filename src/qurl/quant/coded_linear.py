@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qurl.quant.formats import Format, Quantized, dequantize, get_format, quantize
 from qurl.quant.linear import projections
-from qurl.quant.nvfp4 import GROUP
+from qurl.quant.nvfp4 import GROUP, group_scale
 
 
 class CodedLinear(nn.Linear):
@@ -97,7 +97,8 @@ def decode(weight: Quantized) -> Tensor:
 def decode_factor(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """q a [N, K], exact in `dtype`; on a GPU in one kernel."""
     if not weight.codes.is_cuda:
-        return weight.numbers().to(dtype) * weight.scale.to(dtype).repeat_interleave(GROUP, -1)
+        scale = group_scale(weight.scale).to(dtype)
+        return weight.numbers().to(dtype) * scale.repeat_interleave(GROUP, -1)
     from qurl.quant.kernels import packed  # needs Triton
 
     return packed.decode_factor(weight, dtype)

@@ -149,7 +149,7 @@ def dequantize(q: Quantized) -> Tensor:
 def expand_scale(q: Quantized) -> Tensor:
     """The scale, broadcastable against the codes as numbers."""
     if q.tensor_scale is not None:
-        scale = q.scale.to(q.tensor_scale.dtype) / nvfp4.LIFT * q.tensor_scale
+        scale = nvfp4.group_scale(q.scale).to(q.tensor_scale.dtype) * q.tensor_scale
         return scale.repeat_interleave(nvfp4.GROUP, -1)
     if q.format.block is None:
         return q.scale

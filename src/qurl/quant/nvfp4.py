@@ -67,6 +67,11 @@ def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor,
     return pack(codes), scale.bfloat16() * LIFT, outer.contiguous()
 
 
+def group_scale(stored: Tensor) -> Tensor:
+    """a [N, K / 16] of the scales as stored; exact, also if rounded to 16 bits."""
+    return stored / LIFT
+
+
 def scale_of(amax: Tensor, largest: float) -> Tensor:
     """amax / largest; 1 where that is subnormal and lacks bits, so the slice counts as zero."""
     # A tensor, because a GPU multiplies by the rounded reciprocal of a Python number.

@@ -10,7 +10,7 @@ are launches of kernels, r5 is the decoding of keys. `python -m benchmarks.forec
 rates to the rollouts of benchmarks/results (48 on an H200, 0.5B to 14B). Errors of a shape whose
 own rollouts are left out of the fit:
 
-    seconds            5.5 % (root mean square), 19 % at most
+    seconds            5 % (root mean square), 15 % at most
     gain over BF16     3 % (root mean square), 5 % in nine of ten, 9 % at most
 
 A forward takes u0 (linears + head) / F + u1 attention / F + u2 A / BW, an update three times the
@@ -37,7 +37,7 @@ from qurl.bench.arms import Arm
 from qurl.bench.limits import Products, Speed, Storage, decode_parts
 from qurl.run.shape import Shape
 
-DECODE_RATES = (0.834, 0.913, 23.2e-6, 3.14e-6, 6.08, 24.9e-9)
+DECODE_RATES = (0.825, 0.923, 23.2e-6, 3.14e-6, 5.90, 25.6e-9)
 """r0 to r5."""
 PRODUCTS, ATTENTION, FORWARD_TRAFFIC, UPDATE_TRAFFIC = 1.09, 2.15, 8.6, 30.0
 """u0 to u3."""

@@ -68,7 +68,7 @@ class Measured:
 
 
 def read_rollouts() -> list[Measured]:
-    """The newest of each key. NVFP4 is left out: unpacking its codes takes longer than reading."""
+    """The newest of each key. NVFP4 is left out: its products are slower than their reads."""
     results = json.loads((RESULTS / "rollout.json").read_text())["results"]
     rollouts = [_read(entries[-1]) for entries in results.values()]
     return [r for r in rollouts if r.arm.format != "nvfp4"]

@@ -36,6 +36,7 @@ POOLED = (
     ("acr C=2", BASELINE),
     ("acr C=5", "tis C=5"),
     ("ppo, uncorrected", PPO_BASELINE),
+    ("ppo, acr C=2", PPO_BASELINE),
 )
 PPO = {
     "algo.name": "ppo",
@@ -58,6 +59,7 @@ METHODS = {
     "acr C=5": {"algo.objective": "acr", "algo.cap": 5.0},
     "ppo, uncorrected": {**PPO, "algo.objective": "ppo_prox"},
     PPO_BASELINE: {**PPO, "algo.objective": "tis", "algo.cap": 2.0},
+    "ppo, acr C=2": {**PPO, "algo.objective": "acr", "algo.cap": 2.0},
 }
 COLUMNS = {
     "eval/full/accuracy": "accuracy, full precision",

@@ -412,6 +412,16 @@ def test_problems_that_never_come_again_are_forgotten():
     assert history.order([(a, 1), (turns[0], 1)]) == [(turns[0], 1), (a, 1)]
 
 
+def test_the_longest_completion_is_remembered():
+    """It is the forecast of an unknown problem, also when its own problem is forgotten."""
+    history = LengthHistory(most=2)
+    a, b, c, new = (Problem(name, (1,)) for name in ("a", "b", "c", "new"))
+    assert history.expect(new) == 1
+    for problem, length in ((a, 9), (b, 1), (c, 1)):
+        history.record(problem, length)
+    assert history.expect(a) == history.expect(new) == 9
+
+
 def test_requests_wait_for_company_while_others_run():
     """Ten rows with a patience of 2: newcomers are let in when 20 row-steps have stayed empty."""
     first = [make_request(str(i), 3) for i in range(10)]

@@ -6,12 +6,11 @@ E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties go to 
 A group is 16 input channels of one output channel. Its scale a is a number of FP8 E4M3, g is one
 FP32 number for the tensor. A group whose a rounds to 0 is all zeros.
 
-Unpacking limits the speed of a product (`qurl.quant.kernels.packed`), so codes and scales are
-stored as it reads them. Scales are BF16 numbers 2^118 a: a weight takes 5 bits. Of 32 channels,
-the codes of i, i + 8, i + 16 and i + 24 for i and i + 1 (i even, 0 to 6) share a word, at places
-(`PLACES`) from which one rotation or product and a mask make a pair of BF16 numbers. A thread of a
-matrix unit needs the words of one i from all groups, so a block of up to 8 groups stores them side
-by side.
+Codes and scales are stored as a product unpacks them (`qurl.quant.kernels.packed`). Scales are
+BF16 numbers 2^118 a, so a weight takes 5 bits. Of 32 channels, the codes of i, i + 8, i + 16 and
+i + 24 for i and i + 1 (i even, 0 to 6) share a word. From their places (`PLACES`) one rotation or
+product and a mask make a pair of BF16 numbers. A thread of a matrix unit needs the words of one i
+from all groups, so a block of up to 8 groups stores them side by side.
 
 Shapes: N output channels, K input channels.
 """
@@ -32,12 +31,13 @@ SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What a code stands for, by its three low bits; the fourth is the sign."""
 LIFT = 2.0**118
-"""What scales are stored times. A code becomes a BF16 number by placing its bits, which is too
-small by 2^126; most that BF16 has for the largest scale is 2^118."""
+"""Factor of stored scales. A code whose bits are placed in a BF16 number is too small by 2^126;
+2^118 is the largest factor with which the largest scale, 448, stays finite."""
 PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
-"""Positions in a word of the bits of four codes, the sign last. Those of i + 1 are 16 bits on, round
-the end of the word. A BF16 number has these bits at the first place. The next two reach it by
-rotating a word right by 3 and 6 bits, the last one, masked, as the product with 2^2 + 2^7 + 2^12."""
+"""Bit positions of four codes in a word, each code's sign last. The code of i + 1 has them 16 bits
+higher, modulo 32. The first place is where a BF16 number has these bits. Rotating the word right by
+3 and by 6 bits moves the second and third there; masking and multiplying by 2^2 + 2^7 + 2^12 moves
+the fourth."""
 TOGETHER = 32
 """Input channels whose codes share words."""
 MOST_GROUPS = 8
@@ -68,7 +68,7 @@ def encode(weight: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor,
 
 
 def group_scale(stored: Tensor) -> Tensor:
-    """a [N, K / 16] of the scales as stored; exact, also if rounded to 16 bits."""
+    """a [N, K / 16] of the scales as stored; exact, and a fits BF16 and FP16."""
     return stored / LIFT
 
 
@@ -101,22 +101,25 @@ def pack(codes: Tensor) -> Tensor:
     """Bytes [N, K / 2] of codes [N, K]."""
     pairs = groups_of_block(codes.shape[1]) // 2
     # [N, blocks, pairs of groups, i / 2, places, i % 2]
-    parts = codes.long().unflatten(1, (-1, pairs, len(PLACES), 4, 2)).transpose(3, 4)
-    bits = [(parts >> bit & 1) << at for bit, at in enumerate(_positions(codes.device))]
-    words = sum(bits).sum((-2, -1)).transpose(2, 3).flatten(1)
-    return words.sub(words >> 31 << 32).int().view(torch.uint8)
+    parts = codes.int().unflatten(1, (-1, pairs, len(PLACES), 4, 2)).transpose(3, 4)
+    words = parts.new_zeros(())
+    for bit, at in enumerate(_positions(codes.device)):
+        words = words | ((parts >> bit & 1) << at).sum((-2, -1), dtype=torch.int32)
+    return words.transpose(2, 3).flatten(1).view(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The numbers [N, K] that packed codes [N, K / 2] stand for."""
     pairs = groups_of_block(2 * packed.shape[1]) // 2
     words = packed.view(torch.int32).unflatten(1, (-1, 4, pairs)).transpose(2, 3)[..., None, None]
-    codes = sum((words >> at & 1) << bit for bit, at in enumerate(_positions(packed.device)))
+    codes = words.new_zeros(())
+    for bit, at in enumerate(_positions(packed.device)):
+        codes = codes | (words >> at & 1) << bit
     numbers = torch.tensor((*NUMBERS, *(-n for n in NUMBERS)), device=packed.device)
     return numbers[codes.transpose(3, 4).flatten(1)]
 
 
 def _positions(device: torch.device) -> Tensor:
     """Where words have the bits of codes [bits, places, i % 2]."""
-    places = torch.tensor(PLACES, device=device).T[..., None]
-    return (places + torch.tensor([0, 16], device=device)) % 32
+    places = torch.tensor(PLACES, dtype=torch.int32, device=device).T[..., None]
+    return (places + torch.tensor([0, 16], dtype=torch.int32, device=device)) % 32

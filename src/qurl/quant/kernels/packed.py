@@ -12,9 +12,10 @@ A code has one bit of sign, two of exponent and one of mantissa. Those become th
 bits of the exponent and the highest of the mantissa of a BF16 number, which is too small by 2^126.
 Multiplying it by 2^118 a is exact, subnormal numbers and zeros included.
 
-A word of 32 bits has the codes of both lanes of four BF16 pairs: a pair takes one rotation, one mask
-and one product, or one instruction less or more. Pairs are just those that one thread of a matrix
-unit multiplies. What a thread needs of a block of groups lies together and is fetched at once.
+A word of 32 bits has the codes of both lanes of four BF16 pairs. A pair takes a mask (first place),
+a rotation and a mask (second, third), or a mask, an integer product and a mask (fourth), and then a
+product with the scale. One thread of a matrix unit multiplies just these pairs. What it needs of a
+block of groups lies together and is fetched at once.
 
 Shapes: M tokens, N output channels, K input channels.
 """
@@ -45,10 +46,11 @@ from qurl.quant.nvfp4 import (
 
 _TOGETHER = tl.constexpr(TOGETHER)
 _RUN = tl.constexpr(8)
-"""Channels i whose codes have the same place in their halves of words."""
+"""Channels i whose codes have the same place in their words."""
 _LARGEST = tl.constexpr(LARGEST)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _LIFT = tl.constexpr(LIFT)
+_UNLIFT = tl.constexpr(1 / LIFT)
 _REST = tl.constexpr(2.0**126 / LIFT)
 """Weights in a product are too small by this."""
 _PAIR = tl.constexpr(0x81C081C0)
@@ -75,7 +77,9 @@ UNPACK = tl.constexpr("""{
     and.b32 pair, pair, 0x81C081C0;
     fma.rn.bf16x2 $3, pair, second, zero;
 }""")
-"""A word and the scales of its two groups to pairs of q a / 256 in BF16, place by place."""
+"""A word and the scales of its two groups to pairs of q a / 256 in BF16, place by place.
+
+Masks, rotations and 0x1084 are those of `_PAIR`, `_LAST` and `PLACES`."""
 _CHUNK = 2048
 """Columns that a program codes or decodes at once."""
 
@@ -271,8 +275,8 @@ def _by_threads(tile):
 def _numbers(words, scales, factor, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     """q (a factor) [rows, columns] of words and scales, two in a word, rounded once."""
     scales = _per_word(scales, words, PAIRS)
-    even = (scales << 16).to(tl.float32, bitcast=True) / _LIFT * factor
-    odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) / _LIFT * factor
+    even = (scales << 16).to(tl.float32, bitcast=True) * _UNLIFT * factor
+    odd = (scales >> 16 << 16).to(tl.float32, bitcast=True) * _UNLIFT * factor
     first = tl.join(_products(words, even, 0, DTYPE), _products(words, even, 1, DTYPE))
     second = tl.join(_products(words, odd, 2, DTYPE), _products(words, odd, 3, DTYPE))
     return _in_order(first, second, PAIRS)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.paper import accuracies, checks, epochs, figure_8, figures_2_3, figures_4_9
+from benchmarks.paper import (
+    accuracies,
+    checks,
+    epochs,
+    figure_8,
+    figures_2_3,
+    figures_4_9,
+    time_to_accuracy,
+)
 from benchmarks.paper.page import write
 
 SECTIONS = (
@@ -16,6 +24,8 @@ SECTIONS = (
     figures_2_3.SECTION,
     figures_4_9.SECTION,
     accuracies.FAR,
+    accuracies.HARD,
+    time_to_accuracy.SECTION,
     figure_8.SECTION,
 )
 

@@ -8,6 +8,7 @@ from benchmarks.paper.arms import (
     JET_RL,
     LONG_HORIZON,
     LOW_RATE,
+    MATH,
     TABLE_1,
 )
 from benchmarks.paper.figures_2_3 import mismatch_table
@@ -87,5 +88,15 @@ FAR = accuracy_section(
     ),
     "paper",
     ("KL(behav || prox) per token", "rollout_corr/kl"),
+    more_tables=[mismatch_table],
+)
+HARD = accuracy_section(
+    MATH,
+    (
+        Claim("BF16 equals INT8 with FP8 KV and ACR", "bf16", "int8-kv-acr", is_equality=True),
+        Claim("BF16 equals one FP8 flow", "bf16", "fp8-unified", is_equality=True),
+    ),
+    "paper",
+    ("tokens per rollout", "response_length/mean"),
     more_tables=[mismatch_table],
 )

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PPO = "benchmarks/paper/recipes/gsm8k-ppo.toml"
 DAPO = "benchmarks/paper/recipes/gsm8k-dapo.toml"
 GRPO = "benchmarks/paper/recipes/gsm8k-grpo.toml"
+MATH_GRPO = "benchmarks/paper/recipes/math-grpo.toml"
 TOY = "recipes/arithmetic-cpu.toml"
 UNSAVED = {"save.every": 0, "save.keep": 0}
 PLAIN = {"algo.objective": "ppo_prox"}
@@ -156,6 +157,22 @@ GRPO_RATE = Experiment(
     ),
 )
 """GRPO at the rate of Table 1, where PPO without correction has collapsed after 75 steps."""
+MATH = Experiment(
+    "math",
+    (
+        Arm("bf16", "BF16", MATH_GRPO, FULL_PRECISION),
+        Arm(
+            "int8-kv-acr",
+            "INT8 + FP8 KV, ACR",
+            MATH_GRPO,
+            {"quant.format": "int8", "quant.kv": "fp8", "algo.objective": "acr"},
+        ),
+        Arm("fp8-unified", "one FP8 flow", MATH_GRPO, {**UNCORRECTED_FP8, **UNIFIED}),
+    ),
+    seeds=(0,),
+    is_timed=True,
+)
+"""A harder task and a larger model; what counts is the time to the same accuracy."""
 SPEED = Experiment(
     "speed",
     (
@@ -181,7 +198,10 @@ TOY_CHECK = Experiment(
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
-    for e in (TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, GRPO_RATE, SPEED, TOY_CHECK)
+    for e in (
+        *(TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, GRPO_RATE, MATH),
+        *(SPEED, TOY_CHECK),
+    )
 }
 
 LAYER_GROUPS = tuple(dict.fromkeys(GROUPS.values()))

@@ -20,10 +20,12 @@ from benchmarks.paper import (
     figures_2_3,
     figures_4_9,
     graders,
+    math_data,
     page,
     plots,
     results,
     run,
+    time_to_accuracy,
 )
 from benchmarks.paper.__main__ import SECTIONS
 from benchmarks.paper.arms import COLUMNS, EXPERIMENTS, LAYER_GROUPS, TABLE_1, TOY_CHECK
@@ -520,6 +522,43 @@ def test_steps_are_held_against_bf16_of_the_same_algorithm_token_by_token():
     assert speed_ups["GRPO, INT8"] == " |"  # has nothing to be held against
 
 
+def test_time_to_accuracy_by_hand():
+    """BF16 goes from 20 % to 40 %, so halfway is 30 % and nine tenths of the way are 38 %.
+
+    INT8 has 28 % at step 10 and 32 % at step 20: 30 % at step 15, after 15 steps of 2 parts x 1 s
+    and, by tokens, 15 x 100 tokens x 10 ms. It never has 38 %.
+    """
+    bf16 = arm_result("bf16", 0, (0, 2), (10, 4), problems=10)
+    curves = {"step": [*range(20)], "response_length/mean": [100.0] * 20}
+    curves |= {f"timing_s/{part}": [1.0] * 20 for part in ("rollout", "update")}
+    int8 = arm_result("int8", 0, (0, 5), (10, 7), (20, 8), curves=curves, problems=25)
+    half, most = time_to_accuracy.levels([bf16, int8])
+    assert (half, most) == pytest.approx((0.3, 0.38))
+    steps = time_to_accuracy.steps_to(int8, half)
+    assert steps == pytest.approx(15)
+    assert time_to_accuracy.steps_to(int8, most) is None
+    each = time_to_accuracy.own_seconds(int8)
+    assert time_to_accuracy.seconds_until(each, 15.5) == pytest.approx(31)
+    assert time_to_accuracy.seconds_until(each, 20.0) == pytest.approx(40)
+    curves = {"step": [0, 1, 2], "response_length/mean": [200.0] * 3}
+    curves |= {
+        f"timing_s/{part}": [0.4] * 3 for part in figure_8.PARTS
+    }  # 5 parts, 200 tokens: 10 ms
+    timed = arm_result("int8", 0, (3, 1), curves=curves, attempts=[{"jobs": 1}])
+    each = time_to_accuracy.seconds_by_tokens(int8, timed)
+    assert time_to_accuracy.seconds_until(each, steps) == pytest.approx(15)
+
+
+def test_problems_of_math_are_chosen_by_level_and_not_held_out():
+    rows = [
+        {"problem": "Find $x$.", "answer": "1", "level": "Level 3", "type": "Algebra"},
+        {"problem": "Find $y$.", "answer": "2", "level": "Level 5"},
+        {"problem": "Find $z$.", "answer": "3", "level": "Level 2"},
+    ]
+    chosen = math_data.select(rows, [{"problem": "find  y"}])
+    assert list(chosen) == [{"problem": "Find $x$.", "answer": "1"}]
+
+
 def test_visibility_is_a_mean_over_the_steps_by_group():
     group = LAYER_GROUPS[0]
     values = {"update_norm": 2e-8, "quant_error": 4e-4, "code_flip_frac": 0.01}
@@ -593,7 +632,7 @@ def test_every_section_draws_results(tmp_path):
         for plot in section.plots(found):
             plots.draw(plot, tmp_path / "figures")
     links = re.findall(r"\]\((figures/[^)]+)\)", text)
-    assert len(links) == 9
+    assert len(links) == 11
     assert all((tmp_path / link).exists() for link in links)
     tables = text[text.index("## Table 1") : text.index("## Figure 8")]
     assert "| not run" not in tables

@@ -165,7 +165,12 @@ MATH = Experiment(
             "int8-kv-acr",
             "INT8 + FP8 KV, ACR",
             MATH_GRPO,
-            {"quant.format": "int8", "quant.kv": "fp8", "algo.objective": "acr"},
+            {
+                "quant.format": "int8",
+                "quant.kv": "fp8",
+                "algo.objective": "acr",
+                "correction.mode": "decoupled",
+            },
         ),
         Arm("fp8-unified", "one FP8 flow", MATH_GRPO, {**UNCORRECTED_FP8, **UNIFIED}),
     ),

@@ -208,7 +208,7 @@ def test_validate(recipe, tmp_path, capsys):
     assert lines[2] == "ok    device: cpu"
     assert lines[3] == "ok    parts: acr, grpo"
     assert lines[4] == f"ok    run directory: {tmp_path / 'run'}, a new run"
-    assert lines[5] == "ok    trackers: none"
+    assert lines[5] == "ok    packages: no optional ones"
     assert lines[6] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
     assert lines[7] == "ok    precision: int8 of 2 layers"
     assert lines[8] == "ok    weights: made at the start"
@@ -448,8 +448,10 @@ def test_validate_finds_a_run_directory_that_cannot_be_written(recipe, capsys, m
 @pytest.mark.parametrize(
     ("flags", "failure"),
     [
-        (["--track.tensorboard"], "trackers: track.tensorboard needs the package 'tensorboard'"),
-        (["--track.wandb", "x"], "trackers: track.wandb needs the package 'wandb'"),
+        (["--track.tensorboard"], "packages: track.tensorboard needs the package 'tensorboard'"),
+        (["--track.wandb", "x"], "packages: track.wandb needs the package 'wandb'"),
+        (["--rollout.engine", "vllm"], "packages: rollout.engine = 'vllm' needs the package"),
+        (["--parallel.engines", "1"], "packages: parallel.engines or parallel.address needs"),
         (["--run-dir", "r.toml/run"], "run directory: run_dir = 'r.toml/run': r.toml is no folder"),
         (["--experimental.dither"], "precision: experimental.dither = true needs"),
         (["--quant.full-layers", "1"], "precision: quant.full_layers = 1 leaves none of the 2"),

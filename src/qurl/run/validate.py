@@ -65,7 +65,7 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
         "device": lambda: str(pick_device(recipe.config.device)),
         "parts": recipe.check_parts,
         "run directory": recipe.check_run_dir,
-        "trackers": recipe.check_trackers,
+        "packages": recipe.check_packages,
         "model": recipe.check_model,
         "precision": recipe.check_precision,
         "weights": recipe.check_weights,
@@ -131,14 +131,21 @@ class Recipe:
         self.notes += [f"{found} is damaged: {damage}" for found, damage in damaged.items()]
         return f"{self.config.run_dir}, {'a new run' if changes is None else 'a run to resume'}"
 
-    def check_trackers(self) -> str:
-        track = self.config.track
-        wanted = {"tensorboard": track.tensorboard, "wandb": bool(track.wandb)}
-        names = [name for name, is_on in wanted.items() if is_on]
+    def check_packages(self) -> str:
+        """The optional packages that the recipe needs, by what needs them."""
+        parallel, track = self.config.parallel, self.config.track
+        by_ray = parallel.engines or (parallel.address and parallel.trainers > 1)
+        purposes = {
+            "ray": "parallel.engines or parallel.address" if by_ray else "",
+            "vllm": "rollout.engine = 'vllm'" if self.config.rollout.engine == "vllm" else "",
+            "tensorboard": "track.tensorboard" if track.tensorboard else "",
+            "wandb": "track.wandb" if track.wandb else "",
+        }
+        names = [name for name, purpose in purposes.items() if purpose]
         for name in names:
             if find_spec(name) is None:
-                raise MissingExtra(name, name, f"track.{name}")
-        return ", ".join(names) or "none"
+                raise MissingExtra(name, name, purposes[name])
+        return ", ".join(names) or "no optional ones"
 
     def check_model(self) -> str:
         check_model_path(self.config)
@@ -169,8 +176,6 @@ class Recipe:
         num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
         if config.rollout.deterministic and num_threads > 1:
             raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
-        if config.rollout.engine == "vllm" and find_spec("vllm") is None:
-            raise MissingExtra("vllm", "vllm", "rollout.engine = 'vllm'")
         if path == "scratch":
             layers = config.model.scratch.layers
             if quant.full_layers:

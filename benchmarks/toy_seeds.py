@@ -30,36 +30,53 @@ from qurl.bench.record import describe_machine
 RESULT = RESULTS / "toy_seeds.json"
 FORMATS = ("int4", "int6")
 STEPS, LEARNING_RATE, EPOCHS = 80, 5e-4, 4
-BASELINE, PPO_BASELINE = "tis C=2", "ppo, tis C=2"
+BASELINE = "tis C=2"
+FAMILIES = {
+    "ppo, ": {
+        "algo.name": "ppo",
+        "algo.advantage": "gae",
+        "batch.problems": 1024,
+        "sampling.group-size": 1,
+    },
+    "dapo, ": {
+        "algo.name": "dapo",
+        "algo.max-gen-rounds": 40,
+        "task.reward": "benchmarks.rewards:signed_exact",
+    },
+    "slow, ": {"optim.lr": 1e-4},
+}
+"""What methods share whose names begin so: a critic instead of groups, with as many completions;
+DAPO's preset with its rewards of -1 and +1; updates that are small beside a step of the format."""
 POOLED = (
     ("uncorrected", BASELINE),
     ("acr C=2", BASELINE),
     ("acr C=5", "tis C=5"),
-    ("ppo, uncorrected", PPO_BASELINE),
-    ("ppo, acr C=2", PPO_BASELINE),
+    ("ppo, uncorrected", "ppo, tis C=2"),
+    ("ppo, acr C=2", "ppo, tis C=2"),
+    ("dapo, uncorrected", "dapo, tis C=2"),
+    ("dapo, acr C=2", "dapo, tis C=2"),
+    ("slow, tis C=2, UAQ 1.5", "slow, tis C=2"),
+    ("slow, tis C=2, UAQ 1.5", "slow, tis C=2, lr x 1.5 on UAQ's layers"),
 )
-PPO = {
-    "algo.name": "ppo",
-    "algo.advantage": "gae",
-    "batch.problems": 1024,
-    "sampling.group-size": 1,
-}
-"""A critic instead of groups, with as many completions."""
+TIS = {"algo.objective": "tis", "algo.cap": 2.0}
+ACR = {"algo.objective": "acr", "algo.cap": 2.0}
 METHODS = {
     "uncorrected": {"algo.objective": "ppo_prox"},
     "decoupled": {"algo.objective": "decoupled"},
-    "tis C=2": {"algo.objective": "tis", "algo.cap": 2.0},
-    "acr C=2": {"algo.objective": "acr", "algo.cap": 2.0},
-    "acr C=2, bound 2": {
-        "algo.objective": "acr",
-        "algo.cap": 2.0,
-        "experimental.acr-max-bound": 2.0,
-    },
-    "tis C=5": {"algo.objective": "tis", "algo.cap": 5.0},
-    "acr C=5": {"algo.objective": "acr", "algo.cap": 5.0},
-    "ppo, uncorrected": {**PPO, "algo.objective": "ppo_prox"},
-    PPO_BASELINE: {**PPO, "algo.objective": "tis", "algo.cap": 2.0},
-    "ppo, acr C=2": {**PPO, "algo.objective": "acr", "algo.cap": 2.0},
+    "tis C=2": TIS,
+    "acr C=2": ACR,
+    "acr C=2, bound 2": {**ACR, "experimental.acr-max-bound": 2.0},
+    "tis C=5": {**TIS, "algo.cap": 5.0},
+    "acr C=5": {**ACR, "algo.cap": 5.0},
+    "ppo, uncorrected": {"algo.objective": "ppo_prox"},
+    "ppo, tis C=2": TIS,
+    "ppo, acr C=2": ACR,
+    "dapo, uncorrected": {"algo.objective": "ppo_prox"},
+    "dapo, tis C=2": TIS,
+    "dapo, acr C=2": ACR,
+    "slow, tis C=2": TIS,
+    "slow, tis C=2, UAQ 1.5": {**TIS, "quant.update-scale": 1.5},
+    "slow, tis C=2, lr x 1.5 on UAQ's layers": {**TIS, "experimental.norm-fed-lr-scale": 1.5},
 }
 COLUMNS = {
     "eval/full/accuracy": "accuracy, full precision",
@@ -103,7 +120,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 def run_one(folder: Path, format: str, method: str, seed: int) -> dict:
     """Train one arm; what is kept of a metric is its mean over the last evaluations or steps."""
-    name = f"{format}-{method}-{seed}".translate(str.maketrans(" =,", "---"))
+    name = f"{format}-{method}-{seed}".translate(str.maketrans(" =,'", "----"))
     flags = {
         "seed": seed,
         "steps": STEPS,
@@ -111,12 +128,17 @@ def run_one(folder: Path, format: str, method: str, seed: int) -> dict:
         "optim.lr": LEARNING_RATE,
         "optim.schedule": "constant",
         "batch.epochs": EPOCHS,
+        **FAMILIES.get(family_of(method), {}),
         **METHODS[method],
     }
     failure = toy.train_arm(folder / name, flags)
     rows = toy.read_rows(folder / name / "metrics.jsonl", format)
     found = {"format": format, "method": method, "seed": seed, "failure": failure}
     return found | {column: last_mean(rows, column) for column in COLUMNS}
+
+
+def family_of(method: str) -> str:
+    return next(filter(method.startswith, FAMILIES), "")
 
 
 def last_mean(rows: list[dict], name: str) -> float | None:
@@ -155,7 +177,7 @@ def make_table(runs: list[dict]) -> str:
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [
-            row(m, found, by_method[PPO_BASELINE if m.startswith("ppo") else BASELINE])
+            row(m, found, by_method[family_of(m) + BASELINE])
             for m, found in by_method.items()
             if found
         ]

@@ -19,6 +19,7 @@ SECTIONS = (
     accuracies.SLOW,
     epochs.SECTION,
     accuracies.DAPO,
+    accuracies.SIGNED_DAPO,
     accuracies.GRPO,
     accuracies.GRPO_AT_3E_6,
     figures_2_3.SECTION,

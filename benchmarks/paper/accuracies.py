@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.arms import (
+    DAPO_CORRECTION,
     DAPO_UAQ,
     GRPO_RATE,
     JET_RL,
@@ -32,7 +33,6 @@ PPO = accuracy_section(
 DAPO = accuracy_section(
     DAPO_UAQ,
     (
-        Claim("INT8: ACR above no correction", "int8", "int8-ppo_prox"),
         Claim("UAQ s = 1.5 above no UAQ", "int8-uaq1.5", "int8", 0.62),
         Claim("UAQ s = 1.5 above lr x 1.5 everywhere", "int8-uaq1.5", "int8-lr1.5", 2.19),
         Claim("UAQ s = 1.5 above s = 2", "int8-uaq1.5", "int8-uaq2", 2.10),
@@ -46,6 +46,18 @@ DAPO = accuracy_section(
     ),
     "paper, AIME24 avg@32",
     ("groups kept", "sampling/groups_kept_frac"),
+)
+SIGNED_DAPO = accuracy_section(
+    DAPO_CORRECTION,
+    (
+        Claim("INT8: TIS above no correction", "int8-tis", "int8-ppo_prox", 30.29),
+        Claim("INT8: ACR above TIS", "int8-acr", "int8-tis", 0.34),
+        Claim("BF16 above INT8 with ACR", "bf16", "int8-acr", 1.04),
+        Claim("FP8: TIS above no correction", "fp8-tis", "fp8-ppo_prox", 32.60),
+    ),
+    "paper, AIME24 avg@32",
+    ("groups kept", "sampling/groups_kept_frac"),
+    more_tables=[mismatch_table],
 )
 GRPO = accuracy_section(
     JET_RL,

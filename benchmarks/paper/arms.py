@@ -22,6 +22,8 @@ FULL_PRECISION = {"quant.format": "none", **PLAIN}
 UNCORRECTED_FP8 = {"quant.format": "fp8", **PLAIN}
 UNIFIED = {"quant.unified": True, "quant.backward": "dgrad"}
 FAST_INT8 = {"quant.format": "int8", "optim.lr": 3e-6}
+SIGNED = {"task.reward": "benchmarks.rewards:signed_math"}
+"""Rewards of -1 and +1, as in DAPO's script."""
 GROUPED = {"algo.name": "grpo", "batch.problems": 32, "sampling.group_size": 8}
 """GRPO with as many completions as the PPO recipe."""
 
@@ -77,6 +79,13 @@ def _fast(format: str, objective: str, label: str) -> Arm:
     return _at_rate("1e-5", format, objective, label)
 
 
+def _signed(format: str, objective: str, label: str, paper: float, tier: int = 0) -> Arm:
+    """An arm of DAPO with the paper's rewards, evaluated in both precisions."""
+    name = "bf16" if format == "none" else f"{format}-{objective}"
+    changes = {"quant.format": format, "algo.objective": objective, "eval.precision": "both"}
+    return Arm(name, label, DAPO, {**changes, **SIGNED}, paper, tier)
+
+
 def _timed(name: str, label: str, format: str, changes: Mapping[str, Any] | None = None) -> Arm:
     few_steps = {"steps": 16, "eval.every": 0, **UNSAVED}
     return Arm(name, label, PPO, {"quant.format": format, **few_steps, **(changes or {})})
@@ -107,13 +116,23 @@ DAPO_UAQ = Experiment(
             {"experimental.norm_fed_lr_scale": 1.5},
         ),
         Arm("int8-lr1.5", "INT8, lr x 1.5 everywhere", DAPO, {"optim.lr": 1.5e-6}, 29.06),
-        Arm("int8-ppo_prox", "INT8, uncorrected", DAPO, PLAIN),
         Arm("int8-dither", "INT8, dithered masters", DAPO, {"experimental.dither": True}, tier=1),
-        Arm("bf16", "BF16", DAPO, FULL_PRECISION, 31.67, tier=1),
         Arm("int8-uaq2", "INT8, UAQ s = 2", DAPO, {"quant.update_scale": 2.0}, 29.15, tier=1),
         Arm("int8-lr2", "INT8, lr x 2 everywhere", DAPO, {"optim.lr": 2e-6}, 26.66, tier=1),
     ),
 )
+DAPO_CORRECTION = Experiment(
+    "dapo_correction",
+    (
+        _signed("int8", "ppo_prox", "INT8, uncorrected", 0.0),
+        _signed("int8", "tis", "INT8, TIS", 30.29),
+        _signed("int8", "acr", "INT8, ACR", 30.63),
+        _signed("none", "ppo_prox", "BF16", 31.67),
+        _signed("fp8", "ppo_prox", "FP8, uncorrected", 0.0, tier=1),
+        _signed("fp8", "tis", "FP8, TIS", 32.60, tier=1),
+    ),
+)
+"""The main claim of Table 2: without correction DAPO ends at 0."""
 LONG_HORIZON = Experiment(
     "long_horizon",
     (
@@ -204,7 +223,7 @@ TOY_CHECK = Experiment(
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
     for e in (
-        *(TABLE_1, DAPO_UAQ, LONG_HORIZON, LOW_RATE, JET_RL, GRPO_RATE, MATH),
+        *(TABLE_1, DAPO_UAQ, DAPO_CORRECTION, LONG_HORIZON, LOW_RATE, JET_RL, GRPO_RATE, MATH),
         *(SPEED, TOY_CHECK),
     )
 }

@@ -43,13 +43,13 @@ def render(results: Results) -> str:
 
 
 def mismatch_table(experiment: Experiment, results: Results) -> str:
-    runs = results.get(experiment.name, ())
-    num_steps, rows = common_steps(runs), []
-    for arm in experiment.arms:
-        found = of_arm(runs, arm.name)
-        rows += [[arm.label, *mismatch_cells(result, num_steps)] for result in found]
-        if not found:
-            rows.append([arm.label, MISSING, *[""] * (len(HEAD) - 2)])
+    runs = results[experiment.name]
+    num_steps = common_steps(runs)
+    rows = [
+        [arm.label, *mismatch_cells(result, num_steps)]
+        for arm in experiment.arms
+        for result in of_arm(runs, arm.name)
+    ]
     return f"Over the first {num_steps} steps, which every run reached:\n\n{table(HEAD, rows)}"
 
 

@@ -263,10 +263,12 @@ def accuracy_section(
         )
 
     def render(results: Results) -> str:
+        if experiment.name not in results:
+            return f"No arm has run: {'; '.join(arm.label for arm in experiment.arms)}."
         tables = [
             accuracy_table(experiment, results, paper),
             *(table_of(experiment, results) for table_of in more_tables),
-            claims_table(results.get(experiment.name, ()), claims),
+            claims_table(results[experiment.name], claims),
         ]
         return "\n\n".join([*tables, plot(results).link()])
 

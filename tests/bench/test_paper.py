@@ -632,7 +632,7 @@ def test_every_section_draws_results(tmp_path):
         for plot in section.plots(found):
             plots.draw(plot, tmp_path / "figures")
     links = re.findall(r"\]\((figures/[^)]+)\)", text)
-    assert len(links) == 11
+    assert len(links) == 12
     assert all((tmp_path / link).exists() for link in links)
     tables = text[text.index("## Table 1") : text.index("## Figure 8")]
     assert "| not run" not in tables

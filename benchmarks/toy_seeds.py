@@ -49,6 +49,7 @@ FAMILIES = {
 DAPO's preset with its rewards of -1 and +1; updates that are small beside a step of the format."""
 POOLED = (
     ("uncorrected", BASELINE),
+    ("uncorrected, dual clip 3", BASELINE),
     ("acr C=2", BASELINE),
     ("acr C=5", "tis C=5"),
     ("ppo, uncorrected", "ppo, tis C=2"),
@@ -62,6 +63,7 @@ TIS = {"algo.objective": "tis", "algo.cap": 2.0}
 ACR = {"algo.objective": "acr", "algo.cap": 2.0}
 METHODS = {
     "uncorrected": {"algo.objective": "ppo_prox"},
+    "uncorrected, dual clip 3": {"algo.objective": "ppo_prox", "algo.dual-clip": 3.0},
     "decoupled": {"algo.objective": "decoupled"},
     "tis C=2": TIS,
     "acr C=2": ACR,

@@ -381,7 +381,7 @@ class RolloutConfig(Section):
     """Sample the same tokens whatever else is in the batch; slower. On a CPU, set threads = 1."""
     ahead: Literal[0, 1] = 0
     """1: sample the next step's rollouts while this step's batch is trained. Rollouts are then one
-    update old ([one step off](parallel.md#one-step-off))."""
+    step old ([one step off](parallel.md#one-step-off))."""
     drafts: Literal["off", "histospec"] = "off"
     """Speculative decoding: histospec drafts from the last responses to the same problem."""
     vllm: VllmConfig = field(default_factory=VllmConfig)

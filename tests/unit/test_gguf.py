@@ -274,6 +274,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "a/out exists and is no empty folder" in capsys.readouterr().err
     assert main(["export", "--from-gguf", "tiny.gguf"]) == 2
     assert "expected --from-gguf FILE.gguf OUT, got tiny.gguf" in capsys.readouterr().err
+    assert main(["export", "tiny.gguf", "b"]) == 1
+    assert "converted by `qurl export --from-gguf tiny.gguf b`" in capsys.readouterr().err
     assert main(["export", "b", "--from-gguf"]) == 2
     assert "expected --from-gguf FILE.gguf OUT, got b" in capsys.readouterr().err
     assert main(["export", "--from-gguf", "tiny.gguf", "b", "--dtype", "int8"]) == 2

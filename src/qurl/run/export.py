@@ -47,6 +47,11 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
     _check_arguments(target, dtype)
     if quant not in QUANTS:
         raise ConfigError(f"--quant {quant!r} is not one of {', '.join(QUANTS)}")
+    if source.is_file():
+        raise ModelError(
+            f"{source} is a file, not a run or a checkpoint; a GGUF file is converted by "
+            f"`qurl export --from-gguf {source} {target}`"
+        )
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0 and quant == "none":

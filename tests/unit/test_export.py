@@ -96,6 +96,22 @@ def test_sharded_weights_leave_no_index_behind(run, tmp_path, original):
     torch.testing.assert_close(logits(load(path)), logits(original.model))
 
 
+def test_what_trainers_and_the_hub_keep_beside_a_model_stays_there(tmp_path, original):
+    """Optimizers of transformers' Trainer, its checkpoints, the cache of a download; and OUT."""
+    source = tmp_path / "model"
+    original.save(source)
+    for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "model.gguf"):
+        (source / name).write_text("large")
+    (source / "LICENSE").write_text("free")
+    (source / ".cache").mkdir()
+    (source / "checkpoint-8").mkdir()
+    names = {path.name for path in export(source, source / "out").iterdir()}
+    assert names == {
+        *("README.md", "LICENSE", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+
+
 def test_an_existing_target_is_left_alone(run, tmp_path):
     folder, file = tmp_path / "full", tmp_path / "file"
     folder.mkdir()

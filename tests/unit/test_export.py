@@ -117,12 +117,20 @@ def test_an_existing_target_is_left_alone(run, tmp_path):
     folder.mkdir()
     (folder / "precious").write_text("keep me")
     file.write_text("keep me too")
-    for target in (folder, file):
+    (tmp_path / "link").symlink_to("nowhere")  # a folder cannot replace it
+    for target in (folder, file, tmp_path / "link"):
         with pytest.raises(ConfigError, match=f"{target} exists and is no empty folder"):
             export(run, target)
     assert [p.name for p in folder.iterdir()] == ["precious"]
     (tmp_path / "empty").mkdir()
     assert export(run, tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_the_current_folder_is_no_target(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["export", str(run), "."]) == 2
+    assert "OUT = . has no name of its own; give that of a new folder" in capsys.readouterr().err
 
 
 def test_bad_sources_and_dtypes(run, tmp_path):

@@ -160,5 +160,8 @@ def _turn_end(tokenizer: Any) -> list[int]:
 def _check_arguments(target: Path, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if not target.name:  # this folder: a shell would stay in the one that is replaced
+        raise ConfigError(f"OUT = {target} has no name of its own; give that of a new folder")
+    is_empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if (target.exists() or target.is_symlink()) and not is_empty:
         raise ConfigError(f"{target} exists and is no empty folder; choose another one")

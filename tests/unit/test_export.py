@@ -1,6 +1,7 @@
 """Exported folders are plain: no UAQ, the wished dtype, the tokenizer beside the weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,11 +253,12 @@ def test_the_format_is_that_of_compressed_tensors(run, tmp_path, quant, format, 
     }
 
 
-def test_layers_in_full_precision_stay_so(run, tmp_path, original):
+def test_layers_in_full_precision_stay_so(run, tmp_path, original, monkeypatch):
     tiny_policy(model=tiny_llama(num_hidden_layers=3)).save(run / "checkpoints/step-000020/policy")
     recipe = {"steps": 20, "run_dir": "x", "algo": {}, "quant": {"full_layers": 1}}
     (run / "config.json").write_text(json.dumps(recipe))
-    path = export(run, tmp_path / "out", quant="int8")
+    monkeypatch.chdir(run / "checkpoints")  # the path names no folder of the run
+    path = export(Path("step-000020"), tmp_path / "out", quant="int8")
     stored = load_file(path / "model.safetensors")
     dtypes = [stored[f"model.layers.{i}.mlp.up_proj.weight"].dtype for i in range(3)]
     assert dtypes == [torch.bfloat16, torch.int8, torch.bfloat16]
@@ -306,6 +308,23 @@ def test_the_card_says_how_it_was_trained_and_how_well_it_does(run, tmp_path):
     assert "| full, after 10 steps | 50.0% (from 25.0%; 95 % interval 20.0% to 30.0%) |" in card
     assert 'LLM("my-model")' in card
     assert "secret" not in card
+
+
+def test_the_card_of_an_older_checkpoint_has_its_own_accuracy(run, tmp_path, original):
+    original.save(run / "initial")
+    recipe = {"steps": 40, "run_dir": "x", "algo": {}}
+    (run / "config.json").write_text(json.dumps(recipe))
+    keys = [f"eval/full/accuracy{end}" for end in ("", "_low", "_high")]
+    rows = [{"step": s, **dict.fromkeys(keys, x)} for s, x in ((-1, 0.2), (0, 0.3), (9, 0.5))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source, done, score in (
+        ("initial", 0, "after 0 steps | 20.0% (from 20.0%"),
+        ("checkpoints/step-000001", 1, "after 1 steps | 30.0% (from 20.0%"),
+        ("checkpoints/step-000010", 10, "after 10 steps | 50.0% (from 20.0%"),
+    ):
+        card = (export(run / source, tmp_path / str(done)) / "README.md").read_text()
+        assert f"| steps | {done} of 40 |" in card
+        assert score in card
 
 
 def test_a_card_without_a_run(tmp_path, original):

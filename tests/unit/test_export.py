@@ -198,6 +198,18 @@ def test_bad_scales_are_refused(tmp_path, original, capsys, flags, error):
     assert not (tmp_path / "out").exists()
 
 
+def test_sampling_defaults_that_some_transformers_cannot_write_are_repaired(tmp_path, original):
+    """Up to 5.10 at least, it reads a temperature without do_sample and refuses to write it."""
+    original.save(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"temperature": 0.6}')
+    assert main(["rescale", str(tmp_path / "model"), str(tmp_path / "scaled")]) == 0
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "plain")]) == 0
+    for name in ("scaled", "plain"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert written["temperature"] == 0.6
+        assert written["do_sample"] is True
+
+
 def test_nothing_is_rescaled_twice(tmp_path, original, capsys):
     rescale_(original.model)
     original.save(tmp_path / "model")

@@ -109,7 +109,6 @@ class Policy:
         name = config.compute_dtype
         self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
-        _make_savable_(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             # For reentrant ones alone, and a hook that no other process can be sent.
@@ -294,6 +293,7 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
+    _make_savable_(model)
     for name, weight in model.named_parameters():
         if not bool((weight.abs() < LARGEST_WEIGHT).all()):
             raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))

@@ -115,7 +115,8 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the model and tokenizer of a llama.cpp file, as transformers reads them.
 
     Generation also stops where the chat template ends a turn. Nothing else is repaired: a tied
-    embedding stored twice becomes an untied head, and the tokenizer may split text differently.
+    embedding stored twice becomes an untied head, the tokenizer may split text differently, and
+    rotary positions are not scaled.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,12 +130,28 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(**place)
-        model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=DTYPES[dtype])
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(**place, dtype=DTYPES[dtype], output_loading_info=True)
+        ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     except Exception as error:  # a damaged file makes the readers raise almost anything
         raise ModelError(f"{source} cannot be read as a GGUF model: {error!r}") from error
+    if missing := sorted(info["missing_keys"]):  # they are random numbers now
+        raise ModelError(
+            f"{source}: the weights lack {', '.join(missing[:3])}; if the file is one of several "
+            "parts, join them with llama.cpp's `llama-gguf-split --merge`"
+        )
     if quantizer := getattr(model, "hf_quantizer", None):  # the weights are plain numbers by now
         quantizer.remove_quantization_config(model)
-    rule = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    reader = GGUFReader(source)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if (scaling := _rope_scaling(reader)) and rope.get("rope_type", "default") == "default":
+        message = (
+            f"{source}: transformers does not read how its rotary positions are scaled "
+            f"({scaling}); replace rope_parameters in the exported config.json by what the "
+            "original model's has"
+        )
+        warnings.warn(message, stacklevel=2)
+    rule = reader.get_field("tokenizer.ggml.pre")
     is_gpt2 = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "use_regex", False)
     if is_gpt2 and rule and rule.contents() not in ("gpt-2", "default"):
         message = (
@@ -142,9 +159,17 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
             "splits text as for GPT-2; replace the exported tokenizer with the original model's"
         )
         warnings.warn(message, stacklevel=2)
-    ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     model.generation_config.eos_token_id = [end for end in ends if end is not None]
     return save_folder(target, model, tokenizer)
+
+
+def _rope_scaling(reader: Any) -> str:
+    """The tensor or key, if any, by which a GGUF file says that rotary positions are scaled."""
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    for name, field in reader.fields.items():
+        if name.endswith(".rope.scaling.type") and field.contents() != "none":
+            names.append(name)
+    return next(iter(names), "")
 
 
 def _turn_end(tokenizer: Any) -> list[int]:

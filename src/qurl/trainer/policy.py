@@ -281,15 +281,18 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key, "weights"):
+        if (base := base_of(path)) != path:
+            place = f"{path} holds adapters, and their base_model_name_or_path"
+            check_folder(base, place, needs=("weights",))
         load: Any = AutoModelForCausalLM.from_pretrained
         options: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": False}
         options["dtype"] = torch.float32
-        if is_narrow and base_of(path) == path:
+        if is_narrow and base == path:
             # The dtype that a config names may be another than that of the files.
             config = load_model_config(path)
             config.dtype = None
             options |= {"config": config, "dtype": "auto"}
-        model, info = load(base_of(path), **options)
+        model, info = load(base, **options)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)

@@ -121,6 +121,14 @@ def test_vllm_gets_copies_since_it_keeps_parts_of_a_layer_longer_than_a_chunk_is
     assert torch.equal(given["weights"]["weight"], torch.arange(6.0))
 
 
+def test_what_another_process_loaded_outlives_the_next_chunk(tmp_path):
+    engine: Any = SimpleNamespace(_is_remote=True)
+    path = tmp_path / "chunk.safetensors"
+    first = load_file(VllmEngine._wrap(engine, {"a": torch.ones(4096)}, path)["path"])
+    VllmEngine._wrap(engine, {"b": torch.zeros(4096)}, path)
+    assert bool((first["a"] == 1).all())
+
+
 def test_our_engine_lets_go_of_a_chunk_before_it_asks_for_the_next(monkeypatch):
     """The memory may be the sender's."""
     monkeypatch.setattr(shipment, "CHUNK_BYTES", 2000)

@@ -1,6 +1,7 @@
 """Exported folders are plain: no UAQ, the wished dtype, the tokenizer beside the weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,17 +97,41 @@ def test_sharded_weights_leave_no_index_behind(run, tmp_path, original):
     torch.testing.assert_close(logits(load(path)), logits(original.model))
 
 
+def test_what_trainers_and_the_hub_keep_beside_a_model_stays_there(tmp_path, original):
+    """Optimizers of transformers' Trainer, its checkpoints, the cache of a download; and OUT."""
+    source = tmp_path / "model"
+    original.save(source)
+    for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "model.gguf"):
+        (source / name).write_text("large")
+    (source / "LICENSE").write_text("free")
+    (source / ".cache").mkdir()
+    (source / "checkpoint-8").mkdir()
+    names = {path.name for path in export(source, source / "out").iterdir()}
+    assert names == {
+        *("README.md", "LICENSE", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+
+
 def test_an_existing_target_is_left_alone(run, tmp_path):
     folder, file = tmp_path / "full", tmp_path / "file"
     folder.mkdir()
     (folder / "precious").write_text("keep me")
     file.write_text("keep me too")
-    for target in (folder, file):
+    (tmp_path / "link").symlink_to("nowhere")  # a folder cannot replace it
+    for target in (folder, file, tmp_path / "link"):
         with pytest.raises(ConfigError, match=f"{target} exists and is no empty folder"):
             export(run, target)
     assert [p.name for p in folder.iterdir()] == ["precious"]
     (tmp_path / "empty").mkdir()
     assert export(run, tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_the_current_folder_is_no_target(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["export", str(run), "."]) == 2
+    assert "OUT = . has no name of its own; give that of a new folder" in capsys.readouterr().err
 
 
 def test_bad_sources_and_dtypes(run, tmp_path):
@@ -173,6 +198,18 @@ def test_bad_scales_are_refused(tmp_path, original, capsys, flags, error):
     assert not (tmp_path / "out").exists()
 
 
+def test_sampling_defaults_that_some_transformers_cannot_write_are_repaired(tmp_path, original):
+    """Up to 5.10 at least, it reads a temperature without do_sample and refuses to write it."""
+    original.save(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"temperature": 0.6}')
+    assert main(["rescale", str(tmp_path / "model"), str(tmp_path / "scaled")]) == 0
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "plain")]) == 0
+    for name in ("scaled", "plain"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert written["temperature"] == 0.6
+        assert written["do_sample"] is True
+
+
 def test_nothing_is_rescaled_twice(tmp_path, original, capsys):
     rescale_(original.model)
     original.save(tmp_path / "model")
@@ -228,11 +265,12 @@ def test_the_format_is_that_of_compressed_tensors(run, tmp_path, quant, format, 
     }
 
 
-def test_layers_in_full_precision_stay_so(run, tmp_path, original):
+def test_layers_in_full_precision_stay_so(run, tmp_path, original, monkeypatch):
     tiny_policy(model=tiny_llama(num_hidden_layers=3)).save(run / "checkpoints/step-000020/policy")
     recipe = {"steps": 20, "run_dir": "x", "algo": {}, "quant": {"full_layers": 1}}
     (run / "config.json").write_text(json.dumps(recipe))
-    path = export(run, tmp_path / "out", quant="int8")
+    monkeypatch.chdir(run / "checkpoints")  # the path names no folder of the run
+    path = export(Path("step-000020"), tmp_path / "out", quant="int8")
     stored = load_file(path / "model.safetensors")
     dtypes = [stored[f"model.layers.{i}.mlp.up_proj.weight"].dtype for i in range(3)]
     assert dtypes == [torch.bfloat16, torch.int8, torch.bfloat16]
@@ -282,6 +320,23 @@ def test_the_card_says_how_it_was_trained_and_how_well_it_does(run, tmp_path):
     assert "| full, after 10 steps | 50.0% (from 25.0%; 95 % interval 20.0% to 30.0%) |" in card
     assert 'LLM("my-model")' in card
     assert "secret" not in card
+
+
+def test_the_card_of_an_older_checkpoint_has_its_own_accuracy(run, tmp_path, original):
+    original.save(run / "initial")
+    recipe = {"steps": 40, "run_dir": "x", "algo": {}}
+    (run / "config.json").write_text(json.dumps(recipe))
+    keys = [f"eval/full/accuracy{end}" for end in ("", "_low", "_high")]
+    rows = [{"step": s, **dict.fromkeys(keys, x)} for s, x in ((-1, 0.2), (0, 0.3), (9, 0.5))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source, done, score in (
+        ("initial", 0, "after 0 steps | 20.0% (from 20.0%"),
+        ("checkpoints/step-000001", 1, "after 1 steps | 30.0% (from 20.0%"),
+        ("checkpoints/step-000010", 10, "after 10 steps | 50.0% (from 20.0%"),
+    ):
+        card = (export(run / source, tmp_path / str(done)) / "README.md").read_text()
+        assert f"| steps | {done} of 40 |" in card
+        assert score in card
 
 
 def test_a_card_without_a_run(tmp_path, original):

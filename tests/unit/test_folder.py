@@ -53,6 +53,13 @@ def test_a_sound_folder(model):
     assert check_finite(model) == "24,992 numbers are finite"
 
 
+def test_a_file_is_no_folder(tmp_path):
+    for name, remedy in (("a.gguf", "`qurl export --from-gguf .*a.gguf OUT`"), ("a.bin", "folder")):
+        (tmp_path / name).touch()
+        with pytest.raises(ModelError, match=rf"{name}' is a file; .*{remedy}"):
+            check_folder(tmp_path / name)
+
+
 def test_a_folder_without_a_tokenizer(model):
     for file in model.glob("tokenizer*"):
         file.unlink()

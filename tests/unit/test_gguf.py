@@ -137,8 +137,11 @@ def file_tensors(model):
     return tensors
 
 
-def write_gguf(path, model, *, types=None, **extra):
-    """A GGUF file of the model; `types` are the GGML types of some tensors, the others are F32."""
+def write_gguf(path, model, *, types=None, without="?", also=None, **extra):
+    """A GGUF file of the model; `types` are the GGML types of some tensors, the others are F32.
+
+    `without` leaves out tensors whose names begin with it, `also` adds some.
+    """
     config, (tokens, merges, kinds) = model.config, vocabulary()
     name = config.model_type
     fields = {
@@ -169,7 +172,9 @@ def write_gguf(path, model, *, types=None, **extra):
     }
     for key, value in (fields | extra).items():
         adders[type(value)](key, value)
-    for key, value in file_tensors(model).items():
+    for key, value in (file_tensors(model) | (also or {})).items():
+        if key.startswith(without):
+            continue
         kind = (types or {}).get(key)
         stored = value if kind is None else gguf.quantize(value, kind)
         writer.add_tensor(key, stored, raw_dtype=kind)
@@ -243,7 +248,32 @@ def test_a_split_that_transformers_does_not_know_is_warned_about(converted):
         converted(**{"tokenizer.ggml.pre": "smollm"})
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"also": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),  # Llama 3
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
+    ],
+)
+def test_scaled_positions_are_warned_about(converted, options, name):
+    with pytest.warns(UserWarning, match=rf"rotary positions are scaled \({name}\); replace"):
+        converted(**options)
+
+
 # Refusals
+
+
+def test_weights_that_the_file_lacks_are_not_made_up(converted, tmp_path):
+    """A part of a split file has the settings of the whole model."""
+    with pytest.raises(ModelError, match=r"lack model.layers.1.input_layernorm.*, join them with"):
+        converted(without="blk.1.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chat_template_that_fails_is_named(converted):
+    template = "{{ raise_exception('no assistants') }}"
+    with pytest.raises(ModelError, match=r"tiny\.gguf cannot be read .*no assistants"):
+        converted(**{"tokenizer.chat_template": template})
 
 
 def test_files_that_are_no_gguf(tmp_path):
@@ -274,6 +304,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "a/out exists and is no empty folder" in capsys.readouterr().err
     assert main(["export", "--from-gguf", "tiny.gguf"]) == 2
     assert "expected --from-gguf FILE.gguf OUT, got tiny.gguf" in capsys.readouterr().err
+    assert main(["export", "tiny.gguf", "b"]) == 1
+    assert "converted by `qurl export --from-gguf tiny.gguf b`" in capsys.readouterr().err
     assert main(["export", "b", "--from-gguf"]) == 2
     assert "expected --from-gguf FILE.gguf OUT, got b" in capsys.readouterr().err
     assert main(["export", "--from-gguf", "tiny.gguf", "b", "--dtype", "int8"]) == 2

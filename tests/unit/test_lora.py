@@ -426,6 +426,17 @@ def test_an_export_is_merged(saved, tmp_path):
     assert torch.equal(logits(load_model(path)), logits(policy.model))
 
 
+def test_a_base_that_is_elsewhere_is_named(saved):
+    """A run that was started in another folder recorded a path from there."""
+    _, folder = saved
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "runs/lora/initial"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    message = r"base_model_name_or_path = 'runs/lora/initial' does not exist \(seen from"
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
 def test_variants_of_lora_are_refused(saved):
     _, folder = saved
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -19,6 +19,7 @@ from qurl.quant.shipment import Packing, checksums, mismatches, save_chunk, save
 from qurl.rollout import build_engine
 from qurl.rollout.local.receive import Receiver
 from qurl.rollout.vllm.engine import VllmEngine
+from qurl.rollout.vllm.start import shared_memory
 from tests.models import SHAPE, tiny_llama, tiny_policy
 
 INT8 = get_format("int8")
@@ -119,6 +120,23 @@ def test_vllm_gets_copies_since_it_keeps_parts_of_a_layer_longer_than_a_chunk_is
     chunk["weight"].zero_()
     chunk.clear()
     assert torch.equal(given["weights"]["weight"], torch.arange(6.0))
+
+
+def test_what_another_process_loaded_outlives_the_next_chunk(tmp_path):
+    engine: Any = SimpleNamespace(_is_remote=True)
+    path = tmp_path / "chunk.safetensors"
+    first = load_file(VllmEngine._wrap(engine, {"a": torch.ones(4096)}, path)["path"])
+    VllmEngine._wrap(engine, {"b": torch.zeros(4096)}, path)
+    assert bool((first["a"] == 1).all())
+
+
+def test_shared_memory_without_room_for_chunks_is_not_used(monkeypatch):
+    """As in a container, by default."""
+    monkeypatch.setattr("os.access", lambda *_: True)
+    for free, folder in ((2**26, None), (2**34, "/dev/shm")):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
+        assert shared_memory() == folder
 
 
 def test_our_engine_lets_go_of_a_chunk_before_it_asks_for_the_next(monkeypatch):

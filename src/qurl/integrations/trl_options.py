@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from qurl.errors import ConfigError
 from qurl.integrations.loss import find_objective
 from qurl.losses import Surrogate, facts_of
@@ -79,6 +81,9 @@ class QurlOptions:
             get_format(self.quant)
         if unknown := [name for name in self.engine if name not in ENGINE]:
             raise ConfigError(f"engine[{unknown[0]!r}] is not one of {', '.join(ENGINE)}")
+        dtype = self.engine.get("dtype")
+        if not isinstance(dtype, torch.dtype | None):
+            raise ConfigError(f"engine['dtype'] = {dtype!r} must be a torch.dtype or None")
         facts_of(self.surrogate)
 
     @property

@@ -191,4 +191,6 @@ def mismatches(chunk: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]
 
 def save_chunk(chunk: Mapping[str, Tensor], path: Path) -> None:
     copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in chunk.items()}
+    # safetensors before 0.8 writes into the file that is there, and who loaded it still maps it.
+    path.unlink(missing_ok=True)
     save_file(copies, path)  # it refuses tensors that share memory

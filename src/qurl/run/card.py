@@ -34,6 +34,7 @@ llm = LLM("{name}")  # the format is read from config.json"""
 
 def read_run(policy: Path) -> tuple[Path | None, dict[str, Any]]:
     """The run that a policy folder belongs to and its flat recipe; (None, {}) if it has none."""
+    policy = policy.absolute()  # a path that begins inside of the run does not name its folders
     run = next((p for p in policy.parents if p.name == "checkpoints"), policy).parent
     try:
         return run, flatten(read_recipe(run))
@@ -59,8 +60,10 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
     origin = f"{base}, trained" if has_base else "A causal language model, trained"
     lines += [f"# {name}", "", f"{origin} by reinforcement learning with QuRL {__version__}."]
     if run is not None:
-        lines += ["", "## Training", "", *_table(_training(policy, recipe))]
-        if scores := _scores(run):
+        found = re.fullmatch(r"step-(\d+)", policy.absolute().parent.name)
+        step = int(found[1]) if found else 0  # `initial/`
+        lines += ["", "## Training", "", *_table(_training(step, recipe))]
+        if scores := _scores(run, step):
             lines += ["", "## Held-out accuracy", "", *_table(scores)]
     lines += ["", "## Format", "", _format(quant), "", "```python"]
     use = USE_PLAIN if quant == "none" else USE_QUANTIZED
@@ -68,17 +71,17 @@ def write_card(folder: Path, policy: Path, name: str, quant: str) -> None:
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _training(policy: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
-    step = policy.parent.name.removeprefix("step-").lstrip("0") or "0"
-    done = f"{step} of {recipe['steps']}" if step.isdigit() else str(recipe["steps"])
-    return {"steps": done} | {key: f"{recipe[key]}" for key in SHOWN if key in recipe}
+def _training(step: int, recipe: Mapping[str, Any]) -> dict[str, str]:
+    done = {"steps": f"{step} of {recipe['steps']}"}
+    return done | {key: f"{recipe[key]}" for key in SHOWN if key in recipe}
 
 
-def _scores(run: Path) -> dict[str, str]:
-    """{"int8, after 100 steps": "..."} of the last evaluation, against the first one."""
+def _scores(run: Path, step: int) -> dict[str, str]:
+    """{"int8, after 100 steps": "..."} of the last evaluation until `step`, against the first."""
     if not (run / METRICS).is_file():
         return {}
     rows = [row for row in iter_jsonl(run / METRICS) if any(k.startswith("eval/") for k in row)]
+    rows = [row for row in rows if row["step"] < step]  # later ones are of other weights
     if not rows:
         return {}
     first, last = rows[0], rows[-1]

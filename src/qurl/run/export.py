@@ -32,6 +32,8 @@ from qurl.trainer.weight_files import ADAPTER_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUANTS = ("none", "int8", "fp8")
+BINARIES = (".bin", ".pt", ".pth", ".gguf")
+"""Weights in other formats, and what trainers keep beside a model, such as optimizer.pt."""
 SCHEMES = {  # what compressed-tensors calls our formats
     "int8": ("int-quantized", "int"),
     "fp8": ("float-quantized", "float"),
@@ -47,6 +49,11 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
     _check_arguments(target, dtype)
     if quant not in QUANTS:
         raise ConfigError(f"--quant {quant!r} is not one of {', '.join(QUANTS)}")
+    if source.is_file():
+        raise ModelError(
+            f"{source} is a file, not a run or a checkpoint; a GGUF file is converted by "
+            f"`qurl export --from-gguf {source} {target}`"
+        )
     policy = find_policy(source)
     model = load_model(policy, "RUN|CHECKPOINT")
     if uaq_scale(model) != 1.0 and quant == "none":
@@ -59,9 +66,11 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
             state = _compress_(model, quant, full_layers)
         model.save_pretrained(folder, state_dict=state)
         write_card(folder, policy, target.name, quant)
-        for path in policy.iterdir():  # the saved tokenizer, but no weights, index or adapters
+        # The saved tokenizer; but no weights, index or adapters, nor a trainer's state and folders.
+        for path in policy.iterdir():
             is_model = ".safetensors" in path.name or path.name == ADAPTER_CONFIG
-            if not (folder / path.name).exists() and not is_model:
+            is_left = is_model or path.suffix in BINARIES or path.is_dir()
+            if not (folder / path.name).exists() and not is_left:
                 shutil.copy2(path, folder / path.name)
     return target
 
@@ -106,7 +115,8 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     """Write the model and tokenizer of a llama.cpp file, as transformers reads them.
 
     Generation also stops where the chat template ends a turn. Nothing else is repaired: a tied
-    embedding stored twice becomes an untied head, and the tokenizer may split text differently.
+    embedding stored twice becomes an untied head, the tokenizer may split text differently, and
+    rotary positions are not scaled.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,12 +130,28 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
     place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(**place)
-        model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=DTYPES[dtype])
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(**place, dtype=DTYPES[dtype], output_loading_info=True)
+        ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     except Exception as error:  # a damaged file makes the readers raise almost anything
         raise ModelError(f"{source} cannot be read as a GGUF model: {error!r}") from error
+    if missing := sorted(info["missing_keys"]):  # they are random numbers now
+        raise ModelError(
+            f"{source}: the weights lack {', '.join(missing[:3])}; if the file is one of several "
+            "parts, join them with llama.cpp's `llama-gguf-split --merge`"
+        )
     if quantizer := getattr(model, "hf_quantizer", None):  # the weights are plain numbers by now
         quantizer.remove_quantization_config(model)
-    rule = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    reader = GGUFReader(source)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if (scaling := _rope_scaling(reader)) and rope.get("rope_type", "default") == "default":
+        message = (
+            f"{source}: transformers does not read how its rotary positions are scaled "
+            f"({scaling}); replace rope_parameters in the exported config.json by what the "
+            "original model's has"
+        )
+        warnings.warn(message, stacklevel=2)
+    rule = reader.get_field("tokenizer.ggml.pre")
     is_gpt2 = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "use_regex", False)
     if is_gpt2 and rule and rule.contents() not in ("gpt-2", "default"):
         message = (
@@ -133,9 +159,17 @@ def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:
             "splits text as for GPT-2; replace the exported tokenizer with the original model's"
         )
         warnings.warn(message, stacklevel=2)
-    ends = dict.fromkeys((tokenizer.eos_token_id, *_turn_end(tokenizer)))
     model.generation_config.eos_token_id = [end for end in ends if end is not None]
     return save_folder(target, model, tokenizer)
+
+
+def _rope_scaling(reader: Any) -> str:
+    """The tensor or key, if any, by which a GGUF file says that rotary positions are scaled."""
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    for name, field in reader.fields.items():
+        if name.endswith(".rope.scaling.type") and field.contents() != "none":
+            names.append(name)
+    return next(iter(names), "")
 
 
 def _turn_end(tokenizer: Any) -> list[int]:
@@ -151,5 +185,8 @@ def _turn_end(tokenizer: Any) -> list[int]:
 def _check_arguments(target: Path, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if not target.name:  # this folder: a shell would stay in the one that is replaced
+        raise ConfigError(f"OUT = {target} has no name of its own; give that of a new folder")
+    is_empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if (target.exists() or target.is_symlink()) and not is_empty:
         raise ConfigError(f"{target} exists and is no empty folder; choose another one")

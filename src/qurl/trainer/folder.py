@@ -44,7 +44,10 @@ def check_folder(
             raise ModelError(f"{name} does not exist (seen from {Path.cwd()})")
         return
     if not os.path.isdir(path):
-        raise ModelError(f"{name} is a file; give the folder that holds config.json")
+        remedy = "give the folder that holds config.json"
+        if str(path).endswith(".gguf"):
+            remedy = f"make a folder of it with `qurl export --from-gguf {path} OUT`"
+        raise ModelError(f"{name} is a file; {remedy}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise ModelError(f"{name} cannot be read; check its permissions")
     folder = Path(path)

@@ -109,7 +109,6 @@ class Policy:
         name = config.compute_dtype
         self.compute_dtype = default_dtype(device) if name == "auto" else getattr(torch, name)
         disable_dropout_(self.model)
-        _make_savable_(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             # For reentrant ones alone, and a hook that no other process can be sent.
@@ -282,18 +281,22 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key, "weights"):
+        if (base := base_of(path)) != path:
+            place = f"{path} holds adapters, and their base_model_name_or_path"
+            check_folder(base, place, needs=("weights",))
         load: Any = AutoModelForCausalLM.from_pretrained
         options: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": False}
         options["dtype"] = torch.float32
-        if is_narrow and base_of(path) == path:
+        if is_narrow and base == path:
             # The dtype that a config names may be another than that of the files.
             config = load_model_config(path)
             config.dtype = None
             options |= {"config": config, "dtype": "auto"}
-        model, info = load(base_of(path), **options)
+        model, info = load(base, **options)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
+    _make_savable_(model)
     for name, weight in model.named_parameters():
         if not bool((weight.abs() < LARGEST_WEIGHT).all()):
             raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch import nn
 from qurl.errors import ConfigError, EngineError, ModelError
 from qurl.plugins import import_extra
 from qurl.quant.linear import check_quantizable
+from qurl.quant.shipment import CHUNK_BYTES
 
 METHODS: Mapping[tuple[str, bool], str | None] = {
     ("none", False): None,
@@ -118,7 +120,10 @@ def environment(own_process: bool, device: torch.device) -> Iterator[None]:
 
 def shared_memory() -> str | None:
     """A folder in memory for what other processes read; None: the usual folder for such files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = "/dev/shm"
+    # A chunk may be larger, and lasts until the next was read. A container has 64 MB by default.
+    has_room = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 4 * CHUNK_BYTES
+    return folder if has_room else None
 
 
 def check_head_size(model: Any) -> None:

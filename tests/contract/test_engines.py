@@ -683,6 +683,9 @@ def test_full_precision_weights_share_the_trainers_storage():
     other = own_model()
     engine.sync(other, version=1)
     assert engine.weights.embedding.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+    engine = build("local", other, "int8", dtype=torch.bfloat16)
+    assert engine.weights.embedding.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+    assert engine.weights.lm_head.dtype == torch.bfloat16
 
 
 def test_a_bfloat16_trainer_is_copied_not_overwritten():

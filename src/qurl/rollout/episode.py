@@ -56,7 +56,7 @@ class EpisodeEngine:
 
     def _play(self, waiting: Asked, params: SamplingParams) -> Iterator[Rollout]:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
-        turns are problems of their own in a second stream, which each joins when it is ready."""
+        turns are problems of their own in a second stream, once all first turns are done."""
         while waiting:
             owners: dict[str, tuple[_Group, int]] = {}
             sizes: list[int] = []

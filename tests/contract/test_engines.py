@@ -35,7 +35,7 @@ from qurl.errors import ConfigError, DataError, EngineError, ModelError, SyncErr
 from qurl.ops.target import Target
 from qurl.quant import get_format, quantize, quantized_copy
 from qurl.quant.linear import PROJECTIONS
-from qurl.rollout import build_engine
+from qurl.rollout import build_engine, canary
 from qurl.rollout.local.cache import CacheOptions
 from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
@@ -683,6 +683,9 @@ def test_full_precision_weights_share_the_trainers_storage():
     other = own_model()
     engine.sync(other, version=1)
     assert engine.weights.embedding.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+    engine = build("local", other, "int8", dtype=torch.bfloat16)
+    assert engine.weights.embedding.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+    assert engine.weights.lm_head.dtype == torch.bfloat16
 
 
 def test_a_bfloat16_trainer_is_copied_not_overwritten():
@@ -797,6 +800,19 @@ def test_spot_check_finds_a_head_that_stayed(monkeypatch):
         model.lm_head.weight *= 1 + 2**-7
     with pytest.raises(SyncError, match="the head in the engine is not a copy of the trainer's"):
         engine.sync(model, version=2)
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"), [(torch.zeros(32), r"\[32\]"), ([0.0] * 31, "list")], ids=["long", "list"]
+)
+def test_an_engine_must_score_all_tokens_but_the_first(scores, found):
+    class Wrong:
+        def score(self, token_ids):
+            return scores
+
+    expected = rf"returned {found} for 32 tokens; it must return a tensor \[31\]"
+    with pytest.raises(EngineError, match=expected):
+        canary.check_copy(Wrong(), own_model(), "int8", version=1)  # type: ignore[arg-type]
 
 
 def test_a_jump_of_the_gap_is_refused_below_the_fixed_bound():

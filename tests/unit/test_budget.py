@@ -113,7 +113,7 @@ def test_memory_on_a_cpu_by_hand():
 def test_memory_on_a_gpu_by_hand(on_gpu, format, narrow):
     config = recipe(quant={"format": format})
     rows = memory_rows(config, measure_model(config))
-    assert rows["engine weights"] == narrow * 32_768 + 2 * (6_400 + 160)
+    assert rows["engine weights"] == narrow * 32_768 + 2 * 3_200
     assert rows["KV cache"] == 2 * 128 * 32 * 15
     assert rows["BF16 copies"] == 2 * (32_768 + 3_200)
     assert rows["activations"] == 4 * 32 * 2 * (2 * 576 + 4 * 68)
@@ -250,7 +250,7 @@ def test_the_cache_takes_its_share_of_a_card(on_gpu):
         config = recipe(rollout={"release_kv": is_released, "kv_memory_frac": 0.8})
         size = measure_model(config)
         wanted = memory_rows(config, size)["KV cache"]
-        held = 2**30 + 4 * 39_328 + 32_768 + 2 * 6_560 + 8 * 39_328 * is_released
+        held = 2**30 + 4 * 39_328 + 32_768 + 2 * 3_200 + 8 * 39_328 * is_released
         rows = memory_rows(config, size, held + 50_000)
         assert rows["KV cache"] == pytest.approx(40_000)
         assert wanted > 40_000

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from examples.episode_calculator import calculator, last_number
 from qurl.errors import ConfigError, EngineError
@@ -193,9 +194,20 @@ def rolls(problem, tokenizer, seen=[]):  # noqa: B006
     yield encode(str(len(seen)))
 
 
+def writes(problem, tokenizer):
+    yield "5="
+
+
+def pauses(problem, tokenizer):
+    yield problem.prompt_ids
+    yield
+
+
 @pytest.mark.parametrize(
     ("episode", "message"),
     [
+        (writes, "problem p yields '5='; it must yield all tokens so far, as token ids"),
+        (pauses, "problem p yields None; it must yield all tokens so far, as token ids"),
         (forgets, "problem p changed tokens of earlier turns"),
         (breaks, r"the episode of problem p failed: KeyError\('no tool'\)"),
         (silent, "problem p yields no prompt"),
@@ -206,6 +218,16 @@ def test_a_wrong_episode_is_an_error(episode, message):
     engine = Script({"5=": ["a"]})
     with pytest.raises(EngineError, match=message):
         play(engine, episode, [problem("p", "5=")], max_tokens=20, group_size=2)
+
+
+def test_an_episode_may_yield_tensors():
+    def turns(problem, tokenizer):
+        yield torch.tensor(problem.prompt_ids)
+
+    (rollout,) = play(
+        Script({"5=": ["a"]}), turns, [problem("p", "5=")], max_tokens=9, group_size=2
+    )
+    assert rollout.problem.prompt_ids == encode("5=")
 
 
 def test_an_episode_is_loaded_by_name():

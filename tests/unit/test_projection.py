@@ -4,6 +4,7 @@ On a CPU Triton's interpreter runs the kernels.
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from qurl.ops.coding import code_columns, code_gradient, transpose_codes
 from qurl.ops.gate import gate_gradients
 from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import dequantize, get_format, quantize, quantize_activation
+from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
 from qurl.trainer.lora import Adapter
 from qurl.trainer.projection import Projection
@@ -217,6 +219,22 @@ def test_codes_of_a_gradient(format, shape):
     gap = (codes.float() - expected.codes.float()).abs()  # ties may fall the other way
     assert (gap <= (1 if fmt.is_integer else 32)).all()
     assert (gap > 0).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_stay_so_in_codes(format, bad):
+    """An integer cannot be NaN, so its scale must be."""
+    fmt, g = get_format(format), normal(4, 40)
+    g[1, 3], g[2] = bad, bad
+    by_token, by_channel = (empty_codes(n, m, fmt, DEVICE) for n, m in ((4, 40), (40, 4)))
+    ones = torch.ones(40, device=DEVICE)
+    code_gradient(g, ones, by_token.codes, by_token.scale, fmt.act_max)
+    code_columns(g[:2].contiguous(), ones[:2], by_channel.codes, by_channel.scale, fmt.act_max)
+    is_sound = dequantize(by_token).isfinite().all(1)
+    assert is_sound.tolist() == [True, False, False, True]
+    is_sound = dequantize(by_channel)[:, :2].isfinite().all(1)
+    assert is_sound.tolist() == [channel != 3 for channel in range(40)]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qurl.ops.launch import divide_up, next_power_of_2
-from qurl.ops.rounding import load_float, scale_for, store_rounded
+from qurl.ops.rounding import from_magnitude, load_float, magnitude, scale_for, store_rounded
 
 TILE = 8192
 """Numbers that a program holds at once: several rows, which share the channels' scales."""
@@ -64,14 +64,14 @@ def code_gradient_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.arange(0, P)[None, :, None]
     first = g + row[:, None, None] * (P * W) + part * W
-    peak = tl.zeros([ROWS], tl.float32)
+    peak = tl.zeros([ROWS], tl.int32)
     for start in range(0, W, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, None, :]
         factor = load_float(channel_scale + column * P + part, column < W)
         is_inside = (row < rows)[:, None, None] & (column < W)
-        size = tl.abs(load_float(first + column, is_inside) * factor)
+        size = magnitude(load_float(first + column, is_inside) * factor)
         peak = tl.maximum(peak, tl.max(tl.reshape(size, [ROWS, P * COLUMNS]), 1))
-    step = scale_for(peak, LARGEST)
+    step = scale_for(from_magnitude(peak, tl.float32), LARGEST)
     tl.store(scale + row, step, mask=row < rows)
     inverse = (1.0 / step)[:, None]
     for start in range(0, W, COLUMNS):
@@ -137,15 +137,14 @@ def column_peaks_kernel(
 ):
     """Bits of the largest magnitude in each column; one program per STEPS tiles of rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    peak = tl.zeros([ROWS, COLUMNS], tl.float32)
+    peak = tl.zeros([ROWS, COLUMNS], tl.int32)
     for step in range(STEPS):
         row = (tl.program_id(1) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (column < width)[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         factor = load_float(token_scale + row, row < rows)
-        peak = tl.maximum(peak, tl.abs(load_float(g + at, mask) * factor[:, None]))
-    bits = tl.max(peak, 0).to(tl.int32, bitcast=True)  # of positive numbers, they sort alike
-    tl.atomic_max(peaks + column, bits, mask=column < width, sem="relaxed")
+        peak = tl.maximum(peak, magnitude(load_float(g + at, mask) * factor[:, None]))
+    tl.atomic_max(peaks + column, tl.max(peak, 0), mask=column < width, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows", "length"])
@@ -165,8 +164,8 @@ def code_columns_kernel(
     """One program per tile."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    peak = tl.load(peaks + column, mask=column < width, other=0).to(tl.float32, bitcast=True)
-    step = scale_for(peak, LARGEST)
+    peak = tl.load(peaks + column, mask=column < width, other=0)
+    step = scale_for(from_magnitude(peak, tl.float32), LARGEST)
     tl.store(scale + column, step, mask=(column < width) & (tl.program_id(0) == 0))
     mask = (row < rows)[:, None] & (column < width)[None, :]
     factor = load_float(token_scale + row, row < rows)

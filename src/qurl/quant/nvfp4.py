@@ -31,8 +31,8 @@ SCALE_MAX = 448.0
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What a code stands for, by its three low bits; the fourth is the sign."""
 LIFT = 2.0**118
-"""Factor of stored scales. A code whose bits are placed in a BF16 number is too small by 2^126;
-2^118 is the largest factor with which the largest scale, 448, stays finite."""
+"""Factor of stored scales. A code whose bits are placed in a BF16 number is too small by 2^126; the
+factor undoes most of that, and the largest scale, 448, stays finite."""
 PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 """Bit positions of four codes in a word, each code's sign last. The code of i + 1 has them 16 bits
 higher, modulo 32. The first place is where a BF16 number has these bits. Rotating the word right by

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl.errors import SyncError
+from qurl.errors import EngineError, SyncError
 from qurl.ops.device import default_dtype
 from qurl.quant import get_format
 from qurl.quant.kv import KVRounding
@@ -132,7 +132,14 @@ def check_copy(engine: Engine, model: Any, quant: str, version: int) -> float:
     """`verify` for an engine that did not do it itself, through its `score`."""
     device, ids = next(model.parameters()).device, canary_ids(model)
     bound = canary_bound(quant, default_dtype(device), product_dtype(model))
-    return verify(score_with(model, ids, quant), engine.score(ids), bound=bound, version=version)
+    expected, scores = score_with(model, ids, quant), engine.score(ids)
+    if not isinstance(scores, Tensor) or scores.shape != expected.shape:
+        found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise EngineError(
+            f"score of the engine returned {found} for {len(ids)} tokens; it must return a tensor "
+            f"[{len(expected)}], the log-probs of all tokens but the first"
+        )
+    return verify(expected, scores, bound=bound, version=version)
 
 
 def product_dtype(model: nn.Module) -> torch.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import index as as_index
 from typing import Any
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class EpisodeEngine:
 
     def _play(self, waiting: Asked, params: SamplingParams) -> Iterator[Rollout]:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
-        turns are problems of their own in a second stream, which each joins when it is ready."""
+        turns are problems of their own in a second stream, once all first turns are done."""
         while waiting:
             owners: dict[str, tuple[_Group, int]] = {}
             sizes: list[int] = []
@@ -170,10 +171,17 @@ def _attempt(
 def _next(turns: Generator[Any, Any, None], turn: Completion | None, problem: Problem) -> list[int]:
     """The tokens that the episode wants continued; none if it has returned."""
     try:
-        return list(turns.send(turn))
+        yielded = turns.send(turn)
     except StopIteration:
         if turn is not None:
             return []
         raise EngineError(f"the episode of problem {problem.id} yields no prompt") from None
     except Exception as error:
         raise EngineError(f"the episode of problem {problem.id} failed: {error!r}") from error
+    try:
+        return list(map(as_index, yielded))  # also of a tensor, whose elements are no int
+    except TypeError:
+        raise EngineError(
+            f"the episode of problem {problem.id} yields {repr(yielded)[:100]}; it must yield all "
+            "tokens so far, as token ids"
+        ) from None

@@ -63,9 +63,9 @@ def engine_weights(config: Config, shape: Shape, is_cuda: bool) -> dict[str, flo
     if is_shipped(config):
         rest = _shipped_rest(config, shape, wide)
     else:
-        # The engine shares embedding, head and norms if they have its precision.
+        # The engine shares embedding and norms, and the head if it has its precision.
         is_copied = is_cuda and not config.model.lora_rank
-        rest = wide * shape.num_others * is_copied
+        rest = wide * shape.num_head * is_copied
     has_second = config.has_full_engine and (is_cuda or is_shipped(config))
     return {
         "engine weights": float(

@@ -97,6 +97,31 @@ def test_find_program():
     assert find_program("```py\na\n```") == "a\n"
     assert find_program("```\na\n``` ```Python  \nb\n```") == "b\n"
     assert find_program("x = 1") == "x = 1"
+    assert find_program("```c\nint x;\n```") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python3\n{ADD}```",
+        f"``` python\n{ADD}```",
+        f"```python\n{ADD}```".replace("\n", "\r\n"),
+        f"```bash\npip install x\n```\nThen:\n```python\n{ADD}```\n",
+        f"Call ```add``` as here:\n```python\n{ADD}```\n",
+        f"```python\n{ADD}```\nIt prints\n```\n3\n```\n",
+        "1. It is\n   ```python\n   def add(a, b):\n       return a + b\n   ```",
+    ],
+)
+def test_right_programs_between_other_things(reward, text):
+    assert reward(text, "", TESTS) == 1.0
+
+
+@pytest.mark.parametrize("main", ["a = input()", "import sys; sys.exit(0)"])
+def test_statements_do_not_run_the_main_block(reward, main):
+    guarded = f"{ADD}\nif __name__ == '__main__':\n    {main}\n"
+    assert reward(fenced(guarded), "", TESTS) == 1.0
+    program = "if __name__ == '__main__':\n    print(sum(map(int, input().split())))"
+    assert reward(fenced(program), "", ECHO) == 1.0
 
 
 # Programs that misbehave

@@ -75,6 +75,8 @@ def test_statements(reward):
     assert reward("```python\n" + ADD, "", TESTS) == 0.0, "cut off"
     setup = {"test_list": ["assert add(1, 2) == THREE"], "test_setup_code": "THREE = 3"}
     assert reward(ADD, "", setup) == 1.0
+    mbpp = {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_imports": ["import math"]}
+    assert reward(ADD, "", mbpp) == 1.0
     humaneval = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
     assert reward(ADD, "", {**humaneval, "entry_point": "add"}) == 1.0
     assert reward(ADD, "", {**humaneval, "entry_point": "sub"}) == 0.0
@@ -327,7 +329,12 @@ def test_the_task_asks_for_a_program(tmp_path):
     [
         ({"inputs": "12", "outputs": "34"}, "'inputs' and 'outputs' must be lists of texts"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [["1", "2"]], "outputs": ["3"]}, "hold ['1', '2']; each must be text"),
+        ({"inputs": ["1"], "outputs": [None]}, "hold None; each must be text"),
         ({"tests": [1, 2]}, "the row has no tests: [1, 2]"),
+        ({"tests": '["assert add(1, 2) == 3"]'}, "check nothing"),
+        ({"tests": ["add(1, 2) == 3"]}, "check nothing"),
+        ({"tests": "def check(candidate):\n    assert candidate(1, 2) == 3"}, "check nothing"),
         ({"tests": ["assert add(1"]}, "the test 'assert add(1' is not Python: SyntaxError"),
         ({"tests": ["assert '\0'"]}, "is not Python"),
         ({"test": {"a": 1}}, "the row has no tests"),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("\\boxed{3}", "so \\boxed{3}"),
         ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}"),
         ("\\boxed{{not} closed, but \\boxed{5}", "5"),
+        ("\\boxed{18 dollars}", "18"),
+        ("\\boxed{18\\ }", "18"),
+        ("\\boxed{18 \\\\}", "18"),
+        ("\\boxed{18,}", "18"),
+        ("\\boxed{€18}", "18"),
+        ("\\boxed{18°}", "18"),
+        ("\\boxed{18~\\text{cm}}", "18"),
+        ("\\boxed{18}", "18 years old"),
+        ("\\boxed{2.5 \\times 10^{-5}}", "2.5e-05"),
+        ("\\boxed{1e3}", "1000"),
+        ("#### 1,800 eggs per day", "1800"),
+        ("#### **18**", "18"),
+        ("#### The answer is **$18**.", "18"),
     ],
 )
 def test_right_answers(text, truth):
@@ -62,6 +76,11 @@ def test_right_answers(text, truth):
         ("\\boxed{Eve}", "\\text{Evelyn}"),
         ("\\boxed{\\frac{}{\\sqrt{}", "\\frac{3}{4}"),
         ("#### 12 apples\n18", "18"),
+        ("#### 12 and 18", "18"),
+        ("\\boxed{2 sin x}", "2"),
+        ("\\boxed{2 pi}", "2"),
+        ("\\boxed{18 eggs}", "19 eggs"),
+        ("\\boxed{18 to 20}", "20"),
     ],
 )
 def test_wrong_answers(text, truth):
@@ -124,6 +143,13 @@ braces = st.recursive(
 @given(before=st.text("ab{ }", max_size=5), inside=braces, after=st.text("ab }", max_size=5))
 def test_boxed_braces_balance(before, inside, after):
     assert last_boxed(f"{before}\\boxed{{{inside}}}{after}") == inside
+
+
+def test_a_text_of_boxes_is_read_in_one_pass():
+    start = time.perf_counter()
+    assert last_boxed("\\boxed{" * 20_000 + "5}") == "5"
+    assert last_boxed("\\boxed{" * 20_000) is None
+    assert time.perf_counter() - start < 2
 
 
 def test_normalising_changes_only_the_look():

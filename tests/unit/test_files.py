@@ -49,6 +49,8 @@ def test_every_format_gives_the_same_problems(tmp_path, suffix):
     ("row", "answer"),
     [
         ({"question": "q", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}, "1200"),
+        ({"question": "q", "answer": "so\n#### (1, 2)"}, "(1, 2)"),
+        ({"problem": "q", "answer": 2.5e-05}, "0.000025"),
         ({"problem": "q", "answer": " \\frac{3}{4} ", "solution": "long"}, "\\frac{3}{4}"),
         ({"problem": "q", "answer": "", "solution": "so \\boxed{\\mbox{four}}."}, "\\mbox{four}"),
         ({"problem": "q", "solution": "first \\boxed{1}, then \\boxed{2}"}, "2"),

@@ -104,6 +104,21 @@ def test_a_loaded_grader_has_nothing_left_to_import():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("memory", ["8.0", "None"])
+def test_a_lower_limit_of_the_system_holds(memory):
+    program = f"""if True:
+        import resource
+        from qurl.rewards import GradingPool
+        resource.setrlimit(resource.RLIMIT_DATA, (4_000_000_000,) * 2)
+        with GradingPool("math", workers=1, memory={memory}) as pool:
+            print(pool.grade([("7", "7", {{}})])[0].score)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1.0"
+
+
 def test_an_endless_comparison_is_killed_and_the_next_one_works():
     text = "\\boxed{9^{9^{9^{9}}}}"
     with pytest.raises(RewardTimeout, match=r"killed after 1\.0 s") as caught:

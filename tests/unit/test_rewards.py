@@ -119,6 +119,21 @@ def test_a_lower_limit_of_the_system_holds(memory):
     assert done.stdout.strip() == "1.0"
 
 
+def test_a_forked_process_grades_too():
+    program = """if True:
+        import multiprocessing
+        from qurl.rewards import grade_math
+        assert grade_math("7", "7") == 1
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pairs = [(str(i), str(i // 2 * 2)) for i in range(6)]
+            print(pool.starmap_async(grade_math, pairs).get(60))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([1.0, 0.0] * 3)
+
+
 def test_an_endless_comparison_is_killed_and_the_next_one_works():
     text = "\\boxed{9^{9^{9^{9}}}}"
     with pytest.raises(RewardTimeout, match=r"killed after 1\.0 s") as caught:

@@ -96,6 +96,9 @@ def test_ids_of_rows_are_kept_and_repeated_ones_are_told_apart(tmp_path):
     rows = [{"id": i, "question": "q", "answer": "1"} for i in (4, 4, None)]
     task = load_task(write(tmp_path / "x.jsonl", rows))
     assert [p.id for p in task] == ["4", "4#2", "x-3"]
+    rows = [{"prompt": "q", "answer": "1", "id": id} for id in ("4#3", "4", "4")]
+    task = load_task(write(tmp_path / "x.jsonl", rows))
+    assert [p.id for p in task] == ["4#3", "4", "4#3#3"]
 
 
 def test_instructions(tmp_path):

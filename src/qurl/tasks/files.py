@@ -134,7 +134,8 @@ def read_rows(
         if row.instruction:  # it asks for what the reward reads
             row = replace(row, instruction=INSTRUCTIONS.get(own_reward, row.instruction))
         id = row.id or f"{stem}-{number}"
-        id = f"{id}#{number}" if id in rows else id
+        while id in rows:
+            id = f"{id}#{number}"
         row = with_tests(row) if own_reward == "code" else row
         rows[id] = replace(row, id=id, reward=own_reward)
     return list(rows.values())

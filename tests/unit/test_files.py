@@ -99,6 +99,8 @@ def test_ids_of_rows_are_kept_and_repeated_ones_are_told_apart(tmp_path):
     rows = [{"prompt": "q", "answer": "1", "id": id} for id in ("4#3", "4", "4")]
     task = load_task(write(tmp_path / "x.jsonl", rows))
     assert [p.id for p in task] == ["4#3", "4", "4#3#3"]
+    rows = [{"prompt": "q", "answer": "1", "id": f"amc@{i}"} for i in range(3)]
+    assert len({p.name for p in load_task(write(tmp_path / "x.jsonl", rows))}) == 3
 
 
 def test_instructions(tmp_path):

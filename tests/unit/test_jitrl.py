@@ -113,6 +113,12 @@ def test_old_experiences_of_a_state_fade():
     assert len(memory) == 3
 
 
+@pytest.mark.parametrize("is_official", [False, True])
+def test_a_proposal_without_actions_is_named(is_official):
+    with pytest.raises(ValueError, match="propose returned no action for the state 'You are"):
+        JitRL(lambda state, history: {}, Options(is_official=is_official)).act("You are", [])
+
+
 def test_advantages_are_normalised():
     assert normalise({"a": 2.0, "b": -1.0}) == {"a": 1.0, "b": -0.5}
     assert normalise({"a": -2.0, "b": -4.0}) == {"a": -0.5, "b": -1.0}

@@ -125,6 +125,11 @@ class JitRL:
         proposed = dict(self.propose(state, history))
         paying = [a for a, values in returns.items() if statistics.fmean(values) > 0]
         prior = proposed | {a: 0.0 for a in paying if a not in proposed}
+        if not prior:
+            raise ValueError(
+                f"propose returned no action for the state {state[:200]!r}, and the memory has "
+                "none that paid off; return one at least"
+            )
         floored = {a: max(p, FLOOR) for a, p in prior.items()}
         draws = generator(self.options.seed, "jitrl", self.num_episodes, len(history))
         explore = exploration(returns)

@@ -20,7 +20,8 @@ from qurl.rewards.countdown import score_countdown
 _GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
-RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
+_OURS = "mean std timeouts timed_out frac_all_correct frac_all_wrong overlong"
+RESERVED = {*_OURS.split()}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
 

@@ -50,7 +50,7 @@ def bare(answer: str) -> str:
     if found := _LABELLED_NUMBER.fullmatch(answer):
         number, exponent = found.groups()
         return rf"{number} \times 10^{{{int(exponent)}}}" if exponent else number
-    return answer.replace("~", " ")
+    return answer.replace("~", " ").strip("*`")
 
 
 def is_words(answer: str) -> bool:

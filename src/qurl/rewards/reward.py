@@ -17,7 +17,7 @@ from qurl.errors import ConfigError, RewardError
 from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
-_GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_GYM_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)  # it may be the stop
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
 _OURS = "mean std timeouts timed_out frac_all_correct frac_all_wrong overlong"

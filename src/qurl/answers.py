@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|\\\\(?!boxed|fbox)|[{}]")
-_WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boldsymbol|mbox)\s*\{([^{}]*)\}")
 _INVISIBLE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|[\s$~]+")
 _MARK = r"[\s~*_`£€¥₹°$\\]"
 _FUNCTION = r"(?:sin|cos|tan|log|exp|mod|and)\b"
@@ -47,7 +47,7 @@ def normalise(answer: str) -> str:
 
 def bare(answer: str) -> str:
     """A number without the words and marks of plain text around it: "**18 eggs**" -> "18"."""
-    if found := _LABELLED_NUMBER.fullmatch(answer):
+    if found := _LABELLED_NUMBER.fullmatch(_WRAPPERS.sub(r"\1", answer)):
         number, exponent = found.groups()
         return rf"{number} \times 10^{{{int(exponent)}}}" if exponent else number
     return answer.replace("~", " ").strip("*`")

@@ -56,6 +56,7 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("\\boxed{1e3}", "1000"),
         ("#### 1,800 eggs per day", "1800"),
         ("#### **18**", "18"),
+        ("\\boxed{\\text{1,800 eggs}}", "1800"),
         ("#### **(5, -10)**", "(5,-10)"),
         ("#### The answer is **$18**.", "18"),
     ],

@@ -100,6 +100,9 @@ def test_find_program():
     assert find_program("```\na\n``` ```Python  \nb\n```") == "b\n"
     assert find_program("x = 1") == "x = 1"
     assert find_program("```c\nint x;\n```") is None
+    start = time.monotonic()
+    assert find_program("``` " + "a" * 60_000) is None
+    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize(

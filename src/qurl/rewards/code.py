@@ -18,7 +18,7 @@ from typing import Any
 from qurl.programs import read_tests
 from qurl.rewards.sandbox import Limits, Sandbox, Subprocess
 
-_FENCED = re.compile(r"```[^`\n]+```|```[ \t]*([\w.+#-]*)[^`\n]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```[^`\n]++```|```[ \t]*+([\w.+#-]*+)[^`\n]*+\n(.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
 
 _DRIVER = """

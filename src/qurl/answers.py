@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import re
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|\\\\(?!boxed|fbox)|[{}]")
+_WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boldsymbol|mbox)\s*\{([^{}]*)\}")
 _INVISIBLE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|[\s$~]+")
+_MARK = r"[\s~*_`£€¥₹°$\\]"
+_CHANGES_IT = (
+    r"(?:.*\b)?(?:sin|cos|tan|log|exp|mod|and|or|not|plus|minus|times|over|squared|cubed|factorial"
+    r"|hundred|thousand|[mbtr]+illion|dozen|hal(?:f|ves)|thirds?|fourths?|fifths?|quarters?)\b"
+)
+"""A word after a number by which it is another number, not one with a unit."""
+_LABELLED_NUMBER = re.compile(
+    rf"{_MARK}*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?:?{_MARK}*)?"
+    r"([-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:e([-+]?\d{1,3}))?"
+    rf"(?:[\s~*_`]+(?!{_CHANGES_IT})[a-z]{{3,}}(?:[\s/-]+[a-z]+)*)?(?:{_MARK}|[.,])*",
+    re.IGNORECASE,
+)
 
 
 def find_answer(text: str) -> str | None:
@@ -20,20 +32,13 @@ def find_answer(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """The content of the last \\boxed{...} with balanced braces; None without one."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            return text[match.end() : end]
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 1
-    for brace in re.finditer(r"\\[{}]|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return start + brace.start()
-    return None
+    last, opened = (-1, -1), []
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "}" and opened:
+            last = max(last, (opened.pop(), brace.start()))
+        elif brace.group()[-1] == "{" and brace.group() != "\\{":
+            opened.append(brace.end() if brace.group() != "{" else -1)
+    return text[slice(*last)] if last[0] >= 0 else None
 
 
 def normalise(answer: str) -> str:
@@ -42,6 +47,14 @@ def normalise(answer: str) -> str:
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
     answer = _INVISIBLE.sub("", answer)
     return answer.removesuffix(".")
+
+
+def bare(answer: str) -> str:
+    """A number without the words and marks of plain text around it: "**18 eggs**" -> "18"."""
+    if found := _LABELLED_NUMBER.fullmatch(_WRAPPERS.sub(r"\1", answer)):
+        number, exponent = found.groups()
+        return rf"{number} \times 10^{{{int(exponent)}}}" if exponent else number
+    return answer.replace("~", " ").strip("*`")
 
 
 def is_words(answer: str) -> bool:

@@ -6,15 +6,19 @@ A row has one of
     tests | test_list      Python statements such as "assert add(1, 2) == 3", a list or a text
     test and entry_point   a text that defines check(candidate), as in HumanEval
 
-and may have a `time_limit`, in seconds.
+and may have a `time_limit`, in seconds, and what MBPP runs before the statements: `test_imports`
+and `test_setup_code`.
 """
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IDLE = (*_DEFINITIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
 LONGEST = 600.0
 """Seconds that a row may give a program."""
 
@@ -39,8 +43,12 @@ def read_tests(row: Mapping[str, Any]) -> Tests:
     if row.get("inputs") is not None:
         return Tests(_read_pairs(row), (), seconds)
     statements = _read_statements(row)
-    for statement in statements:
-        _check_syntax(statement)
+    can_fail = [_can_fail(statement) for statement in statements]
+    if not any(can_fail):
+        raise ValueError(
+            f"the tests {str(statements)[:200]} check nothing, so that every program passes; give "
+            "statements such as 'assert add(1, 2) == 3'"
+        )
     return Tests((), statements, seconds)
 
 
@@ -53,6 +61,12 @@ def _read_pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{len(inputs)} inputs and {len(outputs)} outputs, fn_name = {function!r}: as many "
             "outputs as inputs are needed, at least one, and tests of functions as 'tests'"
         )
+    for value in (*inputs, *outputs):
+        if not isinstance(value, str | int | float):
+            raise ValueError(
+                f"'inputs' or 'outputs' hold {str(value)[:80]}; each must be text, as the program "
+                "reads or prints it"
+            )
     return [(str(i), str(o)) for i, o in zip(inputs, outputs, strict=True)]
 
 
@@ -69,15 +83,25 @@ def _read_statements(row: Mapping[str, Any]) -> list[str]:
         raise ValueError(
             f"the row has no tests: {str(tests)[:200]}; give 'tests', or 'inputs' and 'outputs'"
         )
-    return [*filter(None, [row.get("test_setup_code")]), *tests]
+    imports = row.get("test_imports") or []
+    imports = [imports] if isinstance(imports, str) else imports
+    return [*imports, *filter(None, [row.get("test_setup_code")]), *tests]
 
 
-def _check_syntax(statement: str) -> None:
-    """Refuse a test that no Python runs, which every program would fail."""
+def _can_fail(statement: str) -> bool:
+    """Does it check or call anything? Raises for what no Python runs."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(statement, "test.py", "exec")
+            tree = ast.parse(statement, "test.py")
+            compile(tree, "test.py", "exec")
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the test {str(statement)[:80]!r} is not Python: {reason}") from error
+    for part in tree.body:
+        if isinstance(part, ast.Expr):
+            if isinstance(part.value, ast.Call):
+                return True
+        elif not isinstance(part, _IDLE):
+            return True
+    return False

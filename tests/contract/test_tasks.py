@@ -212,10 +212,11 @@ def test_gym_scorers_work_across_the_pipe(name):
     task = load_task(f"gym:{name}")
     problem = task[0]
     with GradingPool(task.reward, workers=1) as pool:
-        texts = [problem.answer, f"I think <answer>{problem.answer}</answer>", "no"]
+        tagged = f"I think <answer>{problem.answer}"  # cut at the stop string
+        texts = [problem.answer, f"{tagged}</answer>", tagged, "no"]
         grades = pool.grade([(t, problem.answer, problem.extra) for t in texts])
-    assert [g.score for g in grades[:2]] == [1.0, 1.0]
-    assert grades[2].score < 1
+    assert [g.score for g in grades[:3]] == [1.0, 1.0, 1.0]
+    assert grades[3].score < 1
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,8 @@ def test_statements(reward):
     assert reward("```python\n" + ADD, "", TESTS) == 0.0, "cut off"
     setup = {"test_list": ["assert add(1, 2) == THREE"], "test_setup_code": "THREE = 3"}
     assert reward(ADD, "", setup) == 1.0
+    mbpp = {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_imports": ["import math"]}
+    assert reward(ADD, "", mbpp) == 1.0
     humaneval = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
     assert reward(ADD, "", {**humaneval, "entry_point": "add"}) == 1.0
     assert reward(ADD, "", {**humaneval, "entry_point": "sub"}) == 0.0
@@ -97,6 +99,34 @@ def test_find_program():
     assert find_program("```py\na\n```") == "a\n"
     assert find_program("```\na\n``` ```Python  \nb\n```") == "b\n"
     assert find_program("x = 1") == "x = 1"
+    assert find_program("```c\nint x;\n```") is None
+    start = time.monotonic()
+    assert find_program("``` " + "a" * 60_000) is None
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python3\n{ADD}```",
+        f"``` python\n{ADD}```",
+        f"```python\n{ADD}```".replace("\n", "\r\n"),
+        f"```bash\npip install x\n```\nThen:\n```python\n{ADD}```\n",
+        f"Call ```add``` as here:\n```python\n{ADD}```\n",
+        f"```python\n{ADD}```\nIt prints\n```\n3\n```\n",
+        "1. It is\n   ```python\n   def add(a, b):\n       return a + b\n   ```",
+    ],
+)
+def test_right_programs_between_other_things(reward, text):
+    assert reward(text, "", TESTS) == 1.0
+
+
+@pytest.mark.parametrize("main", ["a = input()", "import sys; sys.exit(0)"])
+def test_statements_do_not_run_the_main_block(reward, main):
+    guarded = f"{ADD}\nif __name__ == '__main__':\n    {main}\n"
+    assert reward(fenced(guarded), "", TESTS) == 1.0
+    program = "if __name__ == '__main__':\n    print(sum(map(int, input().split())))"
+    assert reward(fenced(program), "", ECHO) == 1.0
 
 
 # Programs that misbehave
@@ -302,7 +332,12 @@ def test_the_task_asks_for_a_program(tmp_path):
     [
         ({"inputs": "12", "outputs": "34"}, "'inputs' and 'outputs' must be lists of texts"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [["1", "2"]], "outputs": ["3"]}, "hold ['1', '2']; each must be text"),
+        ({"inputs": ["1"], "outputs": [None]}, "hold None; each must be text"),
         ({"tests": [1, 2]}, "the row has no tests: [1, 2]"),
+        ({"tests": '["assert add(1, 2) == 3"]'}, "check nothing"),
+        ({"tests": ["add(1, 2) == 3"]}, "check nothing"),
+        ({"tests": "def check(candidate):\n    assert candidate(1, 2) == 3"}, "check nothing"),
         ({"tests": ["assert add(1"]}, "the test 'assert add(1' is not Python: SyntaxError"),
         ({"tests": ["assert '\0'"]}, "is not Python"),
         ({"test": {"a": 1}}, "the row has no tests"),

@@ -49,6 +49,8 @@ def test_every_format_gives_the_same_problems(tmp_path, suffix):
     ("row", "answer"),
     [
         ({"question": "q", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}, "1200"),
+        ({"question": "q", "answer": "so\n#### (1, 2)"}, "(1, 2)"),
+        ({"problem": "q", "answer": 2.5e-05}, "0.000025"),
         ({"problem": "q", "answer": " \\frac{3}{4} ", "solution": "long"}, "\\frac{3}{4}"),
         ({"problem": "q", "answer": "", "solution": "so \\boxed{\\mbox{four}}."}, "\\mbox{four}"),
         ({"problem": "q", "solution": "first \\boxed{1}, then \\boxed{2}"}, "2"),
@@ -94,6 +96,11 @@ def test_ids_of_rows_are_kept_and_repeated_ones_are_told_apart(tmp_path):
     rows = [{"id": i, "question": "q", "answer": "1"} for i in (4, 4, None)]
     task = load_task(write(tmp_path / "x.jsonl", rows))
     assert [p.id for p in task] == ["4", "4#2", "x-3"]
+    rows = [{"prompt": "q", "answer": "1", "id": id} for id in ("4#3", "4", "4")]
+    task = load_task(write(tmp_path / "x.jsonl", rows))
+    assert [p.id for p in task] == ["4#3", "4", "4#3#3"]
+    rows = [{"prompt": "q", "answer": "1", "id": f"amc@{i}"} for i in range(3)]
+    assert len({p.name for p in load_task(write(tmp_path / "x.jsonl", rows))}) == 3
 
 
 def test_instructions(tmp_path):

@@ -174,7 +174,7 @@ def test_a_timeout_may_be_worth_what_a_wrong_answer_is(folder, monkeypatch):
     assert (hung.score, hung.accuracy, hung.timed_out) == (wrong.score, wrong.accuracy, True)
 
 
-@pytest.mark.parametrize("name", ["mean", "timed_out"])
+@pytest.mark.parametrize("name", ["mean", "timed_out", "overlong"])
 def test_details_have_names_of_their_own(name):
     with pytest.raises(RewardError, match=f"{name} would be logged under a name"):
         read_grade({"score": 1.0, name: 2.0})

@@ -160,7 +160,7 @@ def test_what_paid_off_is_considered_though_not_proposed():
 @pytest.mark.parametrize("is_official", [False, True])
 def test_a_state_without_actions_is_named(is_official):
     agent = JitRL(lambda state, history: {}, Options(is_official=is_official))
-    with pytest.raises(ValueError, match="propose returned no action in state 'a cellar'"):
+    with pytest.raises(ValueError, match="propose returned no action for the state 'a cellar'"):
         agent.act("a cellar", [])
     agent.learn([("a cellar", "up", 1.0)])
     assert agent.act("a cellar", []).action == "up"

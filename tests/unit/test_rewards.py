@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("\\boxed{3}", "so \\boxed{3}"),
         ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}"),
         ("\\boxed{{not} closed, but \\boxed{5}", "5"),
+        ("\\boxed{18 dollars}", "18"),
+        ("\\boxed{18\\ }", "18"),
+        ("\\boxed{18 \\\\}", "18"),
+        ("\\boxed{18,}", "18"),
+        ("\\boxed{€18}", "18"),
+        ("\\boxed{18°}", "18"),
+        ("\\boxed{18~\\text{cm}}", "18"),
+        ("\\boxed{18}", "18 years old"),
+        ("\\boxed{2.5 \\times 10^{-5}}", "2.5e-05"),
+        ("\\boxed{1e3}", "1000"),
+        ("#### 1,800 eggs per day", "1800"),
+        ("#### **18**", "18"),
+        ("\\boxed{\\text{1,800 eggs}}", "1800"),
+        ("#### **(5, -10)**", "(5,-10)"),
+        ("#### The answer is **$18**.", "18"),
     ],
 )
 def test_right_answers(text, truth):
@@ -62,6 +78,14 @@ def test_right_answers(text, truth):
         ("\\boxed{Eve}", "\\text{Evelyn}"),
         ("\\boxed{\\frac{}{\\sqrt{}", "\\frac{3}{4}"),
         ("#### 12 apples\n18", "18"),
+        ("#### 12 and 18", "18"),
+        ("\\boxed{2 sin x}", "2"),
+        ("\\boxed{2 pi}", "2"),
+        ("\\boxed{18 eggs}", "19 eggs"),
+        ("\\boxed{18 to 20}", "20"),
+        ("\\boxed{5 million}", "5"),
+        ("\\boxed{2 thirds}", "2"),
+        ("\\boxed{18 minus one}", "18"),
     ],
 )
 def test_wrong_answers(text, truth):
@@ -83,6 +107,36 @@ def test_a_loaded_grader_has_nothing_left_to_import():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("memory", ["8.0", "None"])
+def test_a_lower_limit_of_the_system_holds(memory):
+    program = f"""if True:
+        import resource
+        from qurl.rewards import GradingPool
+        resource.setrlimit(resource.RLIMIT_DATA, (4_000_000_000,) * 2)
+        with GradingPool("math", workers=1, memory={memory}) as pool:
+            print(pool.grade([("7", "7", {{}})])[0].score)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1.0"
+
+
+def test_a_forked_process_grades_too():
+    program = """if True:
+        import multiprocessing
+        from qurl.rewards import grade_math
+        assert grade_math("7", "7") == 1
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pairs = [(str(i), str(i // 2 * 2)) for i in range(6)]
+            print(pool.starmap_async(grade_math, pairs).get(60))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([1.0, 0.0] * 3)
 
 
 def test_an_endless_comparison_is_killed_and_the_next_one_works():
@@ -124,6 +178,13 @@ braces = st.recursive(
 @given(before=st.text("ab{ }", max_size=5), inside=braces, after=st.text("ab }", max_size=5))
 def test_boxed_braces_balance(before, inside, after):
     assert last_boxed(f"{before}\\boxed{{{inside}}}{after}") == inside
+
+
+def test_a_text_of_boxes_is_read_in_one_pass():
+    start = time.perf_counter()
+    assert last_boxed("\\boxed{" * 20_000 + "5}") == "5"
+    assert last_boxed("\\boxed{" * 20_000) is None
+    assert time.perf_counter() - start < 2
 
 
 def test_normalising_changes_only_the_look():

@@ -508,6 +508,9 @@ def test_e3_length_bias_shortens_easy_answers_only():
     graded = [group([5], [[7, 7], [8]], [1.0, 0.0], id=str(i)) for i in range(3)]
     found = [list(g.rewards) for g in budget.shape([0, 1, 2], graded)]
     assert found == [[pytest.approx(0.5), 0.0], [1.0, 0.0], [1.0, 0.0]]
+    # A wrong answer keeps its -1, whatever its length.
+    [signed] = budget.shape([0], [group([5], [[7, 7], [8]], [1.0, -1.0], id="s")])
+    assert list(signed.rewards) == [pytest.approx(0.5), -1.0]
 
 
 @pytest.mark.parametrize("case", VECTORS["e3_temperature"]["updates"])

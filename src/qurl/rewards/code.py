@@ -12,12 +12,14 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from textwrap import dedent
 from typing import Any
 
 from qurl.programs import read_tests
 from qurl.rewards.sandbox import Limits, Sandbox, Subprocess
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```[^`\n]++```|```[ \t]*+([\w.+#-]*+)[^`\n]*+\n(.*?)```", re.DOTALL)
+_PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
 
 _DRIVER = """
 import json, os, sys
@@ -26,7 +28,8 @@ def main(run=exec, build=compile, write=os.write):  # as they are before the pro
     work, report = json.loads(sys.stdin.read()), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0), os.dup2(null, 1)
-    names = {"__name__": "__main__"}
+    module = sys.modules["program"] = type(sys)("program")  # imported: its main block does not run
+    names = module.__dict__
     run(build(work["program"], "program.py", "exec"), names)
     for test in work["tests"]:
         run(build(test, "test.py", "exec"), names)
@@ -76,11 +79,15 @@ def load() -> CodeReward:
 
 
 def find_program(text: str) -> str | None:
-    """The last fenced block, or all of a text without fences; None if a fence is not closed."""
+    """The last block fenced as Python, else the last without a language; all of a text without
+    fences. None if there are only others, or one that is not closed."""
     blocks = _FENCED.findall(text)
-    if blocks:
-        return blocks[-1]
-    return None if "```" in text else text
+    named = [block for label, block in blocks if _PYTHON.fullmatch(label)]
+    programs = named or [block for label, block in blocks if block and not label]
+    if not programs:
+        return None if "```" in text else text
+    program = programs[-1]
+    return dedent(program) if program[:1].isspace() else program  # it may stand in a list
 
 
 def _words(text: str) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from statistics import fmean, pstdev
@@ -22,7 +23,7 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
     The first call starts a grading process, and later calls use it again.
     """
-    [grade] = _math_pool(timeout).grade([(answer_text, truth, {})])
+    [grade] = _math_pool(timeout, os.getpid()).grade([(answer_text, truth, {})])
     if grade.timed_out:
         error = RewardTimeout(f"killed after {timeout} s while grading {answer_text[-300:]!r}")
         error.text, error.answer = answer_text, truth
@@ -31,7 +32,8 @@ def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
 
 
 @functools.cache
-def _math_pool(timeout: float) -> GradingPool:
+def _math_pool(timeout: float, pid: int) -> GradingPool:
+    """For each process its own: a forked one has neither the threads nor the sockets to itself."""
     pool = GradingPool("math", workers=1, timeout=timeout)
     atexit.register(pool.close)
     return pool

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import math_verify
 
-from qurl.answers import find_answer, is_words, normalise
+from qurl.answers import bare, find_answer, is_words, normalise
 
 # It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -36,8 +36,12 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     candidate = text.strip() if found is None else found
     if any(_same_text(candidate, truth) for truth in truths):
         return 1.0
-    parsed = _parse(text if found is None else f"\\boxed{{{found}}}")
-    return float(any(_same_value(parsed, truth) for truth in truths))
+    if _is_any(text, found, truths):
+        return 1.0
+    # math-verify takes "18 eggs" for a product of letters.
+    plain, plain_truths = found and bare(found), [bare(truth) for truth in truths]
+    is_other = (plain, plain_truths) != (found, truths)
+    return float(is_other and _is_any(text, plain, plain_truths))
 
 
 def warm_up() -> None:
@@ -49,6 +53,11 @@ def warm_up() -> None:
 def _same_text(candidate: str, truth: str) -> bool:
     a, b = normalise(candidate), normalise(truth)
     return a == b or (is_words(b) and a.casefold() == b.casefold())
+
+
+def _is_any(text: str, found: str | None, truths: Sequence[str]) -> bool:
+    parsed = _parse(text if found is None else f"\\boxed{{{found}}}")
+    return any(_same_value(parsed, truth) for truth in truths)
 
 
 def _same_value(parsed: list[Any], truth: str) -> bool:

@@ -17,10 +17,11 @@ from qurl.errors import ConfigError, RewardError
 from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
-_GYM_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_GYM_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)  # it may be the stop
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
-RESERVED = {"mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong"}
+_OURS = "mean std timeouts timed_out frac_all_correct frac_all_wrong overlong"
+RESERVED = {*_OURS.split()}
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
 

@@ -37,6 +37,8 @@ def main(spec: str, fd: int, key: str, memory: int) -> None:
         send(failure(spec, error))
         return
     # Not the address space, of which CUDA reserves far more than it uses.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    memory = min((limit for limit in (memory, most) if limit >= 0), default=-1)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     send((scorer.is_async, scorer.is_grouped))
     with asyncio.Runner() as runner:  # one loop for all, so that a reward can keep connections

@@ -127,8 +127,8 @@ class JitRL:
         prior = proposed | {a: 0.0 for a in paying if a not in proposed}
         if not prior:
             raise ValueError(
-                f"propose returned no action in state {state[:100]!r}, and none is known to have "
-                "paid off there; it must return at least one"
+                f"propose returned no action for the state {state[:200]!r}, and the memory has "
+                "none that paid off; return one at least"
             )
         floored = {a: max(p, FLOOR) for a, p in prior.items()}
         draws = generator(self.options.seed, "jitrl", self.num_episodes, len(history))

@@ -98,8 +98,8 @@ def rank(history: History) -> dict[int, float]:
 def _shorten(group: Graded, coef: float) -> Graded:
     lengths = [len(c.token_ids) for c in group.rollout.completions]
     rewards = [
-        reward - coef * length / (1 + coef * length) if reward else reward
-        for reward, length in zip(group.rewards, lengths, strict=True)
+        reward - coef * length / (1 + coef * length) if accuracy > 0 else reward
+        for reward, accuracy, length in zip(group.rewards, group.accuracies, lengths, strict=True)
     ]
     return dataclasses.replace(group, rewards=rewards)
 

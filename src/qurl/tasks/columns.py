@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from qurl.answers import last_boxed
@@ -36,6 +37,7 @@ TEST_COLUMNS = ("tests", "test_list", "test", "inputs")
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 _DEEPEST = 50
 _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 has none
+_THOUSANDS = re.compile(r"\D*\d{1,3}(,\d{3})+(\.\d+)?")
 ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
 
 
@@ -166,9 +168,10 @@ def _read_truth(value: Any, column: str, where: str) -> str:
         )
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    text = str(value).strip()
+    text = f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value).strip()
     if "####" in text:  # GSM8K: the working, then "#### 1,234"
-        return text.rpartition("####")[2].strip().replace(",", "")
+        last = text.rpartition("####")[2].strip()
+        return last.replace(",", "") if _THOUSANDS.fullmatch(last) else last
     boxed = last_boxed(text) if column == "solution" else None
     return text if boxed is None else boxed.strip()
 

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
+_REPEATED = re.compile(r"@\d+$")
+"""What `Problem.name` takes for an earlier problem that is asked again."""
 _TEMPLATE_ROOM = 512  # more tokens than any chat template adds to a question
 
 
@@ -134,7 +137,8 @@ def read_rows(
         if row.instruction:  # it asks for what the reward reads
             row = replace(row, instruction=INSTRUCTIONS.get(own_reward, row.instruction))
         id = row.id or f"{stem}-{number}"
-        id = f"{id}#{number}" if id in rows else id
+        while id in rows or _REPEATED.search(id):
+            id = f"{id}#{number}"
         row = with_tests(row) if own_reward == "code" else row
         rows[id] = replace(row, id=id, reward=own_reward)
     return list(rows.values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl.bench import run_audit
-from qurl.bench.audit import Auditor
+from qurl.bench.audit import HEAD, Auditor, Finding, row_of
 from qurl.bench.gradients import Moments, Sketcher, group_of
 from qurl.cli import main
 from qurl.errors import ConfigError
@@ -94,6 +94,24 @@ def test_a_target_lost_in_noise_gives_no_number():
     moments = Moments.of(found, target, found)
     assert all(math.isnan(x.value) for x in moments.describe().values())
     assert all(math.isfinite(x.value) for x in moments.sizes().values())
+
+
+def test_a_row_says_what_is_lost_in_noise():
+    draw = torch.Generator().manual_seed(0)
+    found, noise = torch.randn(2, 16, 8, generator=draw)
+    shares = dict.fromkeys(("clipped", "truncated", "rescued"), 0.0)
+
+    def row(found, target):
+        moments = Moments.of(found, target, found)
+        arm = (0, "grpo", "int8", "acr", 2.0)
+        return row_of(Finding(*arm, {"all": moments.describe() | moments.sizes()}, shares))
+
+    lost, known = row(found, noise), row(found + 5, noise + 5)
+    assert lost.count("lost in noise") == 3
+    assert "nan" not in lost
+    assert "lost" not in known
+    assert len(lost) == len(known) == len(HEAD)
+    assert row(found, noise + 5).count("lost in noise") == 1, "the direction of the estimate"
 
 
 def test_sizes_are_those_of_the_means():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,11 +60,11 @@ from qurl.types import Batch, Corrected, Graded, Problem, SamplingParams, Traina
 
 HEAD = (
     "updates  advantage     format    objective   C     bias / |T|^2              "
-    "cosine                    change / |T|^2              variance  clipped  truncated  rescued"
+    "cosine                    change / |T|^2             variance  clipped  truncated  rescued"
 )
 ROW = (
     "{updates:7}  {advantage:12}  {format:8}  {objective:10}  {cap:4}  {bias:24}  "
-    "{cosine:24}  {change:24}  {variance:9.3g}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
+    "{cosine:24}  {change:24}  {variance:>9}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
 )
 
 
@@ -141,8 +142,8 @@ def run_audit(options: Audit) -> None:
             record.add(key, settings=settings, figures=found._asdict())
     print(
         "bias, cosine: against the full-precision gradient T; change: from the row above, on the "
-        "same rollouts; variance: of one mini-batch, / |T|^2. nan: T is lost in noise; raise "
-        f"--problems.\nsaved to {record.path}"
+        "same rollouts; variance: of one mini-batch, / |T|^2. Lost in noise: T, or for the cosine "
+        f"the estimate, cannot be told from 0; raise --problems.\nsaved to {record.path}"
     )
 
 
@@ -348,10 +349,14 @@ class Auditor:
 
 def row_of(found: Finding) -> str:
     figures = found.groups["all"]
-    spans = {
-        name: "{:.3f} ({:.3f} to {:.3f})".format(*figures[name])
-        for name in ("bias", "cosine", "change")
-    }
+    spans = {name: _span(figures[name]) for name in ("bias", "cosine", "change")}
     arm = {name: getattr(found, name) for name in ("updates", "advantage", "format", "objective")}
     cap, variance = "-" if found.cap is None else f"{found.cap:g}", figures["variance"].value
-    return ROW.format(**arm, cap=cap, **spans, variance=variance, **found.shares)
+    spans["variance"] = "-" if math.isnan(variance) else f"{variance:.3g}"
+    return ROW.format(**arm, cap=cap, **spans, **found.shares)
+
+
+def _span(figure: Estimate) -> str:
+    if math.isnan(figure.value):
+        return "lost in noise"
+    return "{:.3f} ({:.3f} to {:.3f})".format(*figure)

@@ -234,7 +234,8 @@ class Auditor:
     def _roll_out(self, format: str) -> list[Corrected]:
         engine = self.full_engine
         if format != "none":
-            engine = build_actor(self.config, self.policy, format, self.choices)
+            parts = (self.config, self.policy, format, self.choices)
+            engine = build_actor(*parts, scales=self.parts.scales)
         return self._chunks(engine, f"estimate {format}", 0)
 
     def _chunks(self, engine: Engine, purpose: str, updates: int) -> list[Corrected]:

@@ -138,7 +138,7 @@ def run_audit(options: Audit) -> None:
             print(row_of(found), flush=True)
             settings = {flag: getattr(options, flag) for flag in ("problems", "chunks", "updates")}
             settings["group"] = auditor.group_size
-            key = f"{options.run.name} at {options.at}"
+            key = f"{options.run.resolve().name} at {options.at}"
             record.add(key, settings=settings, figures=found._asdict())
     print(
         "bias, cosine: against the full-precision gradient T; change: from the row above, on the "

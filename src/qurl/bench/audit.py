@@ -106,10 +106,13 @@ class Audit:
                     raise ConfigError(f"--{flag} {value} is not one of {', '.join(allowed)}")
         if self.chunks < 4:
             raise ConfigError(f"--chunks {self.chunks} is too few for an interval; use 4 or more")
-        if self.problems % self.chunks:
+        if self.problems < 1 or self.problems % self.chunks:
             raise ConfigError(
                 f"--problems {self.problems} must be a multiple of --chunks {self.chunks}"
             )
+        for flag in (*choices, "caps", "updates"):
+            if not getattr(self, flag):
+                raise ConfigError(f"--{flag} is empty; give one value or more, or leave it out")
         if min(*self.updates, self.group) < 0 or min(self.caps) < 1:
             raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")
 
@@ -308,7 +311,7 @@ class Auditor:
         """Rollouts of the run's actor for the updates, of other draws than the estimates'."""
         if not num_updates:
             return None
-        size = self.config.batch.problems // self.config.batch.minibatches
+        size = max(1, self.config.batch.problems // self.config.batch.minibatches)  # whole groups
         asked = [self.problems[i % len(self.problems)] for i in range(size * num_updates)]
         group_size = self.config.sampling.group_size
         graded = self._sample(self.parts.engine, asked, "train", 0, group_size)

@@ -83,6 +83,8 @@ def train(
             with keep_evidence(config, parts, run, step=0), monitor.logging(-1, untrained):
                 untrained |= evaluate_policy(config, parts, run, num_updates=0)
         for step in range(parts.first_step, config.steps):
+            if monitor.reason_to_stop is not None:
+                break
             with keep_evidence(config, parts, run, step):
                 metrics = run_step(config, parts, run, step)
             with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
@@ -95,8 +97,6 @@ def train(
                     parts.save(config, run, step + 1)
             if interrupt.is_requested:
                 raise KeyboardInterrupt
-            if monitor.reason_to_stop is not None:
-                break
         report(run)
         monitor.stop()
         return run.path

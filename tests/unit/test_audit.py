@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl.bench import run_audit
-from qurl.bench.audit import Auditor
+from qurl.bench.audit import HEAD, Auditor, Finding, row_of
 from qurl.bench.gradients import Moments, Sketcher, group_of
 from qurl.cli import main
 from qurl.errors import ConfigError
@@ -96,6 +96,24 @@ def test_a_target_lost_in_noise_gives_no_number():
     assert all(math.isfinite(x.value) for x in moments.sizes().values())
 
 
+def test_a_row_says_what_is_lost_in_noise():
+    draw = torch.Generator().manual_seed(0)
+    found, noise = torch.randn(2, 16, 8, generator=draw)
+    shares = dict.fromkeys(("clipped", "truncated", "rescued"), 0.0)
+
+    def row(found, target):
+        moments = Moments.of(found, target, found)
+        arm = (0, "grpo", "int8", "acr", 2.0)
+        return row_of(Finding(*arm, {"all": moments.describe() | moments.sizes()}, shares))
+
+    lost, known = row(found, noise), row(found + 5, noise + 5)
+    assert lost.count("lost in noise") == 3
+    assert "nan" not in lost
+    assert "lost" not in known
+    assert len(lost) == len(known) == len(HEAD)
+    assert row(found, noise + 5).count("lost in noise") == 1, "the direction of the estimate"
+
+
 def test_sizes_are_those_of_the_means():
     """Chunks scatter by 0.1 around means with |G|^2 = 4, |T|^2 = 9 and |G - O|^2 = 1."""
     draw = torch.Generator().manual_seed(0)
@@ -153,8 +171,12 @@ def test_bad_flags_are_refused(tmp_path):
         run_audit([str(tmp_path), "--at", "1", "--formats", "int9"])
     with pytest.raises(ConfigError, match="--chunks 2 is too few for an interval; use 4 or more"):
         run_audit([str(tmp_path), "--at", "1", "--problems", "16", "--chunks", "2"])
-    with pytest.raises(ConfigError, match="--problems 10 must be a multiple of --chunks 4"):
-        run_audit([str(tmp_path), "--at", "1", "--problems", "10", "--chunks", "4"])
+    for size in ("10", "0", "-4"):
+        with pytest.raises(ConfigError, match=f"--problems {size} must be a multiple of --chunks"):
+            run_audit([str(tmp_path), "--at", "1", "--problems", size, "--chunks", "4"])
+    for flag in ("--formats", "--objectives", "--caps", "--updates"):
+        with pytest.raises(ConfigError, match=f"{flag} is empty; give one value or more"):
+            run_audit([str(tmp_path), "--at", "1", flag])
 
 
 def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
@@ -212,6 +234,16 @@ def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
     sizes = [f["groups"]["all"]["target"][0] for f in figures]
     assert sizes[0] == sizes[1] != sizes[2] == sizes[3], "each advantage has its own target"
     assert {entry["settings"]["group"] for entry in entries} == {4}
+
+
+def test_a_run_of_more_mini_batches_than_problems_is_audited(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "audit.json"
+    sizes = ["--batch.problems", "1", "--batch.minibatches", "2", "--sampling.group-size", "4"]
+    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    words = [str(run), "--at", "1", "--problems", "4", "--chunks", "4", "--updates", "1"]
+    run_audit([*words, "--formats", "none", "--objectives", "tis", "--out", str(out)])
+    assert "saved to" in capsys.readouterr().out
 
 
 def test_an_advantage_that_the_run_cannot_compute_is_refused(tmp_path):

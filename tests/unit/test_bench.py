@@ -231,6 +231,17 @@ def test_a_record_never_loses_a_result(tmp_path):
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$", entry["date"])
 
 
+def test_a_record_is_strict_json(tmp_path):
+    path = tmp_path / "audit.json"
+    Record("audit", path, CPU).add("a", figures={"bias": (math.nan, -math.inf, 0.5)})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    content = json.loads(path.read_text(), parse_constant=refuse)
+    assert content["results"]["a"][0]["figures"]["bias"] == [None, None, 0.5]
+
+
 def test_a_record_that_cannot_be_written_costs_no_measurement():
     with pytest.raises(ConfigError, match=r"--out /proc/sync.json cannot be written"):
         Record("sync", Path("/proc/sync.json"), CPU)

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from models import tiny_llama, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qurl.cli import COMMANDS, HELP, HELP_OF_THEIR_OWN, main
+from qurl.run.checkpoint import replace_state
+from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 
 SRC = str(Path(__file__).parents[2] / "src")
@@ -319,6 +322,34 @@ def test_validate_grades_a_file_in_the_format_of_its_reward(recipe, tmp_path, ca
     flags += ["--model.path", str(tmp_path / "model")]
     assert main(["validate", str(recipe), *flags]) == 0
     assert f"'{reward}' gives the truth 1 and a non-answer 0" in capsys.readouterr().out
+
+
+def test_frozen_scales_are_evaluated_and_audited(recipe, tmp_path, monkeypatch):
+    flags = ["--model.scratch.warm-start-steps", "2", "--batch.problems", "4", "--steps", "1"]
+    flags += ["--eval.every", "0", "--algo.kl-coef", "0", "--quant.scales", "frozen"]
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), *flags]) == 0
+    [checkpoint] = (run / "checkpoints").iterdir()
+    # Those of the weights themselves are smaller.
+    scales = torch.load(checkpoint / "state.pt", weights_only=True)["scales"]
+    replace_state(checkpoint, scales={name: 1.25 * scale for name, scale in scales.items()})
+    engines = []
+
+    def watched(*args, **options):
+        engines.append(build_actor(*args, **options))
+        return engines[-1]
+
+    for module in ("run.evaluation", "bench.audit"):
+        monkeypatch.setattr(f"qurl.{module}.build_actor", watched)
+    assert main(["eval", str(run), "--eval.problems", "3"]) == 0
+    words = ["--at", "1", "--problems", "8", "--chunks", "4", "--objectives", "tis"]
+    assert main(["audit", str(run), *words, "--out", str(tmp_path / "audit.json")]) == 0
+    codes = [engine.weights.layers[0].codes().products for engine in engines]
+    found = [products["o"].scale for products in codes if products]
+    [scale] = (s for name, s in scales.items() if name.endswith("0.self_attn.o_proj"))
+    assert len(found) == 2
+    for actual in found:
+        torch.testing.assert_close(actual.view(-1), 1.25 * scale.view(-1))
 
 
 def test_a_run_is_trained_evaluated_reported_and_exported(recipe, tmp_path, capsys):

@@ -76,6 +76,17 @@ def test_packages_of_extras_and_of_other_platforms_are_not_checked(monkeypatch):
     assert names == ["qurl", "torch", "numpy", "triton"]
 
 
+def test_triton_may_come_under_another_name(monkeypatch):
+    """Nightly builds of torch install it as pytorch-triton."""
+
+    def version(name):
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    assert str(doctor.check_triton()) == "ok    triton: installed under another name"
+
+
 @pytest.mark.parametrize(("num_gpus", "found"), [(0, "torch sees none"), (1, "torch sees 1")])
 def test_too_few_gpus_are_a_failure(num_gpus, found, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)

@@ -109,6 +109,16 @@ def test_an_existing_run_is_not_overwritten(original, capsys):
     assert "exists already; choose another --run-dir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [".", "../run", "checkpoints/.."])
+def test_a_fork_of_the_present_folder_is_beside_it(original, monkeypatch, capsys, name):
+    monkeypatch.chdir(original)
+    assert main(["fork", name, "--at", "2"]) == 0
+    target = original.with_name("run-at-2")
+    assert target.is_dir()
+    assert [path for path in original.rglob("*") if "-at-" in path.name] == []
+    shutil.rmtree(target)
+
+
 def test_a_damaged_checkpoint_is_not_forked(original, tmp_path, capsys):
     source = shutil.copytree(original, tmp_path / "source")
     (source / "checkpoints" / "step-000002" / "optimizer.pt").write_bytes(b"x")

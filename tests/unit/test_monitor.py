@@ -316,28 +316,36 @@ def test_answers_that_are_all_cut(folder):
     assert (event["step"], event["threshold"]) == (1, 0.95), "once, and not in every step"
 
 
-def test_graders_that_hang_are_counted_in_training_and_in_evaluation(folder):
-    """The first answer of each split that is graded while the file is there."""
+@pytest.mark.parametrize(("num_sound", "step"), [(0, -1), (1, 0)])
+def test_graders_that_hang_in_an_evaluation_stop_the_run(folder, capsys, num_sound, step):
+    """The first answer that is graded while the file is there, after so many evaluations."""
     body = 'if __import__("os").path.exists("hang"): __import__("time").sleep(60)'
     flags = write_reward(folder, f"{body}\n    {LETTERS}")
     flags += ["--task.grade_timeout", "0.5", "--eval.every", "1", "--eval.problems", "1"]
-    flags += ["--eval.precision", "full", "--steps", "1", "--alarms.grader_timeouts", "stop"]
-    real = qurl.train.evaluate
+    flags += ["--eval.precision", "full", "--steps", "2", "--alarms.grader_timeouts", "stop"]
+    real, num_before = qurl.train.evaluate, iter(range(9))
 
     def evaluate(*args):
-        (folder / "hang").touch()
+        if next(num_before) >= num_sound:
+            (folder / "hang").touch()
         try:
             return real(*args)
         finally:
-            (folder / "hang").unlink()
+            (folder / "hang").unlink(missing_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qurl.train, "evaluate", evaluate)
         assert run(*flags) == 1
-    untrained, trained = alarms(folder)
-    assert "killed at task.grade_timeout: 1 in eval/full; " in untrained["message"]
-    assert (untrained["step"], trained["step"]) == (-1, 0)
-    assert checkpoints(folder) == ["step-000001"]
+    [event] = alarms(folder)
+    assert "killed at task.grade_timeout: 1 in eval/full; " in event["message"]
+    assert event["step"] == rows(folder)[-1]["step"] == step
+    assert (folder / "run/report.html").exists()
+    if step < 0:
+        assert "stopped the run before its first step" in (printed := capsys.readouterr().err)
+        assert "Nothing was saved in run; mend the cause" in printed
+        assert not (folder / "run/checkpoints").exists()
+    else:
+        assert checkpoints(folder) == ["step-000001"]
 
 
 def test_a_row_that_fills_the_batch(folder):

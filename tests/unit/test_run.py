@@ -96,6 +96,29 @@ def test_a_tracker_that_fails_is_switched_off_loudly(config):
     assert "no route to host" in printed(run)
 
 
+def test_a_tracker_that_cannot_be_closed_does_not_hide_how_the_run_ended(config):
+    class Unclosable(RecordingTracker):
+        def close(self):
+            raise ConnectionError("no route to host")
+
+    healthy = RecordingTracker()
+    with (
+        pytest.raises(TrainingError, match="the real reason"),
+        open_run(config, [Unclosable(), healthy]) as run,
+    ):
+        raise TrainingError("the real reason")
+    assert healthy.is_closed
+    assert "Unclosable could not be closed" in printed(run)
+    open_run(config)  # the directory is free again
+
+
+def test_text_that_is_no_text_can_be_logged(config):
+    """A lone surrogate, as in an answer of a task of one's own."""
+    run = open_run(config)
+    run.sample(0, {"answer": "a\ud800é"})
+    assert read_jsonl(run.path / "samples.jsonl") == [{"step": 0, "answer": "a\ud800é"}]
+
+
 def test_non_finite_numbers_are_strings(config):
     run = open_run(config)
     run.log(3, {"actor/loss": float("nan"), "grad": float("-inf"), "reward/mean": 1.0})

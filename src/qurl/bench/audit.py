@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,11 +60,11 @@ from qurl.types import Batch, Corrected, Graded, Problem, SamplingParams, Traina
 
 HEAD = (
     "updates  advantage     format    objective   C     bias / |T|^2              "
-    "cosine                    change / |T|^2              variance  clipped  truncated  rescued"
+    "cosine                    change / |T|^2             variance  clipped  truncated  rescued"
 )
 ROW = (
     "{updates:7}  {advantage:12}  {format:8}  {objective:10}  {cap:4}  {bias:24}  "
-    "{cosine:24}  {change:24}  {variance:9.3g}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
+    "{cosine:24}  {change:24}  {variance:>9}  {clipped:7.2%}  {truncated:9.2%}  {rescued:7.3%}"
 )
 
 
@@ -105,10 +106,13 @@ class Audit:
                     raise ConfigError(f"--{flag} {value} is not one of {', '.join(allowed)}")
         if self.chunks < 4:
             raise ConfigError(f"--chunks {self.chunks} is too few for an interval; use 4 or more")
-        if self.problems % self.chunks:
+        if self.problems < 1 or self.problems % self.chunks:
             raise ConfigError(
                 f"--problems {self.problems} must be a multiple of --chunks {self.chunks}"
             )
+        for flag in (*choices, "caps", "updates"):
+            if not getattr(self, flag):
+                raise ConfigError(f"--{flag} is empty; give one value or more, or leave it out")
         if min(*self.updates, self.group) < 0 or min(self.caps) < 1:
             raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")
 
@@ -137,12 +141,12 @@ def run_audit(options: Audit) -> None:
             print(row_of(found), flush=True)
             settings = {flag: getattr(options, flag) for flag in ("problems", "chunks", "updates")}
             settings["group"] = auditor.group_size
-            key = f"{options.run.name} at {options.at}"
+            key = f"{options.run.resolve().name} at {options.at}"
             record.add(key, settings=settings, figures=found._asdict())
     print(
         "bias, cosine: against the full-precision gradient T; change: from the row above, on the "
-        "same rollouts; variance: of one mini-batch, / |T|^2. nan: T is lost in noise; raise "
-        f"--problems.\nsaved to {record.path}"
+        "same rollouts; variance: of one mini-batch, / |T|^2. Lost in noise: T, or for the cosine "
+        f"the estimate, cannot be told from 0; raise --problems.\nsaved to {record.path}"
     )
 
 
@@ -233,7 +237,8 @@ class Auditor:
     def _roll_out(self, format: str) -> list[Corrected]:
         engine = self.full_engine
         if format != "none":
-            engine = build_actor(self.config, self.policy, format, self.choices)
+            parts = (self.config, self.policy, format, self.choices)
+            engine = build_actor(*parts, scales=self.parts.scales)
         return self._chunks(engine, f"estimate {format}", 0)
 
     def _chunks(self, engine: Engine, purpose: str, updates: int) -> list[Corrected]:
@@ -306,7 +311,7 @@ class Auditor:
         """Rollouts of the run's actor for the updates, of other draws than the estimates'."""
         if not num_updates:
             return None
-        size = self.config.batch.problems // self.config.batch.minibatches
+        size = max(1, self.config.batch.problems // self.config.batch.minibatches)  # whole groups
         asked = [self.problems[i % len(self.problems)] for i in range(size * num_updates)]
         group_size = self.config.sampling.group_size
         graded = self._sample(self.parts.engine, asked, "train", 0, group_size)
@@ -348,10 +353,14 @@ class Auditor:
 
 def row_of(found: Finding) -> str:
     figures = found.groups["all"]
-    spans = {
-        name: "{:.3f} ({:.3f} to {:.3f})".format(*figures[name])
-        for name in ("bias", "cosine", "change")
-    }
+    spans = {name: _span(figures[name]) for name in ("bias", "cosine", "change")}
     arm = {name: getattr(found, name) for name in ("updates", "advantage", "format", "objective")}
     cap, variance = "-" if found.cap is None else f"{found.cap:g}", figures["variance"].value
-    return ROW.format(**arm, cap=cap, **spans, variance=variance, **found.shares)
+    spans["variance"] = "-" if math.isnan(variance) else f"{variance:.3g}"
+    return ROW.format(**arm, cap=cap, **spans, **found.shares)
+
+
+def _span(figure: Estimate) -> str:
+    if math.isnan(figure.value):
+        return "lost in noise"
+    return "{:.3f} ({:.3f} to {:.3f})".format(*figure)

@@ -2,6 +2,8 @@
 
 {"bench": "rollout",
  "results": {"local 7B int8 kv=none A": [{"date": ..., "machine": ..., "settings": ..., ...}]}}
+
+JSON has no NaN and no infinity, so they become null.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Record:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         results = self._read()  # another command may have added to it
         results.setdefault(key, []).append({"date": date, "machine": self.machine, **figures})
-        content = {"bench": self.bench, "results": results}
+        text = json.dumps({"bench": self.bench, "results": results})
+        content = json.loads(text, parse_constant=lambda _: None)
         replace_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def _read(self) -> dict[str, list[Any]]:

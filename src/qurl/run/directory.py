@@ -131,7 +131,11 @@ class Run(AbstractContextManager["Run"]):
 
     def close(self) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # it must not hide how the run ended
+                name = type(tracker).__name__
+                self.progress.print(f"WARNING: {name} could not be closed: {error!r}")
         self._lock.close()
 
     def __exit__(self, *_: object) -> None:
@@ -214,7 +218,8 @@ def check_logs(path: Path) -> None:
 def _line(record: Mapping[str, Any]) -> bytes:
     """JSON has no NaN and no infinity: they become strings."""
     strict = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
-    return json.dumps(strict, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    line = json.dumps(strict, ensure_ascii=False, allow_nan=False)
+    return line.encode(errors="backslashreplace") + b"\n"  # a lone surrogate as \ud800
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -122,7 +122,10 @@ def check_package(requirement: Requirement) -> Finding:
 
 def check_triton() -> Finding:
     if importlib.util.find_spec("triton") is not None:
-        return Finding("ok", "triton", importlib.metadata.version("triton"))
+        try:
+            return Finding("ok", "triton", importlib.metadata.version("triton"))
+        except importlib.metadata.PackageNotFoundError:  # pytorch-triton of torch's nightly builds
+            return Finding("ok", "triton", "installed under another name")
     if torch.cuda.is_available():
         advice = "pip install triton, or set rollout.engine = 'hf' and model.compile = true"
         return Finding("FAIL", "triton", "not installed, and kernels need it", advice)

@@ -19,7 +19,7 @@ from qurl.rewards import Grade, Grading
 from qurl.rewards.pool import Pool
 from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_pool, prepare_torch
-from qurl.run.checkpoint import find_policy
+from qurl.run.checkpoint import find_policy, load_frozen_scales
 from qurl.run.engines import build_actor
 from qurl.run.intervals import Estimate, Z, wilson_interval
 from qurl.run.splits import held_out_problems, load_split
@@ -63,14 +63,17 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     """`qurl eval`: accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
     config = load_config(source, flags)
     device = prepare_torch(config)
-    policy = load_trained_policy(_weights_to_evaluate(source, config), config.model, device)
+    weights = _weights_to_evaluate(source, config)
+    policy = load_trained_policy(weights, config.model, device)
+    scales = load_frozen_scales(weights.parent, config) if isinstance(weights, Path) else None
     task = load_split(config, "eval", policy.tokenizer, policy.model.config)
     problems = held_out_problems(config, task)
     results: list[EvalResult] = []
     try:
         with build_pool(config, task.reward, task) as pool:
             for precision in config.eval_precisions:
-                engine = build_actor(config, policy, "none" if precision == "full" else precision)
+                quant = "none" if precision == "full" else precision
+                engine = build_actor(config, policy, quant, scales=scales)
                 results.append(evaluate(config, engine, problems, pool, precision))
     finally:  # results of one precision are shown even if the next one fails
         if results:
@@ -79,6 +82,7 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
 
 
 def _weights_to_evaluate(source: str | None, config: Config) -> str | Path:
+    """A model by its name, or the policy folder of a run's newest checkpoint."""
     if source and Path(source).is_dir():
         if config.model.path != load_config(source).model.path:
             raise ConfigError(

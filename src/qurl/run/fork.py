@@ -52,7 +52,8 @@ def fork(source: Path, step: int, flags: Sequence[str]) -> Path:
     """
     original = load_config(source)
     checkpoint = _find_checkpoint(source, step)
-    default = f"{str(source).rstrip('/')}-at-{step}"
+    named = source if source.name.strip(".") else source.resolve()  # "." has no name of its own
+    default = f"{named}-at-{step}"
     config = load_config(source, ["--run-dir", default, *flags])
     changes = compare_recipes(original, config)
     changes.pop("run_dir", None)

@@ -298,10 +298,12 @@ class Monitor:
         )
 
     def _ask_to_stop(self, alarm: Alarm, step: int, finding: Finding) -> None:
-        saved = f"All {step + 1} steps are saved" if self._config.save.keep else "Nothing was saved"
+        has_saved = self._config.save.keep and step >= 0
+        saved = f"All {step + 1} steps are saved" if has_saved else "Nothing was saved"
+        when = f"after step {step}" if step >= 0 else "before its first step"
         remedy = f"mend the cause, or go on with the same command and --alarms.{alarm.name} warn"
         self.reason_to_stop = (
-            f"the alarm {alarm.name} stopped the run after step {step}: {finding.message}. "
+            f"the alarm {alarm.name} stopped the run {when}: {finding.message}. "
             f"{saved} in {self._run.path}; {remedy} (docs/alarms.md)"
         )
 

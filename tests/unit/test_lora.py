@@ -340,6 +340,18 @@ def test_one_precision_flow(format):
     assert (found - expected).abs().max() < 1e-5
 
 
+def test_one_precision_flow_with_gradient_checkpointing():
+    """The forward codes new weights, and its repetition in the backward pass finds the codes."""
+    gradients, batch = [], random_batch(tiny_policy())
+    for is_frugal in (False, True):
+        quant = QuantConfig(format="int8", unified=True)
+        policy = adapted_policy(quant=quant, gradient_checkpointing=is_frugal)
+        policy.score(batch).logp.sum().backward()
+        gradients.append([p.grad for p in policy.model.parameters() if p.requires_grad])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
 def test_updates_of_merged_weights_are_tracked():
     """||s B A||^2 over ||W0||^2, here of all rows."""
     policy = adapted_policy(is_trained=False)

@@ -415,6 +415,13 @@ def test_a_folder_of_adapters_is_loaded_merged(saved):
     assert torch.equal(logits(model), logits(policy.model))
 
 
+def test_adapters_are_not_stacked(saved):
+    """What is saved names one base, and without the first adapters it is another model."""
+    policy = load_policy(saved[1], ModelConfig(**LORA), CPU)
+    with pytest.raises(ModelError, match=r"holds adapters, which .* would lack; .*qurl export"):
+        policy.adapt_(ModelConfig(**LORA), seed=0)
+
+
 def test_adapters_are_loaded_to_the_bit(saved):
     policy, folder = saved
     other = adapted_policy(is_trained=False)

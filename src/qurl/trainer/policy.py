@@ -179,6 +179,11 @@ class Policy:
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
         """Train low-rank adapters from here on, and not the weights."""
+        if base_of(path := self.model.name_or_path) != path:
+            raise ModelError(
+                f"{path} holds adapters, which the base of new ones would lack; merge them with "
+                "qurl export, and set model.path to the result"
+            )
         add_adapters_(
             self.model, config.lora_rank, config.lora_alpha, seed, dtype=self.compute_dtype
         )
@@ -294,6 +299,7 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
+        model.name_or_path = str(path)
     for name, weight in model.named_parameters():
         if not bool((weight.abs() < LARGEST_WEIGHT).all()):
             raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))

@@ -445,6 +445,22 @@ def test_an_export_is_merged(saved, tmp_path):
     assert torch.equal(logits(load_model(path)), logits(policy.model))
 
 
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("/gone/base", r"'/gone/base' does not exist \(seen from"),
+        (None, r"None must name the whole model that they adapt"),
+    ],
+)
+def test_a_base_that_was_moved_is_named(saved, base, message):
+    file = saved[1] / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    with pytest.raises(
+        ModelError, match=rf"adapter_config.json: base_model_name_or_path = {message}"
+    ):
+        load_model(saved[1])
+
+
 def test_variants_of_lora_are_refused(saved):
     _, folder = saved
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -179,7 +179,7 @@ class Policy:
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
         """Train low-rank adapters from here on, and not the weights."""
-        if base_of(path := self.model.name_or_path) != path:
+        if base_of(path := str(self.model.name_or_path)) != path:
             raise ModelError(
                 f"{path} holds adapters, which the base of new ones would lack; merge them with "
                 "qurl export, and set model.path to the result"

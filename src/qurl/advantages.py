@@ -77,7 +77,7 @@ def group_advantages(
     if group is None:
         size = rewards.shape[-1]
         group = torch.arange(flat.numel() // size, device=flat.device).repeat_interleave(size)
-    _, index = group.unique(return_inverse=True)
+    _, index = group.flatten().unique(return_inverse=True)
     count = _group_sum(torch.ones_like(flat), index)
     mean = _group_sum(flat, index) / count
     is_single = count == 1

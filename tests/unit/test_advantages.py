@@ -90,6 +90,11 @@ def test_ragged_groups_by_index():
         torch.testing.assert_close(result[[1, 3, 4]], group_advantages([5.0, 6.0, 10.0], kind))
 
 
+def test_groups_named_in_the_shape_of_the_rewards():
+    rewards, group = torch.tensor([[1.0, 5.0], [0.0, 6.0]]), torch.tensor([[7, 2], [7, 2]])
+    assert group_advantages(rewards, "dr_grpo", group=group).tolist() == [[0.5, -0.5], [-0.5, 0.5]]
+
+
 def test_unknown_kind():
     with pytest.raises(ValueError, match="kind = 'ppo' is not one of grpo"):
         group_advantages([1.0, 0.0], "ppo")

@@ -6,6 +6,7 @@ from models import group, score
 
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.batches import (
+    level,
     microbatches,
     minibatches,
     pad,
@@ -73,6 +74,19 @@ def test_microbatches_hold_every_row_once_and_are_level(max_tokens):
         assert len(rows) == 1 or size <= max_tokens
     assert max(sizes) - min(sizes) <= max(lengths)
     assert len(pieces) <= 1.5 * sum(lengths) / max_tokens + 1
+
+
+def test_thousands_of_rows_that_do_not_fit_together_are_cut_soon(monkeypatch):
+    """Not every count from 1229 to 2048 is tried."""
+    tried = []
+
+    def counted(lengths, count):
+        tried.append(count)
+        return level(lengths, count)
+
+    monkeypatch.setattr("qurl.trainer.batches.level", counted)
+    assert len(microbatches([6] * 2048, 10)) == 2048
+    assert len(tried) < 130
 
 
 def test_padded_microbatches_by_hand():

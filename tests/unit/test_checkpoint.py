@@ -69,6 +69,27 @@ def test_a_resumed_learner_goes_on_to_the_bit(tmp_path):
             assert torch.equal(theirs.state_dict()[name], weight), name
 
 
+@pytest.mark.parametrize("optim", [{}, {"moments": "8bit"}, {"name": "hadam", "moments": "fp16"}])
+def test_settings_of_the_optimizer_are_those_of_the_recipe(tmp_path, optim):
+    """A fork may change them; what an optimizer has found out by itself it keeps."""
+    old, new = (
+        build_learner(build_config({"optim": optim | settings}), tiny_policy())
+        for settings in (
+            {"weight_decay": 0.1},
+            {"weight_decay": 0.2, "eps": 1e-3, "betas": (0.5, 0.9)},
+        )
+    )
+    update(old, 0)
+    for group in old.optimizer.param_groups:
+        group |= {name: 7 for name in ("scale", "good_steps") if name in group}
+    path = save_checkpoint(tmp_path, 1, old, {"position": 0}, keep=1)
+    load_checkpoint(path, new)
+    matrices, norms = new.optimizer.param_groups[:2]
+    assert (matrices["weight_decay"], norms["weight_decay"]) == (0.2, 0.0)
+    assert (matrices["eps"], matrices["betas"]) == (1e-3, (0.5, 0.9))
+    assert [matrices.get(name, 7) for name in ("scale", "good_steps")] == [7, 7]
+
+
 def test_only_the_newest_are_kept(tmp_path):
     learner = make_learner()
     for step in (2, 9, 10, 1_000_000):

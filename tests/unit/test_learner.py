@@ -429,6 +429,14 @@ def test_meter_by_hand():
     assert meter.summary() == {"a": 3.5, "loss": 5.0, "norm": 2.0, **bounds}
 
 
+def test_a_number_may_be_a_tensor_of_one_dimension():
+    """Objectives of one's own may return such statistics."""
+    meter = Meter()
+    meter.add({"mine": torch.tensor([4.0]), "other": torch.tensor(1.0)})
+    meter.add({"mine": torch.tensor([6.0]), "other": torch.tensor(1.0)})
+    assert meter.summary() == {"mine": 5.0, "other": 1.0}
+
+
 @pytest.mark.parametrize("tokens", [1000, 20])
 def test_the_likelihood_of_right_answers_rises(tokens):
     """Without advantages it is all that moves the policy; pieces share its denominator."""

@@ -340,6 +340,18 @@ def test_one_precision_flow(format):
     assert (found - expected).abs().max() < 1e-5
 
 
+def test_one_precision_flow_with_gradient_checkpointing():
+    """The forward codes new weights, and its repetition in the backward pass finds the codes."""
+    gradients, batch = [], random_batch(tiny_policy())
+    for is_frugal in (False, True):
+        quant = QuantConfig(format="int8", unified=True)
+        policy = adapted_policy(quant=quant, gradient_checkpointing=is_frugal)
+        policy.score(batch).logp.sum().backward()
+        gradients.append([p.grad for p in policy.model.parameters() if p.requires_grad])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
 def test_updates_of_merged_weights_are_tracked():
     """||s B A||^2 over ||W0||^2, here of all rows."""
     policy = adapted_policy(is_trained=False)
@@ -403,6 +415,13 @@ def test_a_folder_of_adapters_is_loaded_merged(saved):
     assert torch.equal(logits(model), logits(policy.model))
 
 
+def test_adapters_are_not_stacked(saved):
+    """What is saved names one base, and without the first adapters it is another model."""
+    policy = load_policy(saved[1], ModelConfig(**LORA), CPU)
+    with pytest.raises(ModelError, match=r"holds adapters, which .* would lack; .*qurl export"):
+        policy.adapt_(ModelConfig(**LORA), seed=0)
+
+
 def test_adapters_are_loaded_to_the_bit(saved):
     policy, folder = saved
     other = adapted_policy(is_trained=False)
@@ -426,15 +445,21 @@ def test_an_export_is_merged(saved, tmp_path):
     assert torch.equal(logits(load_model(path)), logits(policy.model))
 
 
-def test_a_base_that_is_elsewhere_is_named(saved):
-    """A run that was started in another folder recorded a path from there."""
-    _, folder = saved
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "runs/lora/initial"
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    message = r"base_model_name_or_path = 'runs/lora/initial' does not exist \(seen from"
-    with pytest.raises(ModelError, match=message):
-        load_model(folder)
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("/gone/base", r"'/gone/base' does not exist \(seen from"),
+        ("runs/lora/initial", r"'runs/lora/initial' does not exist \(seen from"),
+        (None, r"None must name the whole model that they adapt"),
+    ],
+)
+def test_a_base_that_was_moved_is_named(saved, base, message):
+    file = saved[1] / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    with pytest.raises(
+        ModelError, match=rf"adapter_config.json: base_model_name_or_path = {message}"
+    ):
+        load_model(saved[1])
 
 
 def test_variants_of_lora_are_refused(saved):

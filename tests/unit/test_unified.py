@@ -167,7 +167,7 @@ def test_what_is_kept_for_the_backward_is_codes():
         """Bytes of the activations that projections keep: each storage once, no weights."""
         weights = {p.data_ptr() for p in policy.model.parameters()}
         weights |= {
-            m.coded_weight().codes.data_ptr()
+            m.coded_weight(m.weight).codes.data_ptr()
             for m in policy.model.modules()
             if isinstance(m, UnifiedLinear)
         }
@@ -377,7 +377,8 @@ def test_a_bf16_trainer_codes_what_its_engine_codes():
     policy = unified_policy("int8", compute_dtype="bfloat16")
     engine = LocalEngine(policy.model, quant="int8", compute_dtype=torch.bfloat16)
     view = engine.weights.layers[0].views["q_proj"].weight
-    coded = policy.model.model.layers[0].self_attn.q_proj.coded_weight()
+    layer = policy.model.model.layers[0].self_attn.q_proj
+    coded = layer.coded_weight(layer.weight)
     assert torch.equal(view.codes, coded.codes.float())
     assert torch.equal(view.scale, coded.scale)
 
@@ -393,8 +394,8 @@ def test_codes_follow_every_change_of_the_weights():
         return torch.equal(layer(x), linear(x, quantize(layer.weight.detach(), "int8"), layer.bias))
 
     assert is_fresh()
-    first = layer.coded_weight()
-    assert layer.coded_weight() is first  # made once
+    first = layer.coded_weight(layer.weight)
+    assert layer.coded_weight(layer.weight) is first  # made once
     with torch.no_grad():
         layer.weight.mul_(torch.tensor(1.7))
         layer.weight[0] += 1

@@ -140,7 +140,9 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         shared = (rows for rows in pieces if len(rows) > 1)
         if all(sum(lengths[row] for row in rows) <= max_tokens for rows in shared):
             return pieces
-        count += 1  # at the latest, when every row is alone, they fit
+        # In larger steps for thousands of pieces, or this takes minutes if few rows fit together.
+        # At the latest, when every row is alone, they fit.
+        count = min(count + 1 + count // 256, len(lengths))
 
 
 def level(lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -60,6 +60,8 @@ def check_folder(
         read_object(folder / other)
     if config_file != ADAPTER_CONFIG:
         _check_config(config, folder / config_file)
+    elif "weights" in needs:
+        _check_base(config, folder / config_file)
     weights = find_weights(folder) if "weights" in needs else []
     if "weights" in needs and not weights:
         raise ModelError(f"{name} has no weights: no model.safetensors and no pytorch_model.bin")
@@ -90,6 +92,14 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
         epsilon: Any = config.get(name, 0.0)
         if isinstance(epsilon, int | float) and not 0 <= epsilon <= 1:  # other types: transformers
             raise ModelError(f"{where}: {name} = {str(epsilon)[:40]} must be from 0 to 1")
+
+
+def _check_base(config: dict[str, Any], file: Path) -> None:
+    """Refuse adapters whose base is gone, which may have been moved."""
+    base = config.get(key := "base_model_name_or_path")
+    if not isinstance(base, str) or Path(base, ADAPTER_CONFIG).exists():
+        raise ModelError(f"{file}: {key} = {base!r} must name the whole model that they adapt")
+    check_folder(base, f"{file}: {key}", needs=["weights"])
 
 
 def _check_config(config: dict[str, Any], file: Path) -> None:

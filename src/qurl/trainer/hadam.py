@@ -30,6 +30,8 @@ from qurl.trainer.adamw8bit import load_uncast_, parameters_of
 from qurl.trainer.masters import add_compensated_, store_, widen
 
 FIRST_SCALE = 1e4
+COUNTED = ("scale", "good_steps")
+"""What the groups hold besides settings."""
 GROW_AFTER = 10_000
 """Updates without an overflow after which S doubles."""
 MARGIN = 1.1
@@ -62,7 +64,7 @@ class HAdam(Optimizer):
     ) -> None:
         is_scaled = moments == torch.float16
         # In the groups, so that they are saved; all groups have the same.
-        shared = {"scale": FIRST_SCALE if is_scaled else 1.0, "good_steps": 0}
+        shared = dict(zip(COUNTED, (FIRST_SCALE if is_scaled else 1.0, 0), strict=True))
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, **shared}
         super().__init__(groups, defaults)
         self.moments, self.is_scaled, self.is_compensated = moments, is_scaled, is_compensated

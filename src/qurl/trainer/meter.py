@@ -47,7 +47,7 @@ class Meter:
 
     def summary(self) -> dict[str, float]:
         numbers = (value for column in self._values.values() for value in column)
-        tensors = [value.double() for value in numbers if isinstance(value, Tensor)]
+        tensors = [value.double().view(()) for value in numbers if isinstance(value, Tensor)]
         read = iter(torch.stack(tensors).tolist() if tensors else [])  # the device is asked once
         totals: dict[str, tuple[float, float, float, float]] = {}
         for name, weights in self._weights.items():

@@ -178,6 +178,11 @@ class Policy:
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
         """Train low-rank adapters from here on, and not the weights."""
+        if base_of(path := str(self.model.name_or_path)) != path:
+            raise ModelError(
+                f"{path} holds adapters, which the base of new ones would lack; merge them with "
+                "qurl export, and set model.path to the result"
+            )
         add_adapters_(
             self.model, config.lora_rank, config.lora_alpha, seed, dtype=self.compute_dtype
         )
@@ -281,9 +286,7 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
 
     disable_progress_bar()  # it would garble the run's own progress line
     with _loading(path, key, "weights"):
-        if (base := base_of(path)) != path:
-            place = f"{path} holds adapters, and their base_model_name_or_path"
-            check_folder(base, place, needs=("weights",))
+        base = base_of(path)
         load: Any = AutoModelForCausalLM.from_pretrained
         options: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": False}
         options["dtype"] = torch.float32
@@ -296,6 +299,7 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"the weights lack {', '.join(missing[:3])}")
         merge_adapters_(model, path)
+        model.name_or_path = str(path)
     _make_savable_(model)
     for name, weight in model.named_parameters():
         if not bool((weight.abs() < LARGEST_WEIGHT).all()):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from qurl.errors import CheckpointError
 from qurl.trainer.adamw8bit import parameters_of
+from qurl.trainer.hadam import COUNTED
 from qurl.trainer.ranks import Ranks
 
 FILE, FOLDER = "optimizer.pt", "optimizer"
@@ -65,10 +66,9 @@ def load_for(file: Path, device: torch.device, ranks: Ranks) -> Any:
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load all but `fused`, which depends on the device."""
-    if "fused" in optimizer.defaults:
-        for group in state["param_groups"]:
-            group["fused"] = optimizer.defaults["fused"]
+    """Load moments and what `HAdam` counts; settings are those of the recipe and the device."""
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        saved |= {name: own[name] for name in own if name not in ("params", *COUNTED)}
     for index, parameter in enumerate(parameters_of(optimizer)):
         found = state["state"].get(index, {})
         for key, value in found.items():

@@ -115,17 +115,18 @@ class UnifiedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_unified:
             return super().forward(x)
-        factors = self.coder.code(x), self.coded_weight()
+        weight = self.weight  # read once, because that merges an adapter
+        factors = self.coder.code(x), self.coded_weight(weight)
         options = self.backward_mode, arithmetic_dtype(x)
-        return _Product.apply(x, self.weight, self.bias, *factors, *options)  # type: ignore[return-value]
+        return _Product.apply(x, weight, self.bias, *factors, *options)  # type: ignore[return-value]
 
-    def coded_weight(self) -> Quantized:
-        """The weight in codes, made anew whenever the weight has changed."""
-        if isinstance(self.weight, CodedWeight):  # gathered from the shards of several ranks
-            return self.weight.coded
+    def coded_weight(self, weight: Tensor) -> Quantized:
+        """The layer's weight in codes, made anew whenever it has changed."""
+        if isinstance(weight, CodedWeight):  # gathered from the shards of several ranks
+            return weight.coded
         version = weight_version(self)
         if self._coded is None or self._coded_version != version:
-            rounded = self.weight.detach().to(self.compute_dtype)
+            rounded = weight.detach().to(self.compute_dtype)
             self._coded, self._coded_version = quantize(rounded, self.coder.format), version
         return self._coded
 

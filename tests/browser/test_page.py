@@ -150,6 +150,17 @@ def test_every_chart_is_drawn_and_described(report, open_page):
     assert painted
 
 
+def test_named_held_out_sets_have_a_chart(tmp_path, open_page):
+    run = make_run(tmp_path / "run", num_steps=2)
+    for step, right in ((2, 0.25), (3, 0.5)):
+        sets = {"eval/full/gsm8k/accuracy": right, "eval/int8/math 500/accuracy": right / 2}
+        run.log(step, metrics(step) | accuracy(0.4) | sets)
+    page = open_page(write_report(run.path).as_uri())
+    label = page.locator("figure", has_text="Held-out accuracy by set").locator(".plot")
+    assert "full gsm8k: from 25% to 50%" in label.get_attribute("aria-label")
+    assert "int8 math 500: from 12.5% to 25%" in label.get_attribute("aria-label")
+
+
 def test_log_ticks_can_be_read(report, open_page):
     page = open_page(report)
     ticks = page.evaluate("logTicks(1e-5, 1e-3).map((x) => shown(x))")

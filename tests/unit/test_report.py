@@ -297,6 +297,7 @@ def test_every_chart_names_metrics_that_the_code_logs():
             known = "uaq/" in name or "*" in name or f'"{name}' in source
             assert known or f"{{name}}/{name.split('/')[1]}" in source, name
     assert is_charted("eval/int8/accuracy_low")
+    assert is_charted("eval/int8/gsm8k/accuracy_high")
     assert not is_charted("eval/int8/pass@4")
 
 

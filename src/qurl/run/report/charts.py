@@ -16,7 +16,7 @@ class Chart:
     title: str
     note: str
     metrics: Mapping[str, str]
-    """Metric -> label. A name with a * stands for a family, labelled by what the * matches."""
+    """Metric -> label. A name with * stands for a family, labelled by what each * matches."""
     scale: Literal["linear", "log", "share"] = "linear"
     """A share is shown in percent."""
     kind: Literal["line", "stack"] = "line"
@@ -46,6 +46,13 @@ CHARTS: Sequence[Chart] = (
         "Held-out accuracy",
         "Greedy answers to problems that are never trained on, with 95% intervals.",
         {"eval/*/accuracy": ""},
+        "share",
+    ),
+    Chart(
+        LEARNING,
+        "Held-out accuracy by set",
+        "The same for each set of task.eval_sets.",
+        {"eval/*/*/accuracy": ""},
         "share",
     ),
     Chart(

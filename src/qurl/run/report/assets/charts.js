@@ -15,12 +15,11 @@ function metricsOf(chart, runs) {
       found.set(pattern, label);
       continue;
     }
-    const [head, tail] = pattern.split("*");
+    const family = new RegExp(`^${pattern.replaceAll("*", "([^/]+)")}$`);
     for (const run of runs)
       for (const name of Object.keys(run.columns)) {
-        const middle = name.slice(head.length, name.length - tail.length);
-        if (name.startsWith(head) && name.endsWith(tail) && middle && !middle.includes("/"))
-          found.set(name, middle);
+        const match = name.match(family);
+        if (match) found.set(name, match.slice(1).join(" "));
       }
   }
   return [...found].filter(([name]) =>

@@ -9,14 +9,15 @@ _WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boldsymbol|mbox)\s*\{([^
 _INVISIBLE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|[\s$~]+")
 _MARK = r"[\s~*_`£€¥₹°$\\]"
 _CHANGES_IT = (
-    r"(?:.*\b)?(?:sin|cos|tan|log|exp|mod|and|or|not|plus|minus|times|over|squared|cubed|factorial"
-    r"|hundred|thousand|[mbtr]+illion|dozen|hal(?:f|ves)|thirds?|fourths?|fifths?|quarters?)\b"
+    r"(?:.*\b)?(?:sin|cos|tan|log|exp|mod|and|or|not|plus|minus|times|multiplied|over|divided|point"
+    r"|sqrt|root|choose|squared|cubed|factorial|(?:hundred|thousand|[mbtr]+illion|dozen)s?"
+    r"|hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b"
 )
 """A word after a number by which it is another number, not one with a unit."""
 _LABELLED_NUMBER = re.compile(
     rf"{_MARK}*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?:?{_MARK}*)?"
     r"([-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:e([-+]?\d{1,3}))?"
-    rf"(?:[\s~*_`]+(?!{_CHANGES_IT})[a-z]{{3,}}(?:[\s/-]+[a-z]+)*)?(?:{_MARK}|[.,])*",
+    rf"(?:[\s~*_`]++(?!{_CHANGES_IT})[a-z]{{3,}}(?:[\s/-]+[a-z]+)*)?(?:{_MARK}|[.,])*",
     re.IGNORECASE,
 )
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl.answers import find_answer, last_boxed, normalise
+from qurl.answers import bare, find_answer, last_boxed, normalise
 from qurl.errors import ConfigError, RewardError, RewardTimeout
 from qurl.rewards import Grade, Grading, GradingPool, grade_math, reward_metrics
 from qurl.rewards.countdown import score_countdown
@@ -85,6 +85,9 @@ def test_right_answers(text, truth):
         ("\\boxed{18 to 20}", "20"),
         ("\\boxed{5 million}", "5"),
         ("\\boxed{2 thirds}", "2"),
+        ("\\boxed{5 tenths}", "5"),
+        ("\\boxed{5 millions}", "5"),
+        ("\\boxed{18 divided by seven}", "18"),
         ("\\boxed{18 minus one}", "18"),
     ],
 )
@@ -184,6 +187,14 @@ def test_a_text_of_boxes_is_read_in_one_pass():
     start = time.perf_counter()
     assert last_boxed("\\boxed{" * 20_000 + "5}") == "5"
     assert last_boxed("\\boxed{" * 20_000) is None
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("middle", [" ", " *", ",1", " abc"])
+def test_a_long_answer_is_no_number_and_is_read_in_one_pass(middle):
+    answer = f"1{middle * 20_000}!"
+    start = time.perf_counter()
+    assert bare(answer) == answer
     assert time.perf_counter() - start < 2
 
 

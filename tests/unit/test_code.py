@@ -127,6 +127,8 @@ def test_statements_do_not_run_the_main_block(reward, main):
     assert reward(fenced(guarded), "", TESTS) == 1.0
     program = "if __name__ == '__main__':\n    print(sum(map(int, input().split())))"
     assert reward(fenced(program), "", ECHO) == 1.0
+    own = {"tests": "if __name__ == '__main__':\n    assert add(1, 2) == 3"}
+    assert [reward(fenced(p), "", own) for p in (guarded, ADD.replace("+", "-"))] == [1.0, 0.0]
 
 
 # Programs that misbehave

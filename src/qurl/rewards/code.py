@@ -31,6 +31,7 @@ def main(run=exec, build=compile, write=os.write):  # as they are before the pro
     module = sys.modules["program"] = type(sys)("program")  # imported: its main block does not run
     names = module.__dict__
     run(build(work["program"], "program.py", "exec"), names)
+    module.__name__ = "__main__"  # so that a main block of the tests does
     for test in work["tests"]:
         run(build(test, "test.py", "exec"), names)
     write(report, work["token"].encode())

@@ -103,6 +103,7 @@ def test_what_trainers_and_the_hub_keep_beside_a_model_stays_there(tmp_path, ori
     original.save(source)
     for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "model.gguf"):
         (source / name).write_text("large")
+    (source / "pytorch_model.bin.index.json").write_text("{}")
     (source / "LICENSE").write_text("free")
     (source / ".cache").mkdir()
     (source / "checkpoint-8").mkdir()

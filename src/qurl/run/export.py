@@ -32,8 +32,8 @@ from qurl.trainer.weight_files import ADAPTER_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUANTS = ("none", "int8", "fp8")
-BINARIES = (".bin", ".pt", ".pth", ".gguf")
-"""Weights in other formats, and what trainers keep beside a model, such as optimizer.pt."""
+BINARIES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Weights, and what trainers keep beside a model, such as optimizer.pt."""
 SCHEMES = {  # what compressed-tensors calls our formats
     "int8": ("int-quantized", "int"),
     "fp8": ("float-quantized", "float"),
@@ -68,8 +68,8 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
         write_card(folder, policy, target.name, quant)
         # The saved tokenizer; but no weights, index or adapters, nor a trainer's state and folders.
         for path in policy.iterdir():
-            is_model = ".safetensors" in path.name or path.name == ADAPTER_CONFIG
-            is_left = is_model or path.suffix in BINARIES or path.is_dir()
+            is_binary = not set(path.suffixes).isdisjoint(BINARIES)  # or an index of such
+            is_left = is_binary or path.name == ADAPTER_CONFIG or path.is_dir()
             if not (folder / path.name).exists() and not is_left:
                 shutil.copy2(path, folder / path.name)
     return target

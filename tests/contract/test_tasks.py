@@ -213,10 +213,11 @@ def test_gym_scorers_work_across_the_pipe(name):
     problem = task[0]
     with GradingPool(task.reward, workers=1) as pool:
         tagged = f"I think <answer>{problem.answer}"  # cut at the stop string
-        texts = [problem.answer, f"{tagged}</answer>", tagged, "no"]
+        tagged_twice = f"<answer>no</answer> {tagged}</answer> between <answer> tags"
+        texts = [problem.answer, f"{tagged}</answer>", tagged, tagged_twice, "no"]
         grades = pool.grade([(t, problem.answer, problem.extra) for t in texts])
-    assert [g.score for g in grades[:3]] == [1.0, 1.0, 1.0]
-    assert grades[3].score < 1
+    assert [g.score for g in grades[:4]] == [1.0] * 4
+    assert grades[4].score < 1
 
 
 @pytest.fixture(scope="module")

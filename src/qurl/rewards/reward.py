@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from qurl.errors import ConfigError, RewardError
 from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
 
-_GYM_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)  # it may be the stop
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
 _OURS = "mean std timeouts timed_out frac_all_correct frac_all_wrong overlong"
@@ -103,8 +101,9 @@ def _load_gym(spec: str) -> Callable[[str, str, Mapping[str, Any]], float]:
 
     def score_gym(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         del answer  # The entry holds it, with everything else that the scorer needs.
-        found = (_GYM_ANSWER.findall(text) or [text])[-1].strip()
-        return scorer.score_answer(answer=found, entry=extra["entry"])
+        before = text.rpartition("</answer>")[0] or text  # it may be the stop string
+        found = before.rpartition("<answer>")[2].partition("</answer>")[0]
+        return scorer.score_answer(answer=found.strip(), entry=extra["entry"])
 
     return score_gym
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl.cli import main
 from qurl.errors import CheckpointError, ConfigError, ModelError
-from qurl.quant import rescale_
+from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
 from qurl.rollout import build_engine
 from qurl.run.export import export, find_policy
@@ -278,6 +278,21 @@ def test_layers_in_full_precision_stay_so(run, tmp_path, original, monkeypatch):
     ignored = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
     assert len(ignored) == 2 * 7 + 1
     assert {"lm_head", "model.layers.0.mlp.up_proj"} <= set(ignored)
+
+
+@pytest.mark.parametrize(("kept", "factor"), [("frozen", 2.0), ("dynamic", 1.0)])
+def test_scales_that_the_run_keeps_are_exported(run, tmp_path, original, kept, factor):
+    checkpoint, name = run / "checkpoints/step-000020", "model.layers.0.mlp.up_proj"
+    original.save(checkpoint / "policy")
+    weight = original.model.get_parameter(f"{name}.weight").detach().to(torch.bfloat16)
+    coded = quantize(weight, "int8")
+    torch.save({"scales": {name: 2.0 * coded.scale}}, checkpoint / "state.pt")
+    recipe = {"steps": 20, "run_dir": "x", "algo": {}, "quant": {"format": "int8", "scales": kept}}
+    (run / "config.json").write_text(json.dumps(recipe))
+    stored = load_file(export(run, tmp_path / "out", quant="int8") / "model.safetensors")
+    assert torch.equal(stored[f"{name}.weight_scale"], factor * coded.scale)
+    codes = quantize(weight, "int8", scale=factor * coded.scale).codes
+    assert torch.equal(stored[f"{name}.weight"], codes)
 
 
 def test_other_formats_are_refused(run, tmp_path):

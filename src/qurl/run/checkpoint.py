@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl.config import Config, ModelConfig
+from qurl.config import ModelConfig
 from qurl.config.schema import QuantConfig
 from qurl.errors import CheckpointError, QurlError
 from qurl.trainer.learner import Learner
@@ -195,9 +195,9 @@ def load_checkpoint(folder: Path, learner: AnyLearner) -> dict[str, Any]:
     return state
 
 
-def load_frozen_scales(folder: Path, config: Config) -> dict[str, Tensor] | None:
-    """The scales that a run keeps; None if it computes them, or the folder has no state."""
-    if config.quant.scales != "frozen" or not (folder / "state.pt").is_file():
+def load_frozen_scales(folder: Path) -> dict[str, Tensor] | None:
+    """The scales that a run keeps, if it does; None if the folder has no state."""
+    if not (folder / "state.pt").is_file():
         return None
     with _naming_unreadable(folder):
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)

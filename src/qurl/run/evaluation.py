@@ -65,7 +65,9 @@ def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]
     device = prepare_torch(config)
     weights = _weights_to_evaluate(source, config)
     policy = load_trained_policy(weights, config.model, device)
-    scales = load_frozen_scales(weights.parent, config) if isinstance(weights, Path) else None
+    scales = None
+    if config.quant.scales == "frozen" and isinstance(weights, Path):
+        scales = load_frozen_scales(weights.parent)
     task = load_split(config, "eval", policy.tokenizer, policy.model.config)
     problems = held_out_problems(config, task)
     results: list[EvalResult] = []

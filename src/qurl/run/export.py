@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from qurl.quant import quantize
 from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import rescale_, uaq_scale, unscale_
 from qurl.run.card import read_run, write_card
-from qurl.run.checkpoint import find_policy, save_folder, staged_folder
+from qurl.run.checkpoint import find_policy, load_frozen_scales, save_folder, staged_folder
 from qurl.trainer.policy import load_model, load_tokenizer
 from qurl.trainer.weight_files import ADAPTER_CONFIG
 
@@ -62,8 +63,10 @@ def export(source: Path, target: Path, dtype: str = "bfloat16", quant: str = "no
         model.to(DTYPES[dtype])
         state = None
         if quant != "none":
-            full_layers = read_run(policy)[1].get("quant.full_layers", 0)
-            state = _compress_(model, quant, full_layers)
+            recipe, scales = read_run(policy)[1], None
+            if recipe.get("quant.scales") == "frozen" and recipe.get("quant.format") == quant:
+                scales = load_frozen_scales(policy.parent)
+            state = _compress_(model, quant, recipe.get("quant.full_layers", 0), scales or {})
         model.save_pretrained(folder, state_dict=state)
         write_card(folder, policy, target.name, quant)
         # The saved tokenizer; but no weights, index or adapters, nor a trainer's state and folders.
@@ -85,12 +88,14 @@ def rescale(source: str, target: Path, scale: float) -> Path:
     return save_folder(target, model, tokenizer)
 
 
-def _compress_(model: Any, quant: str, full_layers: int) -> dict[str, Tensor]:
+def _compress_(
+    model: Any, quant: str, full_layers: int, scales: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The weights with projections as codes; `model.config` gets the description."""
     check_quantizable(model)
     state, kept = model.state_dict(), dict(model.named_modules())
     for name, layer in quantized_projections(model, full_layers):
-        q = quantize(layer.weight.detach(), quant)
+        q = quantize(layer.weight.detach(), quant, scale=scales.get(name))
         state[f"{name}.weight"], state[f"{name}.weight_scale"] = q.codes, q.scale
         del kept[name]
     format, kind = SCHEMES[quant]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qurl.config import ModelConfig, build_config
+from qurl.config import Config, ModelConfig, build_config
 from qurl.config.recipe import _with_preset
 from qurl.config.rules import find_mistakes, find_warnings
 from qurl.config.schema import QuantConfig
@@ -23,6 +23,7 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import build_engine
 from qurl.rollout.canary import score_with
 from qurl.run.export import export
+from qurl.run.inputs import check_model_path
 from qurl.seeds import generator
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.lora import (
@@ -418,8 +419,12 @@ def test_a_folder_of_adapters_is_loaded_merged(saved):
 def test_adapters_are_not_stacked(saved):
     """What is saved names one base, and without the first adapters it is another model."""
     policy = load_policy(saved[1], ModelConfig(**LORA), CPU)
-    with pytest.raises(ModelError, match=r"holds adapters, which .* would lack; .*qurl export"):
+    message = r"holds adapters, which .* would lack; .*qurl export"
+    with pytest.raises(ModelError, match=message):
         policy.adapt_(ModelConfig(**LORA), seed=0)
+    with pytest.raises(ModelError, match=message):  # before anything is loaded
+        check_model_path(Config(model=ModelConfig(path=str(saved[1]), **LORA)))
+    check_model_path(Config(model=ModelConfig(path=str(saved[1]))))
 
 
 def test_adapters_are_loaded_to_the_bit(saved):

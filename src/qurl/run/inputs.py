@@ -9,7 +9,7 @@ from qurl.config.rules import needs_file
 from qurl.errors import ConfigError
 from qurl.tasks import reward_of_file
 from qurl.tasks.files import FORMATS, read_rows
-from qurl.trainer.folder import check_folder
+from qurl.trainer.folder import check_folder, refuse_adapters
 
 _FIRST_ROWS = 1000
 
@@ -36,8 +36,10 @@ def check_inputs(config: Config) -> None:
 def check_model_path(config: Config) -> None:
     """Raise unless model.path may hold a model, and one that can learn this task."""
     if config.model.path != "scratch":
-        return check_folder(config.model.path)
-    if needs_file(config.task.name):
+        check_folder(config.model.path)
+        if config.model.lora_rank:
+            refuse_adapters(config.model.path)
+    elif needs_file(config.task.name):
         raise lacks_answers(config.task.name)
 
 

@@ -76,6 +76,15 @@ def check_folder(
         raise ModelError(f"{name} cannot be loaded: {error}") from error
 
 
+def refuse_adapters(path: str | Path) -> None:
+    """Raise ModelError if new adapters would be for a model that itself has some."""
+    if Path(path, ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{path} holds adapters, which the base of new ones would lack; merge them with "
+            "qurl export, and set model.path to the result"
+        )
+
+
 def _check_sizes(config: Mapping[str, Any], where: str) -> None:
     """Refuse sizes that no model has."""
     for name, largest in _SIZES.items():

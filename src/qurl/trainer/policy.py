@@ -22,7 +22,7 @@ from qurl.errors import ModelError
 from qurl.ops.device import default_dtype
 from qurl.quant.coded_linear import code_base_
 from qurl.quant.linear import EngineCodes
-from qurl.trainer.folder import check_folder
+from qurl.trainer.folder import check_folder, refuse_adapters
 from qurl.trainer.head import Scoring, apply_head, autocast, score_tokens
 from qurl.trainer.lora import (
     adapters,
@@ -178,11 +178,7 @@ class Policy:
 
     def adapt_(self, config: ModelConfig, seed: int) -> Policy:
         """Train low-rank adapters from here on, and not the weights."""
-        if base_of(path := str(self.model.name_or_path)) != path:
-            raise ModelError(
-                f"{path} holds adapters, which the base of new ones would lack; merge them with "
-                "qurl export, and set model.path to the result"
-            )
+        refuse_adapters(str(self.model.name_or_path))
         add_adapters_(
             self.model, config.lora_rank, config.lora_alpha, seed, dtype=self.compute_dtype
         )

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_IDLE = (*_DEFINITIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+_UNUSED = (ast.Constant, ast.Compare, ast.BoolOp, ast.List, ast.Dict)  # values that nothing reads
+_IDLE = (*_DEFINITIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass, *_UNUSED)
 LONGEST = 600.0
 """Seconds that a row may give a program."""
 
@@ -98,10 +99,5 @@ def _can_fail(statement: str) -> bool:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the test {str(statement)[:80]!r} is not Python: {reason}") from error
-    for part in tree.body:
-        if isinstance(part, ast.Expr):
-            if isinstance(part.value, ast.Call):
-                return True
-        elif not isinstance(part, _IDLE):
-            return True
-    return False
+    parts = (part.value if isinstance(part, ast.Expr) else part for part in tree.body)
+    return not all(isinstance(part, _IDLE) for part in parts)

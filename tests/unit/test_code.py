@@ -73,6 +73,8 @@ def test_statements(reward):
     assert reward(fenced(ADD.replace("+", "-")), "", TESTS) == 0.0
     assert reward(fenced("def add(a, b): return ("), "", TESTS) == 0.0
     assert reward("```python\n" + ADD, "", TESTS) == 0.0, "cut off"
+    looped = "def check(a):\n    assert add(a, 1) == a + 1\n[check(a) for a in range(3)]"
+    assert reward(ADD, "", {"tests": looped}) == 1.0
     setup = {"test_list": ["assert add(1, 2) == THREE"], "test_setup_code": "THREE = 3"}
     assert reward(ADD, "", setup) == 1.0
     mbpp = {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_imports": ["import math"]}
@@ -338,7 +340,7 @@ def test_the_task_asks_for_a_program(tmp_path):
         ({"inputs": ["1"], "outputs": [None]}, "hold None; each must be text"),
         ({"tests": [1, 2]}, "the row has no tests: [1, 2]"),
         ({"tests": '["assert add(1, 2) == 3"]'}, "check nothing"),
-        ({"tests": ["add(1, 2) == 3"]}, "check nothing"),
+        ({"tests": ["add(1, 2) == 3", "add(1, 1) == 2 and add(2, 2) == 4"]}, "check nothing"),
         ({"tests": "def check(candidate):\n    assert candidate(1, 2) == 3"}, "check nothing"),
         ({"tests": ["assert add(1"]}, "the test 'assert add(1' is not Python: SyntaxError"),
         ({"tests": ["assert '\0'"]}, "is not Python"),

@@ -83,6 +83,7 @@ def test_right_answers(text, truth):
         ("\\boxed{2 pi}", "2"),
         ("\\boxed{18 eggs}", "19 eggs"),
         ("\\boxed{18 to 20}", "20"),
+        ("\\boxed{18 dollars}", "18 cents"),
         ("\\boxed{5 million}", "5"),
         ("\\boxed{2 thirds}", "2"),
         ("\\boxed{5 tenths}", "5"),

@@ -38,10 +38,11 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         return 1.0
     if _is_any(text, found, truths):
         return 1.0
-    # math-verify takes "18 eggs" for a product of letters.
-    plain, plain_truths = found and bare(found), [bare(truth) for truth in truths]
-    is_other = (plain, plain_truths) != (found, truths)
-    return float(is_other and _is_any(text, plain, plain_truths))
+    # math-verify takes "18 eggs" for a product of letters. One side may have a unit that the other
+    # lacks; 18 dollars are not 18 cents.
+    plain = found and bare(found)
+    plain_truths = [bare(t) for t in truths if (plain == found) != (bare(t) == t)]
+    return float(_is_any(text, plain, plain_truths))
 
 
 def warm_up() -> None:

@@ -1,7 +1,8 @@
-"""An advantage of your own: the mean of the group as a baseline, scaled by the batch's spread.
+r"""An advantage of your own: the mean of the group as a baseline, scaled by the batch's spread.
 
     python examples/custom_advantage.py
-    qurl train recipes/arithmetic-cpu.toml --algo.advantage examples.custom_advantage:batch_scaled
+    qurl train recipes/arithmetic-cpu.toml --algo.advantage examples.custom_advantage:batch_scaled \
+        --run-dir runs/custom-advantage
 
 The function gets the batch after correction and returns one number per token, [B, T]. To train a
 critic too, set the fact `needs_critic`, read `batch.values`, and return (advantages, returns).

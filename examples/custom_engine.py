@@ -1,7 +1,8 @@
-"""An engine of your own: the local one, wrapped, counting its streams.
+r"""An engine of your own: the local one, wrapped, counting its streams.
 
     python examples/custom_engine.py
-    qurl train recipes/arithmetic-cpu.toml --rollout.engine examples.custom_engine:CountingEngine
+    qurl train recipes/arithmetic-cpu.toml --rollout.engine examples.custom_engine:CountingEngine \
+        --run-dir runs/custom-engine
 
 An engine is built with the model, the tokenizer and the format, and has these four methods.
 """

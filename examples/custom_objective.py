@@ -1,7 +1,8 @@
-"""An objective of your own: CISPO, which clips the importance weight instead of the update.
+r"""An objective of your own: CISPO, which clips the importance weight instead of the update.
 
     python examples/custom_objective.py
-    qurl train recipes/arithmetic-cpu.toml --algo.objective examples.custom_objective:cispo
+    qurl train recipes/arithmetic-cpu.toml --algo.objective examples.custom_objective:cispo \
+        --run-dir runs/custom-objective
 
 The function sees each token's ratio, advantage, weight, shrink and bounds, and returns what is
 maximised. Its facts say how the loop prepares the weight.

@@ -1,7 +1,7 @@
-"""A reward of your own: a plain function of the text, the right answer and the problem's data.
+r"""A reward of your own: a plain function of the text, the right answer and the problem's data.
 
     python examples/custom_reward.py
-    qurl train recipes/arithmetic-cpu.toml --task.reward examples.custom_reward:brief \\
+    qurl train recipes/arithmetic-cpu.toml --task.reward examples.custom_reward:brief \
         --run-dir runs/custom-reward
 
 The first line grades three texts as training would: in processes of their own, with a deadline.

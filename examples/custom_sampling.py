@@ -1,9 +1,8 @@
-"""Parts of your own for sampling: cheap budgets, cooling, and short answers only.
+r"""Parts of your own for sampling: cheap budgets, cooling, and short answers only.
 
     python examples/custom_sampling.py
-    qurl train recipes/arithmetic-cpu.toml --batch.subselect examples.custom_sampling:shorter_half
-
-Each has the form of the built-in parts (docs/extending.md).
+    qurl train recipes/arithmetic-cpu.toml --batch.subselect examples.custom_sampling:shorter_half \
+        --run-dir runs/custom-sampling
 """
 
 from qurl.config import load_config

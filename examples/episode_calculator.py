@@ -1,8 +1,8 @@
-"""An episode of your own: the model writes a sum, a calculator appends the result.
+r"""An episode of your own: the model writes a sum, a calculator appends the result.
 
     python examples/episode_calculator.py
-    qurl train recipes/arithmetic-cpu.toml --run-dir runs/calculator --sampling.stop = \\
-        --rollout.episode examples.episode_calculator:calculator \\
+    qurl train recipes/arithmetic-cpu.toml --run-dir runs/calculator --sampling.stop = \
+        --rollout.episode examples.episode_calculator:calculator \
         --task.reward examples.episode_calculator:last_number
 
 The first line plays one episode by hand; the second trains with it.

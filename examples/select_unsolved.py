@@ -1,7 +1,7 @@
-"""A selection of your own: skip problems that the policy solves already.
+r"""A selection of your own: skip problems that the policy solves already.
 
     python examples/select_unsolved.py
-    qurl train recipes/arithmetic-cpu.toml --sampling.select examples.select_unsolved:unsolved \\
+    qurl train recipes/arithmetic-cpu.toml --sampling.select examples.select_unsolved:unsolved \
         --run-dir runs/unsolved
 
 The first line prints what it chooses, the second trains with it.

@@ -1,7 +1,7 @@
-"""A task of your own: a function that draws one problem from a random generator.
+r"""A task of your own: a function that draws one problem from a random generator.
 
     python examples/task_multiplication.py
-    qurl train recipes/arithmetic-cpu.toml --task.name examples.task_multiplication:draw \\
+    qurl train recipes/arithmetic-cpu.toml --task.name examples.task_multiplication:draw \
         --task.difficulty 2 --run-dir runs/multiplication
 
 The first line prints three problems, the second trains on them. Splits, seeds, tokens and grading

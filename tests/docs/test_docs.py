@@ -717,3 +717,12 @@ def test_versions_of_the_gpu_are_those_of_the_measurements():
     results = "".join(p.read_text() for p in (ROOT / "benchmarks" / "results").rglob("*.json"))
     for name, version in pins("gpu-py312.txt").items():
         assert f'"{name}": "{version}"' in results
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_commands_of_examples_can_be_copied(path):
+    """As they stand in the file, each into a run directory of its own."""
+    text = path.read_text()
+    assert "\\\\\n" not in text
+    commands = re.findall(r"^ +qurl train .*$", text.replace("\\\n", " "), re.MULTILINE)
+    assert all("--run-dir" in command for command in commands)

@@ -195,7 +195,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     before = rows(tmp_path / "run")
     assert "steps are done" not in capsys.readouterr().out
     train(load_config(None, words))
-    assert "all 2 steps are done; raise steps to go on" in capsys.readouterr().out
+    assert "all 2 steps are done; raise steps to go on, or choose" in capsys.readouterr().out
     assert rows(tmp_path / "run") == before
 
 

@@ -181,6 +181,16 @@ def test_no_problems_is_an_error():
         answer(FakeEngine([]), problems=[])
 
 
+def test_each_named_set_has_a_table_that_fits_a_terminal():
+    problems = [Problem(str(i), [1], "7", {"qurl_set": f"olympiad_{i}"}) for i in range(3)]
+    results = [answer(FakeEngine("7x7"), precision, problems) for precision in ("full", "int8")]
+    file = io.StringIO()
+    print_results(results, Console(file=file, width=80))
+    text = file.getvalue()
+    assert "…" not in text
+    assert all(f"{p}/olympiad_{i}" in text for p in ("full", "int8") for i in range(3))
+
+
 def test_printed_table_is_plain_outside_a_terminal():
     engine = FakeEngine(["7", "x"], [["7", "x"], ["42", "42"]])
     results = [answer(engine, precision, samples=2) for precision in ("full", "int8")]

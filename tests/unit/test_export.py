@@ -1,6 +1,7 @@
 """Exported folders are plain: no UAQ, the wished dtype, the tokenizer beside the weights."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,15 @@ def test_dtype(run, tmp_path, original, dtype):
 def test_the_tokenizer_comes_along(run, tmp_path, original):
     path = export(run, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(path).encode("1+2=") == original.tokenizer.encode("1+2=")
+
+
+def test_others_may_read_the_folder_if_the_umask_lets_them(run, tmp_path):
+    mask = os.umask(0o027)
+    try:
+        path = export(run, tmp_path / "out")
+    finally:
+        os.umask(mask)
+    assert (path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_one_checkpoint_or_one_policy_can_be_exported(run, tmp_path):

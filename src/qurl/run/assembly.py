@@ -219,7 +219,10 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         _set_aside(damaged, parts.first_step, run)
         run.rewind(parts.first_step)  # last: if anything above fails, nothing logged is touched
         if parts.first_step >= config.steps:
-            run.progress.print(f"all {config.steps} steps are done; raise steps to go on")
+            run.progress.print(
+                f"all {config.steps} steps are done; raise steps to go on, or choose another "
+                "run_dir to start again"
+            )
         yield parts
 
 

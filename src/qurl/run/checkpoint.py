@@ -62,6 +62,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
         yield staging
+        _let_others_read(staging)
         os.replace(staging, target)
     except QurlError:
         raise
@@ -72,6 +73,15 @@ def staged_folder(target: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give files the rights that the umask allows: safetensors 0.8 makes its own private."""
+    allowed = folder.stat().st_mode & 0o666
+    for path in _files(folder):
+        mode = path.stat().st_mode
+        if allowed & ~mode:
+            path.chmod(mode | allowed)
 
 
 def save_folder(target: Path, model: Any, tokenizer: Any) -> Path:

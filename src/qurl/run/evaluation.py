@@ -182,9 +182,9 @@ def mean_score(values: Sequence[float]) -> Estimate:
 
 
 def print_results(results: Sequence[EvalResult], console: Console | None = None) -> None:
-    """One table with a column per precision; plain text outside a terminal."""
+    """A table with a column per precision, then one per named set; plain outside a terminal."""
+    console = console or Console()
     table = Table(title=f"{len(results[0].outcomes)} held-out problems, 95% intervals")
-    results = [part for result in results for part in (result, *result.sets.values())]
     table.add_column("")
     for result in results:
         table.add_column(result.precision, justify="right")
@@ -202,4 +202,6 @@ def print_results(results: Sequence[EvalResult], console: Console | None = None)
     ]
     for name in rows[0]:
         table.add_row(name, *(row[name] for row in rows))
-    (console or Console()).print(table)
+    console.print(table)
+    for name in results[0].sets:
+        print_results([result.sets[name] for result in results], console)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 from qurl.bench import run_bench
 from qurl.bench.judge import as_sampled, check_completions, logprob_gap, score_completion
@@ -441,6 +442,17 @@ def test_a_plan_covers_every_combination():
         "local tiny int8 kv=none",
         "local tiny int8 kv=fp8",
     ]
+
+
+def test_sizes_for_a_laptop_are_named(capsys, monkeypatch):
+    def stop(*args, **options):
+        raise EngineError("built")
+
+    monkeypatch.setattr("qurl.bench.rollout.build_model", stop)
+    with pytest.raises(EngineError, match="built"):
+        run_rollout(RolloutBench(model="1.5B", device="cpu"))
+    note = capsys.readouterr().out.splitlines()[0]
+    plan(tyro.cli(RolloutBench, args=note.partition(" try ")[2].split()))
 
 
 def test_rollout_on_a_cpu(tmp_path, capsys):

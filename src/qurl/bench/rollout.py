@@ -29,6 +29,8 @@ ROW = (
     "{engine:6}  {model:5}  {quant:9}  {kv:4}  {workload:12}  {tokens_per_s:9,.0f}  "
     "{ms_per_step:9.3f}  {limit_tokens_per_s:9,.0f}  {limit_share:8.1%}  {gap:>7}"
 )
+SMALL = "--model tiny --prompts 2 --group 4 --prompt-tokens 32 --new-tokens 32"
+"""Sizes that a laptop samples in seconds."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def run_rollout(bench: RolloutBench, more: More = lambda *_: {}) -> None:
 
         plans = Plans(Target.of(device)).source
         print(f"plans of products: {plans}")
+    elif any(name != "tiny" for name in models):
+        print(f"note: these sizes are meant for a GPU; on a CPU try {SMALL}")
     session = Session(bench, device, find_speed(device), record, more, plans)
     print(HEAD)
     for name, setups in models.items():

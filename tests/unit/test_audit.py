@@ -174,7 +174,7 @@ def test_bad_flags_are_refused(tmp_path):
     for size in ("10", "0", "-4"):
         with pytest.raises(ConfigError, match=f"--problems {size} must be a multiple of --chunks"):
             run_audit([str(tmp_path), "--at", "1", "--problems", size, "--chunks", "4"])
-    for flag in ("--formats", "--objectives", "--caps", "--updates"):
+    for flag in ("--objectives", "--caps", "--updates"):
         with pytest.raises(ConfigError, match=f"{flag} is empty; give one value or more"):
             run_audit([str(tmp_path), "--at", "1", flag])
 
@@ -194,10 +194,11 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "run", tmp_path / "audit.json"
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
     words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    words += ["--quant.format", "int4"]
     assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2", "2"]
-    assert main(["audit", str(run), *words, "--formats", "none", "int4", "--out", str(out)]) == 0
+    assert main(["audit", str(run), *words, "--out", str(out)]) == 0
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
     [entries] = json.loads(out.read_text())["results"].values()
     figures = [entry["figures"] for entry in entries]

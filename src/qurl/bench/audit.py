@@ -76,8 +76,8 @@ class Audit:
     """Directory of the run."""
     at: int
     """Step of the checkpoint."""
-    formats: tuple[str, ...] = ("none", "int8")
-    """Formats of the actor."""
+    formats: tuple[str, ...] = ()
+    """Formats of the actor; by default none and the run's own."""
     objectives: tuple[str, ...] = ("ppo_prox", "decoupled", "tis", "acr")
     caps: tuple[float, ...] = (2.0,)
     """C of the objectives that truncate."""
@@ -110,7 +110,7 @@ class Audit:
             raise ConfigError(
                 f"--problems {self.problems} must be a multiple of --chunks {self.chunks}"
             )
-        for flag in (*choices, "caps", "updates"):
+        for flag in ("objectives", "caps", "updates"):
             if not getattr(self, flag):
                 raise ConfigError(f"--{flag} is empty; give one value or more, or leave it out")
         if min(*self.updates, self.group) < 0 or min(self.caps) < 1:
@@ -200,7 +200,8 @@ class Auditor:
 
     def findings(self) -> Iterator[Finding]:
         """One for each number of updates, advantage, format, objective and cap."""
-        chunks = {format: self._roll_out(format) for format in self.options.formats}
+        formats = self.options.formats or ("none", self.config.quant.format)
+        chunks = {format: self._roll_out(format) for format in dict.fromkeys(formats)}
         trained_on = self._batch_to_train(max(self.options.updates))
         start = {
             name: ([x.detach().clone() for x in model.parameters()], deepcopy(optim.state_dict()))

@@ -87,6 +87,9 @@ COLUMNS = {
     "rollout_corr/truncated_frac": "truncated",
     "actor/pg_clipfrac": "clipped",
     "acr/rescued_frac": "rescued",
+    "uaq/update_norm": "update, Eq. (13)",
+    "uaq/quant_error": "rounding, Eq. (14)",
+    "uaq/update_proj": "projection",
 }
 
 

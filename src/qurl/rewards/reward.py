@@ -18,8 +18,9 @@ from qurl.rewards.countdown import score_countdown
 
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
-_OURS = "mean std timeouts timed_out frac_all_correct frac_all_wrong overlong"
-RESERVED = {*_OURS.split()}
+RESERVED = frozenset(
+    ("mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong", "overlong")
+)
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 
 

@@ -154,8 +154,12 @@ def assert_step_was_saved(run_dir):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_run_ends_its_step_and_saves_it(number, tmp_path):
     words = [*flags("ppo, fp8, dithered", tmp_path), "--save.every", "0"]
-    with pytest.raises(KeyboardInterrupt):
-        train(load_config(None, words), trackers=[Interrupting(1, number)])
+    before = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config(None, words), trackers=[Interrupting(1, number)])
+    finally:
+        signal.signal(number, before)
     assert_step_was_saved(tmp_path)
 
 

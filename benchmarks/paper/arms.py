@@ -81,9 +81,9 @@ def _fast(format: str, objective: str, label: str) -> Arm:
 
 def _signed(format: str, objective: str, label: str, paper: float, tier: int = 0) -> Arm:
     """An arm of DAPO with the paper's rewards, evaluated in both precisions."""
-    name = "bf16" if format == "none" else f"{format}-{objective}"
-    changes = {"quant.format": format, "algo.objective": objective, "eval.precision": "both"}
-    return Arm(name, label, DAPO, {**changes, **SIGNED}, paper, tier)
+    arm = _ppo(format, objective, label, paper, tier)
+    overrides = {**arm.overrides, **SIGNED, "eval.precision": "both"}
+    return replace(arm, recipe=DAPO, overrides=overrides)
 
 
 def _timed(name: str, label: str, format: str, changes: Mapping[str, Any] | None = None) -> Arm:

@@ -28,7 +28,7 @@ from benchmarks.scripts import DEMO, RESULTS, ROOT, write_result
 from qurl.bench.record import describe_machine
 
 RESULT = RESULTS / "toy_seeds.json"
-FORMATS = ("int4", "int6")
+FORMATS = ("int4", "int6", "none")
 STEPS, LEARNING_RATE, SLOW_RATE, EPOCHS = 80, 5e-4, 1e-4, 4
 BASELINE = "tis C=2"
 FAMILIES = {
@@ -55,6 +55,9 @@ POOLED = (
     ("ppo, uncorrected", "ppo, tis C=2"),
     ("ppo, acr C=2", "ppo, tis C=2"),
     ("dapo, uncorrected", "dapo, tis C=2"),
+    ("slow, uncorrected", "slow, tis C=2"),
+    ("slow, decoupled", "slow, tis C=2"),
+    ("slow, acr C=2", "slow, tis C=2"),
     ("slow, tis C=2, UAQ 1.5", "slow, tis C=2"),
     ("slow, tis C=2, UAQ 1.5", "slow, tis C=2, lr x 1.5 on UAQ's layers"),
 )
@@ -74,7 +77,10 @@ METHODS = {
     "ppo, acr C=2": ACR,
     "dapo, uncorrected": {"algo.objective": "ppo_prox"},
     "dapo, tis C=2": TIS,
+    "slow, uncorrected": {"algo.objective": "ppo_prox"},
+    "slow, decoupled": {"algo.objective": "decoupled"},
     "slow, tis C=2": TIS,
+    "slow, acr C=2": ACR,
     "slow, tis C=2, UAQ 1.5": {**TIS, "quant.update-scale": 1.5},
     "slow, tis C=2, lr x 1.5 on UAQ's layers": {**TIS, "experimental.norm-fed-lr-scale": 1.5},
 }

@@ -14,6 +14,7 @@ _CHANGES_IT = (
     r"|hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b"
 )
 """A word after a number by which it is another number, not one with a unit."""
+_TWO_WORDS = re.compile(r"[\W_]*[a-z]{2,}\s+[a-z]{2,}", re.IGNORECASE)
 _LABELLED_NUMBER = re.compile(
     rf"{_MARK}*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?:?{_MARK}*)?"
     r"([-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:e([-+]?\d{1,3}))?"
@@ -29,6 +30,16 @@ def find_answer(text: str) -> str | None:
         return boxed.strip()
     _, mark, rest = text.rpartition("####")
     return rest.strip().split("\n")[0].strip() if mark else None
+
+
+def last_tagged(text: str) -> str | None:
+    """The content of the last <answer>...</answer>; None without one.
+
+    The start tag may stand in the prompt, and the end tag may be the stop string.
+    """
+    before, end, _ = text.rpartition("</answer>")
+    _, start, content = (before if end else text).rpartition("<answer>")
+    return content.partition("</answer>")[0].strip() if start or end else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -56,6 +67,11 @@ def bare(answer: str) -> str:
         number, exponent = found.groups()
         return rf"{number} \times 10^{{{int(exponent)}}}" if exponent else number
     return answer.replace("~", " ").strip("*`")
+
+
+def is_sentence(answer: str) -> bool:
+    """Does an answer begin with two words, as in "She has $18 left"?"""
+    return bool(_TWO_WORDS.match(answer))
 
 
 def is_words(answer: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl.answers import bare, find_answer, last_boxed, normalise
+from qurl.answers import bare, find_answer, last_boxed, last_tagged, normalise
 from qurl.errors import ConfigError, RewardError, RewardTimeout
 from qurl.rewards import Grade, Grading, GradingPool, grade_math, reward_metrics
 from qurl.rewards.countdown import score_countdown
@@ -59,6 +59,14 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("\\boxed{\\text{1,800 eggs}}", "1800"),
         ("#### **(5, -10)**", "(5,-10)"),
         ("#### The answer is **$18**.", "18"),
+        ("<think>1 + 2 = 3</think>\n<answer>18</answer>", "18"),
+        ("<think>\\boxed{17}, no</think> <answer> $18 </answer>", "18"),
+        ("<think>18, then</think> <answer>2\\sqrt{3}", "2\\sqrt{3}"),
+        ("<answer>(1, 2)</answer>", "(1,2)"),
+        ("<answer>\\text{(C)}</answer>", "C"),
+        ("<answer>The final answer is \\boxed{3/4}</answer>", "\\frac{3}{4}"),
+        ("<answer>She has $18 left.</answer>", "18"),
+        ("<answer>No solution</answer>", "\\text{no solution}"),
     ],
 )
 def test_right_answers(text, truth):
@@ -90,6 +98,10 @@ def test_right_answers(text, truth):
         ("\\boxed{5 millions}", "5"),
         ("\\boxed{18 divided by seven}", "18"),
         ("\\boxed{18 minus one}", "18"),
+        ("<think>\\boxed{18}</think> <answer>17</answer>", "18"),
+        ("<think>18</think> <answer></answer>", "18"),
+        ("<answer>12 and 18</answer>", "18"),
+        ("<answer>2\\sqrt{18}</answer>", "18"),
     ],
 )
 def test_wrong_answers(text, truth):
@@ -171,6 +183,22 @@ def test_an_empty_truth_is_an_error_not_a_zero():
 )
 def test_where_the_answer_stands(text, answer):
     assert find_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer>4</answer> or <answer> 5 </answer>.", "5"),
+        ("<answer>4", "4"),
+        ("4</answer>", "4"),
+        ("<answer>4</answer></answer>", "4"),
+        ("in <answer> tags: <answer>4</answer>, not in <answer> or so", "4"),
+        ("<answer></answer>", ""),
+        ("nothing", None),
+    ],
+)
+def test_what_stands_in_the_last_tags(text, content):
+    assert last_tagged(text) == content
 
 
 braces = st.recursive(

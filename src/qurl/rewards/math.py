@@ -13,7 +13,7 @@ from typing import Any
 
 import math_verify
 
-from qurl.answers import bare, find_answer, is_words, normalise
+from qurl.answers import bare, find_answer, is_sentence, is_words, last_tagged, normalise
 
 # It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -24,13 +24,18 @@ _parse = functools.partial(math_verify.parse, parsing_timeout=0)
 def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     """1.0 if the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
 
-    The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds.
+    The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds. An
+    <answer> tag limits all this to its content, which is the answer itself if it is no sentence.
     An answer that does not parse is wrong. A truth that does not parse is compared as text.
     """
     truths = [find_answer(t) or t.strip() for t in (answer, *extra.get("accepted_answers", ()))]
     if not all(truths):
         raise ValueError(f"the truth is empty: {answer!r}")
+    tagged = last_tagged(text)
+    text = text if tagged is None else tagged
     found = find_answer(text)
+    if found is None and tagged is not None and not is_sentence(tagged):
+        found = tagged
     if found == "":
         return 0.0
     candidate = text.strip() if found is None else found

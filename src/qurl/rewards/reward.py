@@ -12,6 +12,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
+from qurl.answers import last_tagged
 from qurl.errors import ConfigError, RewardError
 from qurl.plugins import import_extra, is_users_own, load_plugin
 from qurl.rewards.countdown import score_countdown
@@ -102,9 +103,9 @@ def _load_gym(spec: str) -> Callable[[str, str, Mapping[str, Any]], float]:
 
     def score_gym(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         del answer  # The entry holds it, with everything else that the scorer needs.
-        before = text.rpartition("</answer>")[0] or text  # it may be the stop string
-        found = before.rpartition("<answer>")[2].partition("</answer>")[0]
-        return scorer.score_answer(answer=found.strip(), entry=extra["entry"])
+        tagged = last_tagged(text)
+        found = text.strip() if tagged is None else tagged
+        return scorer.score_answer(answer=found, entry=extra["entry"])
 
     return score_gym
 

@@ -232,7 +232,9 @@ def test_normalising_changes_only_the_look():
     assert normalise("\\leftarrow") == "\\leftarrow"
 
 
-@pytest.mark.parametrize("text", ["25+7*3", " (25 + 7*3) ", "3*7+25"])
+@pytest.mark.parametrize(
+    "text", ["25+7*3", " (25 + 7*3) ", "3*7+25", "<think>25-7 = 18</think> <answer>25+7*3</answer>"]
+)
 def test_countdown_accepts_any_expression(text):
     assert score_countdown(text, "", {"numbers": [3, 7, 25], "target": 46}) == 1.0
 
@@ -251,6 +253,7 @@ def test_countdown_accepts_any_expression(text):
         ("(25", "syntax"),
         ("", "nothing"),
         ("__import__('os')", "code"),
+        ("25+7*3 <answer>25+7</answer>", "the tag holds another one"),
         ("(" * 199 + "1", "deep"),
         ("1+" * 10_000 + "1", "long"),
     ],

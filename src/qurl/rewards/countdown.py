@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from qurl.answers import last_tagged
+
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -21,9 +23,13 @@ _ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
 
 
 def score_countdown(text: str, answer: str, extra: Mapping[str, Any]) -> float:
-    """1.0 if an expression of `extra["numbers"]`, each used at most once, equals the target."""
+    """1.0 if an expression of `extra["numbers"]`, each used at most once, equals the target.
+
+    The expression is the content of the last <answer> tag, or a whole text without one.
+    """
     del answer  # It is one right expression of many.
-    expression = text.strip()
+    tagged = last_tagged(text)
+    expression = text.strip() if tagged is None else tagged
     if not _ALLOWED.fullmatch(expression):
         return 0.0
     try:

@@ -15,6 +15,16 @@ _CHANGES_IT = (
 )
 """A word after a number by which it is another number, not one with a unit."""
 _TWO_WORDS = re.compile(r"[\W_]*[a-z]{2,}\s+[a-z]{2,}", re.IGNORECASE)
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_PLAIN_DIGITS = str.maketrans(_SUPERSCRIPTS, "0123456789-")
+_FRACTIONS = (
+    *("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅖25", "⅗35", "⅘45", "⅙16", "⅚56"),
+    *("⅛18", "⅜38", "⅝58", "⅞78"),
+)
+_SIGNS = str.maketrans(
+    {sign: rf"\frac{{{top}}}{{{bottom}}}" for sign, top, bottom in _FRACTIONS}
+    | {"∞": r"\infty ", "·": r"\cdot ", "√": r"\sqrt "}
+)
 _LABELLED_NUMBER = re.compile(
     rf"{_MARK}*(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?:?{_MARK}*)?"
     r"([-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:e([-+]?\d{1,3}))?"
@@ -51,6 +61,16 @@ def last_boxed(text: str) -> str | None:
         elif brace.group()[-1] == "{" and brace.group() != "\\{":
             opened.append(brace.end() if brace.group() != "{" else -1)
     return text[slice(*last)] if last[0] >= 0 else None
+
+
+def to_latex(text: str) -> str:
+    """Write signs that math-verify cannot read in LaTeX: "2√15" -> "2\\sqrt{15}", "½", "x²"."""
+    if text.isascii():
+        return text
+    text = re.sub(f"[{_SUPERSCRIPTS}]+", lambda e: f"^{{{e[0].translate(_PLAIN_DIGITS)}}}", text)
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
+    text = re.sub(r"√\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    return text.translate(_SIGNS)
 
 
 def normalise(answer: str) -> str:

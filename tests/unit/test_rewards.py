@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl.answers import bare, find_answer, last_boxed, last_tagged, normalise
+from qurl.answers import bare, find_answer, last_boxed, last_tagged, normalise, to_latex
 from qurl.errors import ConfigError, RewardError, RewardTimeout
 from qurl.rewards import Grade, Grading, GradingPool, grade_math, reward_metrics
 from qurl.rewards.countdown import score_countdown
@@ -67,6 +67,12 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("<answer>The final answer is \\boxed{3/4}</answer>", "\\frac{3}{4}"),
         ("<answer>She has $18 left.</answer>", "18"),
         ("<answer>No solution</answer>", "\\text{no solution}"),
+        ("\\boxed{2√15}", "2\\sqrt{15}"),
+        ("<answer>(1 + √(x²+3)) / 2</answer>", "\\frac{1+\\sqrt{x^2+3}}{2}"),
+        ("\\boxed{2½}", "\\frac{5}{2}"),
+        ("\\boxed{6·10⁻²}", "0.06"),
+        ("\\boxed{(-∞, 3]}", "(-\\infty,3]"),
+        ("\\boxed{0.5}", "½"),
     ],
 )
 def test_right_answers(text, truth):
@@ -102,6 +108,9 @@ def test_right_answers(text, truth):
         ("<think>18</think> <answer></answer>", "18"),
         ("<answer>12 and 18</answer>", "18"),
         ("<answer>2\\sqrt{18}</answer>", "18"),
+        ("\\boxed{√15}", "5"),
+        ("\\boxed{10⁵}", "105"),
+        ("\\boxed{2½}", "\\frac{21}{2}"),
     ],
 )
 def test_wrong_answers(text, truth):
@@ -224,6 +233,13 @@ def test_a_long_answer_is_no_number_and_is_read_in_one_pass(middle):
     answer = f"1{middle * 20_000}!"
     start = time.perf_counter()
     assert bare(answer) == answer
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("part", ["√(", "√ ", "²", "½"])
+def test_a_long_text_of_signs_is_read_in_one_pass(part):
+    start = time.perf_counter()
+    assert "√" not in to_latex(part * 20_000)
     assert time.perf_counter() - start < 2
 
 

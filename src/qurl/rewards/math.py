@@ -13,7 +13,15 @@ from typing import Any
 
 import math_verify
 
-from qurl.answers import bare, find_answer, is_sentence, is_words, last_tagged, normalise
+from qurl.answers import (
+    bare,
+    find_answer,
+    is_sentence,
+    is_words,
+    last_tagged,
+    normalise,
+    to_latex,
+)
 
 # It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -28,14 +36,15 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     <answer> tag limits all this to its content, which is the answer itself if it is no sentence.
     An answer that does not parse is wrong. A truth that does not parse is compared as text.
     """
-    truths = [find_answer(t) or t.strip() for t in (answer, *extra.get("accepted_answers", ()))]
+    accepted = map(to_latex, (answer, *extra.get("accepted_answers", ())))
+    truths = [find_answer(truth) or truth.strip() for truth in accepted]
     if not all(truths):
         raise ValueError(f"the truth is empty: {answer!r}")
     tagged = last_tagged(text)
-    text = text if tagged is None else tagged
+    text = to_latex(text if tagged is None else tagged)
     found = find_answer(text)
-    if found is None and tagged is not None and not is_sentence(tagged):
-        found = tagged
+    if found is None and tagged is not None and not is_sentence(text):
+        found = text
     if found == "":
         return 0.0
     candidate = text.strip() if found is None else found

@@ -108,6 +108,8 @@ def test_right_answers(text, truth):
         ("<think>18</think> <answer></answer>", "18"),
         ("<answer>12 and 18</answer>", "18"),
         ("<answer>2\\sqrt{18}</answer>", "18"),
+        ("\\boxed{seat}", "east"),
+        ("<answer>DBCA</answer>", "\\boxed{ABCD}"),
         ("\\boxed{√15}", "5"),
         ("\\boxed{10⁵}", "105"),
         ("\\boxed{2½}", "\\frac{21}{2}"),

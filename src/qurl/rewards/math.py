@@ -50,6 +50,8 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     candidate = text.strip() if found is None else found
     if any(_same_text(candidate, truth) for truth in truths):
         return 1.0
+    if found and is_words(normalise(found)):  # to math-verify, seat is a product and equals east
+        truths = [truth for truth in truths if not is_words(normalise(truth))]
     if _is_any(text, found, truths):
         return 1.0
     # math-verify takes "18 eggs" for a product of letters. One side may have a unit that the other

@@ -67,6 +67,9 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("<answer>The final answer is \\boxed{3/4}</answer>", "\\frac{3}{4}"),
         ("<answer>She has $18 left.</answer>", "18"),
         ("<answer>No solution</answer>", "\\text{no solution}"),
+        ("\\boxed{x \\ge 3}", "[3,\\infty)"),
+        ("\\boxed{-2 < x \\le \\frac{7}{2}}", "(-2,3.5]"),
+        ("\\boxed{[3,\\infty)}", "x \\ge 3"),
         ("\\boxed{2√15}", "2\\sqrt{15}"),
         ("<answer>(1 + √(x²+3)) / 2</answer>", "\\frac{1+\\sqrt{x^2+3}}{2}"),
         ("\\boxed{2½}", "\\frac{5}{2}"),
@@ -110,6 +113,10 @@ def test_right_answers(text, truth):
         ("<answer>2\\sqrt{18}</answer>", "18"),
         ("\\boxed{seat}", "east"),
         ("<answer>DBCA</answer>", "\\boxed{ABCD}"),
+        ("\\boxed{x > 3}", "[3,\\infty)"),
+        ("\\boxed{x \\le 3}", "[3,\\infty)"),
+        ("\\boxed{x^2 < 4}", "(-2,2)"),
+        ("\\boxed{|x - 2| < 3}", "(-1,5)"),
         ("\\boxed{√15}", "5"),
         ("\\boxed{10⁵}", "105"),
         ("\\boxed{2½}", "\\frac{21}{2}"),
@@ -128,6 +135,7 @@ def test_a_loaded_grader_has_nothing_left_to_import():
         before = set(sys.modules)
         for found in (r"\\frac{1}{2}", "x=4", r"\\sqrt{3}", r"7\\text{ weeks}", "3.5"):
             assert grade(f"it is \\\\boxed{{{found}}}", "2", {}) == 0
+        assert grade(r"\\boxed{x < 7}", "(7,9)", {}) == 0
         print(sorted(set(sys.modules) - before))
     """
     done = subprocess.run(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import math_verify
+import sympy
 
 from qurl.answers import (
     bare,
@@ -63,8 +64,9 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
 
 def warm_up() -> None:
     """Parse a few expressions: the first ones are slow, which must not count against an answer."""
-    for expression in (r"\frac{1}{2}", "x=3", r"2\text{ m}", r"\sqrt{2}"):
-        _same_value(_parse(f"\\boxed{{{expression}}}"), "2")
+    for expression in (r"\frac{1}{2}", "x=3", r"2\text{ m}", r"\sqrt{2}", "x>3"):
+        for truth in ("2", "(3,5)"):
+            _same_value(_parse(f"\\boxed{{{expression}}}"), truth)
 
 
 def _same_text(candidate: str, truth: str) -> bool:
@@ -78,4 +80,15 @@ def _is_any(text: str, found: str | None, truths: Sequence[str]) -> bool:
 
 
 def _same_value(parsed: list[Any], truth: str) -> bool:
-    return math_verify.verify(_parse(f"\\boxed{{{truth}}}"), parsed, timeout_seconds=None)
+    return math_verify.verify(
+        _parse(f"\\boxed{{{truth}}}"),
+        parsed,
+        allow_set_relation_comp=all(map(_is_solved, parsed)),  # x > 3 is (3, oo)
+        timeout_seconds=None,
+    )
+
+
+def _is_solved(value: Any) -> bool:
+    """Has it no inequality like x^2 < 4, a copied question that math-verify would solve?"""
+    relations = value.atoms(sympy.Rel) if isinstance(value, sympy.Basic) else ()
+    return all(side.is_Symbol or side.is_number for rel in relations for side in rel.args)

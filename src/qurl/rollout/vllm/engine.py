@@ -134,15 +134,15 @@ class VllmEngine:
     def sync(self, source: nn.Module | Shipment, *, version: int) -> SyncReport:
         """Send the trainer's weights into vLLM's buffers, in place, and verify them.
 
-        Unfinished completions of open streams start over with the new weights.
+        Unfinished completions of open streams start over with the new weights; if the sync fails,
+        with those of the next.
         """
         start = time.perf_counter()
-        unfinished = self._requests.drop_all()
+        self._requests.pause()
         self._flaw = f"the weights of version {self.version} were overwritten by a sync that failed"
         num_bytes = self._send(as_shipment(source), version)
         report = self._finish(source, version, start, num_bytes)
-        for request in unfinished:
-            self._requests.add(request)
+        self._requests.restart()
         return report
 
     def _send(self, shipment: Shipment, version: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Requests:
         self._open: dict[str, Request] = {}
         self._answers: dict[str, Any] = {}
         """Outputs of `ask`; None until they come."""
+        self._paused: deque[Request] = deque()
         self._num_asked = self.num_steps = 0
 
     def add(self, request: Request) -> None:
@@ -99,15 +100,26 @@ class Requests:
                     if not output.finished:
                         self._engine.abort_request([request.id])
 
-    def drop(self, requests: Sequence[Request]) -> list[Request]:
-        """Stop working on them; returns those that were unfinished."""
+    def drop(self, requests: Collection[Request]) -> None:
+        """Stop working on them."""
+        self._abort(requests)
+        self._paused = deque(request for request in self._paused if request not in requests)
+
+    def pause(self) -> None:
+        """Stop working on all of them, until they `restart`."""
+        self._paused.extend(self._abort(list(self._open.values())))
+
+    def restart(self) -> None:
+        """Sample those that are paused, from their first tokens on."""
+        while self._paused:
+            self.add(self._paused.popleft())
+
+    def _abort(self, requests: Collection[Request]) -> list[Request]:
+        """Returns those that were unfinished."""
         found = [request for request in requests if self._open.pop(request.id, None)]
         if found:
             self._engine.abort_request([request.id for request in found])
         return found
-
-    def drop_all(self) -> list[Request]:
-        return self.drop(list(self._open.values()))
 
 
 class VllmStream:
@@ -162,7 +174,7 @@ class VllmStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._requests.drop([r for group in self._groups.values() for r in group.requests])
+        self._requests.drop({r for group in self._groups.values() for r in group.requests})
         self._groups.clear()
         self._ready.clear()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from qurl.errors import ConfigError, ModelError
+from qurl.errors import ConfigError, EngineError, ModelError, QurlError
 from qurl.integrations.trl import QurlGRPOTrainer, QurlOptions, sample
 from qurl.integrations.trl_options import ABSENT, ALLOWED
 from qurl.quant.formats import FORMATS
@@ -321,7 +321,7 @@ def test_arguments_by_position_are_looked_at(tmp_path):
         ({"objective": len}, "has no facts"),
         ({"cap": 0.5}, "cap = 0.5 must be at least 1"),
         ({"update_scale": 1.0}, "update_scale = 1.0 must exceed 1"),
-        ({"quant": "int3"}, "'int3' is not one of"),
+        ({"quant": "int3"}, "^quant = 'int3' is not one of none, int8"),
         ({"engine": {"max_batches": 3}}, r"engine\['max_batches'\] is not one of kv, full_layers"),
         ({"engine": {"quant": "fp8"}}, r"engine\['quant'\] is not one of kv"),
         ({"engine": {"dtype": "bfloat16"}}, r"engine\['dtype'\] = 'bfloat16' must be"),
@@ -330,6 +330,31 @@ def test_arguments_by_position_are_looked_at(tmp_path):
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         QurlOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv": "int3", "max_batch": 0}, r"^engine\['kv'\] = 'int3' .*; engine\['max_batch'\] = 0"),
+        ({"full_layers": 1}, r"^engine\['full_layers'\] = 1 leaves none .* or set quant = 'none'"),
+    ],
+)
+def test_the_engines_refusals_name_options_of_the_trainer(tmp_path, options, message):
+    with pytest.raises(QurlError, match=message):
+        trainer(tmp_path, options=QurlOptions(engine=options))
+
+
+def test_uaq_names_the_option_of_the_trainer(tmp_path):
+    given = {"model": GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2))}
+    with pytest.raises(ModelError, match=r"know .* 'gpt2'.* Set update_scale = None, or add"):
+        trainer(tmp_path, options=QurlOptions(update_scale=1.5), given=given)
+
+
+def test_a_cache_that_is_too_small_names_options_of_the_trainer(tmp_path):
+    made = trainer(tmp_path, options=QurlOptions(engine={"kv_tokens": 4}))
+    wanted = r"raise engine\['kv_tokens'\] or engine\['kv_memory_frac'\], or lower max_completion_l"
+    with pytest.raises(EngineError, match=wanted):
+        made.train()
 
 
 def test_a_warning_if_the_ratio_is_always_one(tmp_path):

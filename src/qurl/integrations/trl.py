@@ -29,7 +29,7 @@ from torch import Tensor
 from qurl.config.schema import QuantConfig
 from qurl.correction import importance_weights, mismatch_metrics, weight_metrics
 from qurl.errors import ConfigError
-from qurl.integrations.trl_options import AGGREGATIONS, QurlOptions, refusals
+from qurl.integrations.trl_options import AGGREGATIONS, QurlOptions, named_as_options, refusals
 from qurl.losses import Surrogate, aggregate, facts_of, kl_penalty, policy_loss
 from qurl.objectives import with_facts
 from qurl.plugins import import_extra
@@ -73,7 +73,8 @@ class QurlGRPOTrainer(GRPOTrainer):
             self.options.quant, QuantConfig.track_rows, dtype, full_layers
         )
         sampled = {"quant": self.options.quant, "compute_dtype": dtype, **self.options.engine}
-        self.engine: Engine = build_engine("local", model, self.processing_class, **sampled)
+        with named_as_options():
+            self.engine: Engine = build_engine("local", model, self.processing_class, **sampled)
         self._warn_if_ratio_is_one()
 
     @property
@@ -92,7 +93,8 @@ class QurlGRPOTrainer(GRPOTrainer):
             )
             unscale_(model)
         if self.options.update_scale is not None:
-            rescale_(model, self.options.update_scale)
+            with named_as_options():
+                rescale_(model, self.options.update_scale)
 
     def _warn_if_ratio_is_one(self) -> None:
         every = self.args.steps_per_generation * self.num_iterations
@@ -106,6 +108,7 @@ class QurlGRPOTrainer(GRPOTrainer):
                 stacklevel=3,
             )
 
+    @named_as_options()
     def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: sync, then sample."""
         del trainer

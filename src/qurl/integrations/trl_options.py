@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, QurlError
 from qurl.integrations.loss import find_objective
 from qurl.losses import Surrogate, facts_of
-from qurl.quant import get_format
+from qurl.quant.formats import FORMATS
 
 AGGREGATIONS = {
     "dapo": "token-mean",
@@ -55,6 +57,19 @@ ENGINE = (
     *("release_kv", "deterministic", "dtype"),
 )
 """Options of the local engine that the trainer does not set itself."""
+_OPTION = "|".join(ENGINE)
+_WORDS = (
+    (rf"\b(?:quant|rollout)\.({_OPTION})\b|(?<![.\w])({_OPTION})(?= = )", r"engine['\1\2']"),
+    (r'(, or set|\. Set) rollout\.engine = "hf"( to sample with transformers instead)?', ""),
+    (r"\b(sampling\.)?max_tokens\b", "max_completion_length"),
+    (r"\bquant\.format\b", "quant"),
+    (r"\bquant\.update_scale = 1\b", "update_scale = None"),
+    (r"\boptim\.lr\b", "learning_rate"),
+    (r" at model\.path\b", ""),
+    (r"\bthreads = 1\b", "torch.set_num_threads(1)"),
+    (r"= true\b", "= True"),
+)
+"""What errors of the engine and of UAQ call keys of a recipe, and what it is called here."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +92,8 @@ class QurlOptions:
             raise ConfigError(f"cap = {self.cap} must be at least 1, or None")
         if self.update_scale is not None and not self.update_scale > 1:
             raise ConfigError(f"update_scale = {self.update_scale} must exceed 1, or be None")
-        if self.quant != "none":
-            get_format(self.quant)
+        if self.quant not in (known := ("none", *FORMATS)):
+            raise ConfigError(f"quant = {self.quant!r} is not one of {', '.join(known)}")
         if unknown := [name for name in self.engine if name not in ENGINE]:
             raise ConfigError(f"engine[{unknown[0]!r}] is not one of {', '.join(ENGINE)}")
         dtype = self.engine.get("dtype")
@@ -115,3 +130,20 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
         upper = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
         if args.delta <= upper:
             yield f"delta = {args.delta} must exceed 1 + epsilon_high = {upper:g}"
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Let errors inside name options of this trainer and of TRL, not keys of a recipe."""
+    try:
+        yield
+    except QurlError as error:
+        error.args = (as_options(str(error)),)
+        raise
+
+
+def as_options(message: str) -> str:
+    """A message about keys of a recipe, in the words of this trainer's user."""
+    for key, option in _WORDS:
+        message = re.sub(key, option, message)
+    return message

@@ -29,6 +29,7 @@ from qurl.run.assembly import Parts, assemble, follow_driver
 from qurl.run.choices import Choices, EngineFactory
 from qurl.run.crash import keep_evidence
 from qurl.run.directory import Run
+from qurl.run.engines import add_noise
 from qurl.run.evaluation import evaluate
 from qurl.run.interrupt import Interrupt
 from qurl.run.machine import settled_heap
@@ -190,7 +191,7 @@ def sync(config: Config, parts: Parts, run: Run, step: int) -> dict[str, float]:
             gap = check_copy(parts.actor, source, quant, step)
         if synced.kv_scales is not None:
             parts.learner.round_kv_(synced.kv_scales)
-        noise = parts.add_noise(config, step)
+        noise = add_noise(config, parts.actor, step)
     # Not synced.code_flip_frac: a resumed engine has no codes to compare with. The tracker does.
     metrics = {"sync/canary_gap": gap, "sync/bytes": float(synced.bytes)}
     metrics |= noise | ({FALLEN_BACK: 1.0} if parts.is_full else {})

@@ -237,6 +237,32 @@ def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
     assert {entry["settings"]["group"] for entry in entries} == {4}
 
 
+def test_the_actor_is_as_noisy_as_in_the_runs_next_step(tmp_path, monkeypatch):
+    """Only the target's rollouts are those of the policy itself."""
+    noises, sample = [], Auditor._sample
+
+    def watched(self, engine, problems, purpose, *others):
+        graded = sample(self, engine, problems, purpose, *others)
+        clean = self.policy.model.model.layers[0].input_layernorm.weight
+        noises.append((purpose, engine.weights.layers[0].norms["input_layernorm"] - clean.detach()))
+        return graded
+
+    monkeypatch.setattr(Auditor, "_sample", watched)
+    run, out = tmp_path / "run", tmp_path / "audit.json"
+    sizes = ["--batch.problems", "4", "--batch.minibatches", "1", "--sampling.group-size", "4"]
+    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+    noise = ["--quant.noise", "aqn", "--systems.aqn.start", "0.05", "--systems.aqn.end", "0.05"]
+    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes, *noise]) == 0
+    words = [str(run), "--at", "1", "--problems", "4", "--chunks", "4", "--updates", "1"]
+    run_audit([*words, "--objectives", "tis", "--out", str(out)])
+    purposes = ["estimate none", "estimate int8", "train", "target"]
+    assert [purpose for purpose, _ in noises] == purposes
+    first, *others, target = [noise for _, noise in noises]
+    assert 0.02 < float(first.std()) < 0.1
+    assert all(torch.equal(first, other) for other in others)
+    assert not target.any()
+
+
 def test_a_run_of_more_mini_batches_than_problems_is_audited(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "audit.json"
     sizes = ["--batch.problems", "1", "--batch.minibatches", "2", "--sampling.group-size", "4"]

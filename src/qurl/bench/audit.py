@@ -4,7 +4,8 @@ Which objective is better is a question about gradients before it is one about a
 checkpoint theta of a run, with problems in K chunks:
 
     target    T = E_{y ~ pi_theta}[ A(y) grad log pi_theta(y) ]   full-precision rollouts of theta
-    estimate  G = gradient of an objective on rollouts of the quantized actor
+    estimate  G = gradient of an objective on rollouts of the quantized actor, with the noise that
+              the run adds to it in its next step (AQN)
 
 With --updates j the estimates are those of update j + 1: rollouts and pi_prox are theta's, gradient
 and target those of theta_j, which j mini-batch updates of the run's own objective made from other
@@ -50,7 +51,7 @@ from qurl.rollout import Engine
 from qurl.run.assembly import Parts, assemble
 from qurl.run.choices import Choices
 from qurl.run.directory import Run
-from qurl.run.engines import build_actor
+from qurl.run.engines import add_noise, build_actor
 from qurl.run.fork import fork
 from qurl.run.intervals import Estimate
 from qurl.seeds import derive_seed
@@ -254,6 +255,8 @@ class Auditor:
         """So many graded completions of each problem."""
         sampling = self.config.sampling
         engine.sync(self.policy.model, version=self.options.at + updates)
+        if purpose != "target":
+            add_noise(self.config, engine, self.options.at)
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,

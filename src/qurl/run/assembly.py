@@ -28,9 +28,6 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rewards import GradingPool, GradingPools, Pool, Reward
 from qurl.rollout import Engine
 from qurl.rollout.engine import close
-from qurl.rollout.episode import EpisodeEngine
-from qurl.rollout.local import LocalEngine
-from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import (
     AnyLearner,
     load_checkpoint,
@@ -111,19 +108,6 @@ class Parts:
         # An engine that is named twice has nothing left the second time.
         counts = [place.traffic.take() for place in places if hasattr(place, "traffic")]
         return {"parallel/driver_bytes": float(sum(counts))} if counts else {}
-
-    def add_noise(self, config: Config, step: int) -> dict[str, float]:
-        """Disturb what samples the rollouts of a step, if the recipe asks for it (AQN)."""
-        if config.quant.noise == "off":
-            return {}
-        actor = self.actor.engine if isinstance(self.actor, EpisodeEngine) else self.actor
-        assert isinstance(actor, LocalEngine), "the rules ask for it"
-        # UAQ makes the norms larger, and the same noise has to keep up with them.
-        sigma = noise_sigma(step, config.steps, **vars(config.systems.aqn))
-        sigma *= config.quant.update_scale
-        if sigma:
-            actor.add_noise_(sigma, derive_seed(config.seed, "aqn", step))
-        return {"aqn/sigma": sigma}
 
     def renew_engine(self) -> None:
         """Build the engine again: new buffers, codes, scales and CUDA graphs."""

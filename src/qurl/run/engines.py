@@ -22,10 +22,12 @@ from qurl.rollout.group.fleet import Fleet
 from qurl.rollout.group.wire import Carrier
 from qurl.rollout.group.worker import EngineSpec
 from qurl.rollout.local import LocalEngine
+from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import AnyLearner
 from qurl.run.choices import Choices, check_engine
 from qurl.run.colocated import ColocatedEngines
 from qurl.run.directory import Run
+from qurl.seeds import derive_seed
 from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.group import LearnerGroup
 from qurl.trainer.parallel.processes import num_launched
@@ -186,3 +188,17 @@ def _engine_options(
     options["scales"] = scales if is_main else None
     options["has_noise"] = config.quant.noise != "off"
     return options | {"unified": config.quant.unified and is_main}
+
+
+def add_noise(config: Config, engine: Engine, step: int) -> dict[str, float]:
+    """Disturb what samples the rollouts of a step, if the recipe asks for it (AQN)."""
+    if config.quant.noise == "off":
+        return {}
+    actor = engine.engine if isinstance(engine, EpisodeEngine) else engine
+    assert isinstance(actor, LocalEngine), "the rules ask for it"
+    # UAQ makes the norms larger, and the same noise has to keep up with them.
+    sigma = noise_sigma(step, config.steps, **vars(config.systems.aqn))
+    sigma *= config.quant.update_scale
+    if sigma:
+        actor.add_noise_(sigma, derive_seed(config.seed, "aqn", step))
+    return {"aqn/sigma": sigma}

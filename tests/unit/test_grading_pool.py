@@ -52,6 +52,10 @@ def odd(text, answer, extra):
         return float("torch" in sys.modules)
     return 1.0 if text == answer else -2.5
 
+def shaped(text, answer, extra):
+    right = odd(text, answer, extra) == 1.0
+    return {"score": 2.0 * right - 1.0, "accuracy": float(right)}
+
 def pid(text, answer, extra):
     return os.getpid()
 
@@ -172,6 +176,20 @@ def test_a_timeout_may_be_worth_what_a_wrong_answer_is(folder, monkeypatch):
     with GradingPool("my_graders:odd", workers=1, timeout=0.3, timeout_score=-2.5) as pool:
         wrong, hung = pool.grade(items("wrong", "hang"))
     assert (hung.score, hung.accuracy, hung.timed_out) == (wrong.score, wrong.accuracy, True)
+
+
+def test_a_killed_answer_is_wrong_if_the_reward_gives_an_accuracy_of_its_own(folder, monkeypatch):
+    """Also in a group whose answers were all killed; its score is what the recipe says."""
+    monkeypatch.chdir(folder)
+    rollouts = [
+        Rollout(Problem("p", (), "1"), [Completion([1], [0.0], t, "stop") for t in texts], 0, 1.0)
+        for texts in (("1", "0", "hang"), ("hang",))
+    ]
+    with GradingPool("my_graders:shaped", timeout=0.3, timeout_score=-1.0) as pool:
+        graded = Grading(pool, rollouts).rewards(overlong_cache=0, max_tokens=5)
+    assert [g.accuracies for g in graded] == [[1.0, 0.0, 0.0], [0.0]]
+    assert [list(g.rewards) for g in graded] == [[1.0, -1.0, -1.0], [-1.0]]
+    assert reward_metrics(graded)["reward/timeouts"] == 2.0
 
 
 @pytest.mark.parametrize("name", ["mean", "timed_out", "overlong"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qurl.errors import RewardTimeout
 from qurl.rewards.pool import GradingPool, Pool, wait_for
@@ -67,7 +68,8 @@ class Grading:
     def grades(self) -> list[list[Grade]]:
         """The grades of each rollout's completions, in the order of submission."""
         grades = iter(wait_for(self._futures))
-        return [[next(grades) for _ in rollout.completions] for rollout in self._rollouts]
+        groups = [[next(grades) for _ in rollout.completions] for rollout in self._rollouts]
+        return _count_killed_as_wrong([r.problem.extra for r in self._rollouts], groups)
 
     def rewards(self, *, overlong_cache: int, max_tokens: int) -> list[Graded]:
         """Every rollout with its rewards, in the order of submission.
@@ -96,6 +98,22 @@ class Grading:
             ]
             graded.append(Graded(rollout, rewards, details))
         return graded
+
+
+def _count_killed_as_wrong(
+    extras: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Grade]]
+) -> list[list[Grade]]:
+    """The groups, with an accuracy of 0 for killed answers where the reward shapes its score.
+
+    Elsewhere their score counts, as it does for other wrong answers.
+    """
+    pairs = [(extra.get("qurl_reward"), group) for extra, group in zip(extras, groups, strict=True)]
+    shaping = {name for name, group in pairs for grade in group if "accuracy" in grade.details}
+    wrong = {"accuracy": 0.0}
+    return [
+        [replace(g, details=wrong) if g.timed_out and name in shaping else g for g in group]
+        for name, group in pairs
+    ]
 
 
 def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:

@@ -106,6 +106,11 @@ def parse_rejection(rule: str) -> tuple[str, float | None, float]:
         raise ValueError(f"{rule!r} needs {wanted} after the colon")
     if has_band and not 0 < numbers[0] < numbers[1] < math.inf:
         raise ValueError(f"{rule!r} needs 0 < low < high")
+    if has_band and not numbers[0] <= 1 <= numbers[1]:
+        raise ValueError(
+            f"{rule!r} needs a band with 1 in it, where trainer and sampler agree: as it is, "
+            "nearly every token would be rejected"
+        )
     if not has_band and not 0 < numbers[0] < math.inf:
         raise ValueError(f"{rule!r} needs a bound above 0: as it is, no token would be kept or all")
     return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

@@ -280,6 +280,11 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "'auto' takes behav for prox, and rollout.ahead = 1 makes behav an update older than",
         ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
+        ({"correction": {"icepop_low": 2}}, "icepop_high = 5.0 must have 1 between them"),
+        (
+            {"correction": {"icepop_high": 0.8}},
+            "correction.icepop_low = 0.5 and correction.icepop_high = 0.8 must have 1 between them",
+        ),
         (
             {"save": {"every": 5, "keep": 0}},
             "save.every = 5 asks for checkpoints, save.keep = 0 for none",
@@ -351,6 +356,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
         ({"correction": {"reject": ["token_k1:1"]}}, "'token_k1:1' needs a band"),
         ({"correction": {"reject": ["seq_sum_k2:1_2"]}}, "'seq_sum_k2:1_2' needs one upper bound"),
         ({"correction": {"reject": ["seq_max_k1:2_1"]}}, "'seq_max_k1:2_1' needs 0 < low < high"),
+        ({"correction": {"reject": ["seq_max_k1:2_5"]}}, "'seq_max_k1:2_5' needs a band with 1 in"),
         ({"correction": {"reject": ["token_k3:x"]}}, "'token_k3:x' needs one upper bound"),
         ({"correction": {"reject": ["token_k3:-1"]}}, "'token_k3:-1' needs a bound above 0"),
         ({"correction": {"reject": ["token_k3:nan"]}}, "'token_k3:nan' needs a bound above 0"),
@@ -373,7 +379,7 @@ def test_combinations_that_look_wrong_and_are_not():
         {"sampling": {"group_size": 1}, "algo": {"name": "ppo", "advantage": "gae"}},
         {"sampling": {"group_size": 1}, "algo": {"advantage": "reinforce_pp"}},
         {"correction": {"mode": "bypass"}, "algo": {"objective": "ppo_behav"}},
-        {"correction": {"reject": ["seq_mean_k1:0.999_1.001", "token_k3:0.01"]}},
+        {"correction": {"reject": ["seq_mean_k1:0.999_1.001", "token_k1:1_2", "token_k3:0.01"]}},
         {"correction": {"mode": "auto", "kind": "icepop", "level": "sequence"}},
         {"model": {"path": "some/model", "scratch": {"hidden_size": 36}}},
         {"batch": {"problems": 2, "minibatches": 16}},

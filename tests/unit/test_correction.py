@@ -127,6 +127,8 @@ def test_veto_drops_the_whole_sequence():
         ("token_k1:0.5", "needs a band"),
         ("token_k3:0.5_2", "needs one upper bound"),
         ("seq_mean_k1:2_0.5", "needs 0 < low < high"),
+        ("token_k1:1.1_2", "needs a band with 1 in it"),
+        ("seq_sum_k1:0.5_0.9", "needs a band with 1 in it"),
     ],
 )
 def test_bad_rules(rule, message):

@@ -178,6 +178,9 @@ def _correction_mistakes(
         yield f"correction.kind = 'icepop' needs algo.objective = {truncated}, not {name!r}"
     if low >= high:
         yield f"correction.icepop_low = {low} must lie below correction.icepop_high = {high}"
+    elif not low <= 1 <= high:
+        band = f"correction.icepop_low = {low} and correction.icepop_high = {high}"
+        yield f"{band} must have 1 between them: as they are, nearly every weight would be 0"
     for rule in correction.reject:
         try:
             parse_rejection(rule)

@@ -6,6 +6,7 @@ longer: whole runs, kills, torchrun, and three ranks.
 
 import functools
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.fsdp
 from models import CPU, build_learner, random_batch, recompute, tiny_llama, tiny_policy
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from qurl.advantages import ESTIMATORS, critic_advantages
 from qurl.config import OptimConfig, build_config
-from qurl.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from qurl.errors import CheckpointError, ConfigError, ModelError, RankLost, TrainingError
 from qurl.objectives import ADVANTAGES, with_facts
 from qurl.ops.shelf import shelve
 from qurl.quant import quantize, rescale_
@@ -38,9 +40,9 @@ from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.batches import Share, deal
 from qurl.trainer.coded import CodedWeight
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
-from qurl.trainer.parallel import sharding
+from qurl.trainer.parallel import processes, sharding
 from qurl.trainer.parallel.group import LearnerGroup
-from qurl.trainer.parallel.processes import lead, spawn
+from qurl.trainer.parallel.processes import FAILURE, Started, _join_all, lead, spawn
 from qurl.trainer.parallel.replicas import ReplicaGroup
 from qurl.trainer.parallel.sharding import outline_models, read_outline
 from qurl.trainer.parallel.shipping import gather
@@ -807,3 +809,36 @@ def test_ranks_end_if_one_of_them_cannot_be_started(monkeypatch):
     with pytest.raises(OSError, match="no memory is left"), spawn(4, "cpu", 1):
         pass
     assert Unstartable.killed == [1]
+
+
+class Fates:
+    """Followers that end as they are told."""
+
+    def __init__(self, ended):
+        self.ended = ended
+
+    def find_ended(self):
+        return self.ended
+
+
+@pytest.mark.parametrize("says_why", [False, True])
+def test_a_rank_that_ends_before_all_have_joined_is_not_waited_for(monkeypatch, says_why):
+    """As in torch, where rank 0 then waits for half an hour."""
+    store, forever = HashStore(), threading.Event()
+    ended = {1: "was killed by signal 9"}
+    if says_why:
+        store.set(FAILURE, "trainer rank 1: a bug")
+        store.set(f"{FAILURE}/1", "")
+    monkeypatch.setattr(processes, "join", lambda *_: forever.wait())
+    fate = "rank 1: a bug" if says_why else "rank 1 was killed by signal 9"
+    kind = TrainingError if says_why else RankLost
+    with pytest.raises(kind, match=f"trainer {fate}, before all ranks had joined"):
+        _join_all(Started(store, Fates(ended)), 2, "cpu")
+    forever.set()
+
+
+def test_what_the_leader_itself_fails_at_is_its_own_error(monkeypatch):
+    monkeypatch.setattr(processes, "NEWS_SECONDS", 0)
+    monkeypatch.setattr(processes, "join", lambda *_: int("two"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        _join_all(Started(HashStore(), Fates({})), 2, "cpu")

@@ -16,9 +16,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -144,31 +146,13 @@ class Workers:
             self._failure = f"{type(error).__name__}: {error}"
             if is_ours or not isinstance(error, Exception):
                 raise
-            if (found := self._find_cause()) is None:
+            if (found := _find_cause(self._store, self._followers, self.post.ranks.size)) is None:
                 raise
             kind, self._failure = found
             raise kind(
                 f"{self._failure}. The other ranks cannot go on without it; the same command "
                 "resumes from the newest checkpoint"
             ) from error
-
-    def _find_cause(self) -> tuple[type[TrainingError], str] | None:
-        """What became of the rank that failed first; None if none is known to have failed.
-
-        One that was killed reports nothing, while those do whose exchanges it broke.
-        """
-        deadline = time.monotonic() + NEWS_SECONDS  # exchanges break a moment before
-        while True:
-            ended = self._followers.find_ended()
-            for rank, how in ended.items():
-                if not self._store.check([f"{FAILURE}/{rank}"]):
-                    return RankLost, f"trainer rank {rank} {how}"
-            if len(ended) == self.post.ranks.size - 1 or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        if self._store.check([FAILURE]):
-            return TrainingError, self._store.get(FAILURE).decode()
-        return None
 
     def _pickle(self, function: Function, arguments: tuple[Any, ...]) -> bytes:
         try:
@@ -189,6 +173,27 @@ class Workers:
         dist.destroy_process_group()
 
 
+def _find_cause(
+    store: dist.Store, followers: Followers, size: int
+) -> tuple[type[TrainingError], str] | None:
+    """What became of the rank that failed first; None if none is known to have failed.
+
+    One that was killed reports nothing, while those do whose exchanges it broke.
+    """
+    deadline = time.monotonic() + NEWS_SECONDS  # exchanges break a moment before
+    while True:
+        ended = followers.find_ended()
+        for rank, how in ended.items():
+            if not store.check([f"{FAILURE}/{rank}"]):
+                return RankLost, f"trainer rank {rank} {how}"
+        if len(ended) == size - 1 or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if store.check([FAILURE]):
+        return TrainingError, store.get(FAILURE).decode()
+    return None
+
+
 @contextmanager
 def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -> Iterator[Workers]:
     """Start `size - 1` processes and lead them; under torchrun, lead those that it started.
@@ -198,12 +203,35 @@ def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -
     if dist.is_torchelastic_launched():
         start = _take_launched
     with (start or spawn)(size, device, threads) as started:
-        post = join(started.store, 0, size, device, started.gpu)
+        post = _join_all(started, size, device)
         workers = Workers(post, started.store, started.followers)
         try:
             yield workers
         finally:
             workers.close()
+
+
+def _join_all(started: Started, size: int, device: str) -> Post:
+    """`join` as the leader; raises at once if another rank ends, for which torch would wait."""
+    joined: Future[Post] = Future()
+
+    def call() -> None:
+        try:
+            joined.set_result(join(started.store, 0, size, device, started.gpu))
+        except BaseException as error:
+            joined.set_exception(error)
+
+    if device == "cuda":
+        torch.cuda.set_device(started.gpu)  # each thread has a device of its own
+    threading.Thread(target=call, daemon=True).start()  # after a failure nobody waits for it
+    while not joined.done() and not started.followers.find_ended():
+        wait([joined], timeout=0.1)
+    if not joined.done() or joined.exception():
+        found = _find_cause(started.store, started.followers, size)
+        if found is not None:
+            kind, cause = found
+            raise kind(f"{cause}, before all ranks had joined")
+    return joined.result()
 
 
 class Spawned:

@@ -68,9 +68,14 @@ class RankWorker:
 class RayFollowers:
     """See `Followers`."""
 
-    def __init__(self, handles: Mapping[int, RayHandle], where: Mapping[int, str]) -> None:
-        self._handles, self._where = handles, where
-        self._calls: dict[int, Future[None]] = {}
+    def __init__(
+        self,
+        handles: Mapping[int, RayHandle],
+        where: Mapping[int, str],
+        calls: Mapping[int, Future[None]],
+    ) -> None:
+        """`calls` are under way, and tell of deaths."""
+        self._handles, self._where, self._calls = handles, where, calls
 
     def dumps(self, command: Command) -> bytes:
         from ray import cloudpickle
@@ -112,10 +117,9 @@ def start_by_ray(
                     RankWorker, {"rank": rank}, log=log, threads=threads, **places[rank]
                 )
             where = _await_start(handles, store.port, seconds)
-            for handle in handles.values():
-                handle.call("join", size, device)
+            calls = {r: handle.call("join", size, device) for r, handle in handles.items()}
             gpu = _own_gpu(places[0]) if device == "cuda" else 0
-            yield Started(store, RayFollowers(handles, where), gpu)
+            yield Started(store, RayFollowers(handles, where, calls), gpu)
         finally:
             for handle in handles.values():
                 handle.kill()

@@ -98,7 +98,11 @@ class VllmEngine:
         self._requests = Requests(self.llm)
         self._model: Any = model
         if not is_empty:
-            self.canary_gap = self._finish(model, 0, time.perf_counter(), 0).canary_gap
+            try:
+                self.canary_gap = self._finish(model, 0, time.perf_counter(), 0).canary_gap
+            except BaseException:
+                self.close()  # nobody else gets hold of it
+                raise
 
     def _start(
         self, model: Any, arguments: dict[str, Any], own_process: bool, device: torch.device

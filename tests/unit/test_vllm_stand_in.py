@@ -1,4 +1,4 @@
-"""What becomes of vLLM's requests, with an engine that stands in for vLLM's."""
+"""What becomes of vLLM and its requests if a sync fails, with a stand-in for vLLM."""
 
 import sys
 from types import SimpleNamespace
@@ -19,6 +19,10 @@ class Core:
 
     def __init__(self) -> None:
         self.num_sampled: dict[str, int] = {}
+        self.engine_core, self.num_ended = self, 0
+
+    def shutdown(self) -> None:
+        self.num_ended += 1
 
     def add_request(self, id, prompt, params) -> None:
         self.num_sampled[id] = 0
@@ -46,6 +50,7 @@ class Engine(VllmEngine):
 
     def _start(self, *_) -> None:
         self.core, self._max_length = Core(), 64
+        self._is_open, self._is_companion = True, False
         self.llm = SimpleNamespace(llm_engine=self.core)
 
     def _send(self, shipment, version) -> int:
@@ -93,3 +98,18 @@ def test_a_stream_that_closes_after_a_failed_sync_is_not_sampled_again(engine):
         fail_to_sync(engine)
     engine.sync(engine._model, version=2)
     assert engine.core.num_sampled == {}
+
+
+def test_vllm_ends_if_its_first_weights_are_not_sound(engine):
+    class Unsound(Engine):
+        def _verify(self, shipment, version):
+            cores.append(self.core)
+            raise SyncError("not what was sent")
+
+    cores = []
+    with pytest.raises(SyncError, match="not what was sent"):
+        Unsound(tiny_llama())
+    assert [core.num_ended for core in cores] == [1]
+    engine.close()
+    engine.close()
+    assert engine.core.num_ended == 1

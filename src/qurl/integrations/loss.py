@@ -13,8 +13,10 @@ from qurl.losses import SURROGATES, Surrogate, facts_of, policy_loss
 from qurl.plugins import is_users_own, load_plugin
 
 
-def find_objective(name: str, key: str) -> Surrogate:
-    """A built-in objective, or your own as `module:function`; `key` is what errors name."""
+def find_objective(name: str | Surrogate, key: str) -> Surrogate:
+    """A built-in objective, your own as `module:function`, or the function; errors name `key`."""
+    if not isinstance(name, str):
+        return name
     if is_users_own(name):
         return load_plugin(name, key)
     if name not in SURROGATES:
@@ -42,11 +44,11 @@ def corrected_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    objective: str,
+    objective: str | Surrogate,
     cap: float | None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """`policy_loss` by the name of the objective, and its statistics with those of the weights.
+    """`policy_loss`, and its statistics with those of the weights, as numbers.
 
     All tensors are [B, T]; `options` are other arguments of `policy_loss`.
     """

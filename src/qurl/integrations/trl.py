@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from qurl.config.schema import QuantConfig
-from qurl.correction import importance_weights, mismatch_metrics, weight_metrics
+from qurl.correction import mismatch_metrics
 from qurl.errors import ConfigError
+from qurl.integrations.loss import corrected_loss
 from qurl.integrations.trl_options import AGGREGATIONS, QurlOptions, named_as_options, refusals
-from qurl.losses import Surrogate, aggregate, facts_of, kl_penalty, policy_loss
+from qurl.losses import Surrogate, aggregate, facts_of, kl_penalty
 from qurl.objectives import with_facts
 from qurl.plugins import import_extra
 from qurl.quant import rescale_, unscale_
@@ -157,28 +158,25 @@ class QurlGRPOTrainer(GRPOTrainer):
         # Without it, this is the first forward after the rollout: prox is the present policy.
         prox = inputs.get("old_per_token_logps")
         prox, behav = logp.detach() if prox is None else prox, inputs["sampling_per_token_logps"]
-        cap = facts_of(self._surrogate).cap(self.options.cap)
-        weight, shrink = importance_weights(torch.where(mask.bool(), prox - behav, 0.0), cap)
         surrogate, stats = self._surrogate, {"actor/entropy": aggregate(entropy.detach(), mask)}
         if self.beta != 0.0:
             kl = kl_penalty(logp, inputs["ref_per_token_logps"], "k3")
             surrogate = penalized(surrogate, kl, self.beta, self.args.use_bias_correction_kl)
             stats["actor/ref_kl"] = aggregate(kl.detach(), mask)
-        total, clipping = policy_loss(
+        total, found = corrected_loss(
             *(logp, prox, behav),
             advantages.reshape(len(mask), -1).expand_as(logp),
             mask,
             objective=surrogate,
+            cap=self.options.cap,
             clip_low=self.epsilon_low,
             clip_high=self.epsilon_high,
             dual_clip=self.args.delta,
             aggregation=AGGREGATIONS[self.loss_type],
-            weight=weight,
-            shrink=shrink,
             denominator=1.0,
         )
-        mismatch = mismatch_metrics(prox, behav, mask, cap=cap)
-        self._note(stats | clipping | mismatch | weight_metrics(weight, shrink, mask), mask)
+        cap = facts_of(surrogate).cap(self.options.cap)
+        self._note(stats | found | mismatch_metrics(prox, behav, mask, cap=cap), mask)
         return self._normalized(total, mask, inputs["num_items_in_batch"])
 
     def _normalized(self, total: Tensor, mask: Tensor, num_items: Tensor) -> Tensor:

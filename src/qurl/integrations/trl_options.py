@@ -104,8 +104,6 @@ class QurlOptions:
     @property
     def surrogate(self) -> Surrogate:
         """The objective's function."""
-        if not isinstance(self.objective, str):
-            return self.objective
         return find_objective(self.objective, "objective")
 
 

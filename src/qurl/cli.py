@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import os
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qurl.bench import run_audit, run_bench, run_tuner
 from qurl.errors import ConfigError, DataError, QurlError, RankLost
 
 Default = TypeVar("Default", str, None)
@@ -311,10 +311,6 @@ def _file_errors() -> Iterator[None]:
         raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
-def _bench(function: str) -> Callable[[list[str]], int]:
-    return lambda args: getattr(importlib.import_module("qurl.bench"), function)(args)
-
-
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "recipes": recipes_command,
     "data": data_command,
@@ -328,9 +324,9 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "watch": watch_command,
     "export": export_command,
     "rescale": rescale_command,
-    "bench": _bench("run_bench"),
-    "tune": _bench("run_tuner"),
-    "audit": _bench("run_audit"),
+    "bench": run_bench,
+    "tune": run_tuner,
+    "audit": run_audit,
 }
 
 HELP_OF_THEIR_OWN = {"train", "eval", "validate", "bench", "tune", "audit"}

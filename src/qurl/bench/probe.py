@@ -7,7 +7,6 @@ Updates: two mini-batches of two micro-batches. `qurl.bench.advise` scales both 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,7 +87,7 @@ def measure_training(
     length, group = work.prompt_tokens + work.new_tokens, 2
     sequences = max(2 * group, 4 * config.batch.microbatch_tokens // length // group * group)
     same = ("logits_chunk", "keep_logits", "gradient_checkpointing")
-    keys = [f"model.{key}={json.dumps(getattr(config.model, key))}" for key in same]
+    model = {key: getattr(config.model, key) for key in same}
     bench = TrainBench(
         device=device.type,  # type: ignore[arg-type]
         sequences=sequences,
@@ -97,11 +96,10 @@ def measure_training(
         tokens=work.new_tokens,
         minibatches=2,
         microbatch_tokens=config.batch.microbatch_tokens,
-        keys=",".join(keys),
     )
     found = {}
     for arm in arms:
-        trial = Trial(bench, bench.config(arm), shape, device)
+        trial = Trial(bench, bench.config(arm, model=model), shape, device)
         trial.run()  # compiles and allocates
         update, prox = trial.run()
         found[arm.name] = StepSeconds(rollout=0.0, forwards=prox, update=update)

@@ -31,6 +31,7 @@ from qurl.bench.rollout import HEAD, Figures, RolloutBench, Session, measure, pl
 from qurl.bench.shapes import model_config
 from qurl.bench.workload import Contender, Setup, Workload
 from qurl.errors import ConfigError, EngineError
+from qurl.run.export import describe_codes
 from qurl.run.shape import Shape
 from qurl.types import Completion, Problem, SamplingParams
 
@@ -106,7 +107,7 @@ class VllmContender:
         self._folder = tempfile.TemporaryDirectory(prefix="qurl-vllm-")
         config = model_config(setup.shape) | {"torch_dtype": "bfloat16"}
         if setup.quant == "int8":
-            config["quantization_config"] = int8_config()
+            config["quantization_config"] = describe_codes("int8", ["lm_head"])
         Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
         self.llm = self._vllm.LLM(
             model=self._folder.name,
@@ -164,23 +165,6 @@ def kv_bytes(shape: Shape, kv: str, workloads: Sequence[Workload]) -> int:
         for w in workloads
     )
     return int(KV_SLACK * tokens * shape.kv_numbers_per_token * (2 if kv == "none" else 1))
-
-
-def int8_config() -> dict[str, Any]:
-    """W8A8 in the words of compressed-tensors: a scale per channel, and per token on the fly."""
-    operand = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": operand | {"strategy": "channel", "dynamic": False},
-        "input_activations": operand | {"strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
 
 
 def fill_codes_(model: nn.Module) -> None:

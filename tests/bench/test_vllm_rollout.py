@@ -12,7 +12,6 @@ from benchmarks.vllm_rollout import (
     VllmContender,
     fill_codes_,
     import_vllm,
-    int8_config,
     kv_bytes,
     plan_vllm,
 )
@@ -21,6 +20,7 @@ from qurl.bench.rollout import RolloutBench
 from qurl.bench.shapes import SHAPES
 from qurl.bench.workload import WORKLOADS, Setup, Workload
 from qurl.errors import ConfigError, EngineError
+from qurl.run.export import describe_codes
 from qurl.types import Completion
 
 
@@ -76,7 +76,7 @@ def test_vllm_contender(monkeypatch):
     assert asked["prompts"][1] == {"prompt_token_ids": list(problems[1].prompt_ids)}
     assert asked["params"]["ignore_eos"]
     assert asked["params"]["logprobs"] == 0
-    assert asked["config"]["quantization_config"] == int8_config()
+    assert asked["config"]["quantization_config"] == describe_codes("int8", ["lm_head"])
     assert asked["config"]["hidden_size"] == 3584
     assert asked["filled"] is fill_codes_
     assert asked["kv_cache_dtype"] == "fp8"

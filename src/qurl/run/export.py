@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,16 @@ def _compress_(
         q = quantize(layer.weight.detach(), quant, scale=scales.get(name))
         state[f"{name}.weight"], state[f"{name}.weight_scale"] = q.codes, q.scale
         del kept[name]
+    plain = [name for name, layer in kept.items() if isinstance(layer, nn.Linear)]
+    model.config.quantization_config = describe_codes(quant, plain)
+    return state
+
+
+def describe_codes(quant: str, plain: Sequence[str]) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors; the `plain` layers are not quantized."""
     format, kind = SCHEMES[quant]
     coded = {"num_bits": 8, "type": kind, "symmetric": True}
-    model.config.quantization_config = {
+    return {
         "quant_method": "compressed-tensors",
         "format": format,
         "quantization_status": "compressed",
@@ -111,9 +118,8 @@ def _compress_(
                 "input_activations": {**coded, "strategy": "token", "dynamic": True},
             }
         },
-        "ignore": [name for name, layer in kept.items() if isinstance(layer, nn.Linear)],
+        "ignore": list(plain),
     }
-    return state
 
 
 def export_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> Path:

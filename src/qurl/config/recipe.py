@@ -12,6 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,9 @@ def _explain(error: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
     if path in MOVED:
         return f"{path} = {value} {_what_became_of(path)}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        section: Any = Config()
-        for name in parts[:-1]:
-            section = getattr(section, name)
-        where = f"[{'.'.join(parts[:-1])}]" if parts[1:] else "the top level"
+        name, default = ".".join(parts[:-1]), Config()
+        section = attrgetter(name)(default) if name else default
+        where = f"[{name}]" if name else "the top level"
         return f"{path} = {value} is not a key; {where} has {', '.join(vars(section))}"
     if kind == "literal_error":
         return f"{path} = {value} is not one of {error['ctx']['expected']}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from qurl.config.schema import Config
@@ -85,12 +86,6 @@ def find_mistakes(
     ]
 
 
-def named_part(config: Config, key: str) -> str:
-    """The value of a key of `BUILT_IN`."""
-    section, _, field = key.partition(".")
-    return getattr(getattr(config, section), field)
-
-
 def needs_file(task: str) -> bool:
     """Does a built-in task read its problems from a file?"""
     return not _is_generated(task) and not is_users_own(task)
@@ -101,7 +96,7 @@ def _is_generated(task: str) -> bool:
 
 
 def _part_mistakes(config: Config) -> Iterator[str]:
-    named = [(key, named_part(config, key), names) for key, names in BUILT_IN.items()]
+    named = [(key, attrgetter(key)(config), names) for key, names in BUILT_IN.items()]
     for label, value in config.task.rewards:
         named.append((f"task.rewards.{label}", value, ROW_REWARDS))
     for key, value, names in named:
@@ -453,9 +448,7 @@ def find_unused(
     """Keys that were changed and that nothing reads."""
     default = Config()
     for path, reason in _unused(config, objective, advantage):
-        ours, theirs = config, default
-        for name in path.split("."):
-            ours, theirs = getattr(ours, name), getattr(theirs, name)
+        ours, theirs = map(attrgetter(path), (config, default))
         if ours == theirs:
             continue
         if isinstance(ours, str | int | float | None):

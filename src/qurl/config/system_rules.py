@@ -7,6 +7,7 @@ docs/systems.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from qurl.config.schema import Config
 from qurl.objectives import Advantage, Objective
@@ -171,18 +172,17 @@ def find_system_warnings(config: Config) -> Iterator[str]:
 
 def unused_systems(config: Config) -> Iterator[tuple[str, str]]:
     """(section, why) of the systems that the recipe does not name."""
-    sampling, subselect = config.sampling, config.batch.subselect
-    reasons = {
-        "systems.greso": ("greso", "sampling.select", sampling.select),
-        "systems.dots": ("dots", "sampling.select", sampling.select),
-        "systems.replay": ("recent", "sampling.replay", sampling.replay),
-        "systems.shuffle_r1": ("shuffle-r1", "batch.subselect", subselect),
-        "systems.pods": ("pods", "batch.subselect", subselect),
-        "systems.aqn": ("aqn", "quant.noise", config.quant.noise),
-        "systems.histospec": ("histospec", "rollout.drafts", config.rollout.drafts),
+    names = {
+        "systems.greso": ("sampling.select", "greso"),
+        "systems.dots": ("sampling.select", "dots"),
+        "systems.replay": ("sampling.replay", "recent"),
+        "systems.shuffle_r1": ("batch.subselect", "shuffle-r1"),
+        "systems.pods": ("batch.subselect", "pods"),
+        "systems.aqn": ("quant.noise", "aqn"),
+        "systems.histospec": ("rollout.drafts", "histospec"),
     }
-    for section, (name, key, value) in reasons.items():
-        if value != name:
+    for section, (key, name) in names.items():
+        if (value := attrgetter(key)(config)) != name:
             yield section, f"{key} = {value!r}"
-    if "e3" not in (sampling.budget, sampling.thermostat):
+    if "e3" not in (config.sampling.budget, config.sampling.thermostat):
         yield "systems.e3", "neither sampling.budget nor sampling.thermostat is 'e3'"

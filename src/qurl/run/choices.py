@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from qurl.advantages import ESTIMATORS, Estimator, critic_advantages
 from qurl.config import Config, check_combinations
-from qurl.config.rules import BUILT_IN, named_part
+from qurl.config.rules import BUILT_IN
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage, Objective
@@ -64,19 +65,16 @@ class Choices:
                 remedy = f"a name belongs into the recipe, as {KEYS[part]}"
                 raise ConfigError(f"train({part}={value!r}) takes the part itself; {remedy}")
         built_in = {"objective": SURROGATES, "advantage": ESTIMATORS, "engine": {}}
-        for part, functions in built_in.items():
-            key = KEYS[part]
-            name = named_part(config, key)
-            if given[part] is None:
-                given[part] = load_plugin(name, key) if is_users_own(name) else functions.get(name)
+        for part in [part for part, value in given.items() if value is None]:
+            key, name = KEYS[part], attrgetter(KEYS[part])(config)
+            if part in built_in and is_users_own(name):
+                given[part] = load_plugin(name, key)
+            elif part in built_in:
+                given[part] = built_in[part].get(name)
+            elif part == "task" or key in SAMPLING_PARTS:
+                given[part] = name
         if isinstance(given["engine"], type):
             check_engine(given["engine"])
-        if given["task"] is None:
-            given["task"] = config.task.name
-        for key in SAMPLING_PARTS:
-            part = key.partition(".")[2]
-            if given[part] is None:
-                given[part] = named_part(config, key)
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
@@ -86,7 +84,7 @@ class Choices:
     def record_in(self, config: Config) -> Config:
         """The config with the names of parts given as objects, as its run directory keeps it."""
         for part, key in KEYS.items():
-            value, name = getattr(self, part), named_part(config, key)
+            value, name = getattr(self, part), attrgetter(key)(config)
             is_object = callable(value) or hasattr(value, "merge")
             is_named = is_object and is_users_own(name) and load_plugin(name, key) is value
             if is_object and not is_named:

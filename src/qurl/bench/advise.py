@@ -113,7 +113,7 @@ def advise(
         seconds = scenario.measure(arms, torch.device("cuda"))
     else:
         seconds = {arm.name: scenario.forecast(arm) for arm in arms}
-    gaps, how = find_gaps(config, found, task, hardware)
+    gaps, how = find_gaps(config, found, task, hardware, arms)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, keys, lines = choose(rows, find_savings(config))
     recommended, verdict = with_others(config, keys, lines)
@@ -186,20 +186,19 @@ def make_row(
 
 
 def find_gaps(
-    config: Config, shape: Shape, task: Task | None, hardware: Hardware
+    config: Config, shape: Shape, task: Task | None, hardware: Hardware, arms: Sequence[Arm]
 ) -> tuple[dict[str, float], str]:
     """Mean |log-prob gap| by arm, measured if the model is here and not too large, and how."""
     folder = Path(config.model.path).expanduser()
     has_gpu = torch.cuda.is_available() and shape.num_parameters * 8 < hardware.memory
     if folder.is_dir() and task is not None and (has_gpu or shape.num_parameters <= SMALL_MODEL):
         device = pick_device("auto")
-        arms = [arm for arm in (BASE, *ROLLOUT_ARMS) if hardware.has_fp8 or "fp8" not in arm]
-        if device.type == "cpu" or not hardware.has_fp8:
-            arms = [arm for arm in arms if "+kv" not in arm]
+        is_cpu = device.type == "cpu"
+        arms = [a for a in arms if not a.is_unified and not (is_cpu and a.kv == "fp8")]
         path, temperature = str(folder), config.sampling.temperature
         gaps = probe.measure_mismatch(path, task, arms, temperature, device)
         how = f"gap: mean |log-prob gap| of this model's own samples, measured on {device}"
-        return gaps, how + ("" if device.type == "cuda" else ", where attention is in FP64")
+        return gaps, how + (", where attention is in FP64" if is_cpu else "")
     how = (
         "gap: mean |log-prob gap| of a 0.5B model before RL, measured on an H200; not this model's"
     )

@@ -111,22 +111,21 @@ def measure_training(
 
 
 def measure_mismatch(
-    path: str, task: Task, arms: Sequence[str], temperature: float, device: torch.device
+    path: str, task: Task, arms: Sequence[Arm], temperature: float, device: torch.device
 ) -> dict[str, float]:
     """Mean |log-prob gap| between engine and trainer, of tokens that the engine samples."""
     policy = load_policy(path, ModelConfig(), device).freeze_()
     problems = [task[i] for i in range(min(MISMATCH_PROBLEMS, len(task)))]
     params = SamplingParams(max_tokens=MISMATCH_TOKENS, temperature=temperature)
     gaps = {}
-    for name in arms:
-        arm = Arm.of(name)
+    for arm in arms:
         engine = build_engine("local", policy.model, policy.tokenizer, quant=arm.format, kv=arm.kv)
         rollouts = engine.generate(problems, params)
         batch = pad([Graded(r, [0.0], [{"accuracy": 0.0}]) for r in rollouts]).to(device)
         with torch.no_grad():
             logp = policy.score(batch).logp
         gap = ((logp - batch.logp_behav).abs() * batch.mask).sum() / batch.mask.sum()
-        gaps[name] = float(gap)
+        gaps[arm.name] = float(gap)
         del engine
         free_memory()
     return gaps

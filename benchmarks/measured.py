@@ -41,10 +41,8 @@ def evals_by_updates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a run directory, with each evaluation in the row of the number of updates before it.
 
     A run logs the evaluation of the weights after k updates in row k - 1; row -1 is the untrained
-    model's. Rows without a row -1 come from older runs and stay as they are.
+    model's.
     """
-    if not any(row["step"] == -1 for row in rows):
-        return [dict(row) for row in rows]
     moved: dict[int, dict[str, Any]] = {}
     for row in rows:
         for key, value in row.items():

@@ -121,8 +121,6 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
         for name in (METRICS, EVALS, EVENTS)
     )
     rows = evals_by_updates(rows)
-    # As there: -1 is the untrained model, which the results call step 0.
-    shift = any(e["step"] == -1 for e in evals)
     return {
         "steps": sum("reward/mean" in row for row in rows),
         "config": portable(config),
@@ -131,7 +129,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, Any]:
             for e in events
             if e["kind"] in KEPT_EVENTS
         ],
-        "evals": [{**e, "step": e["step"] + shift} for e in evals],
+        "evals": evals,
         "curves": {
             name: [_short(row.get(name)) for row in rows]
             for name in ("step", *COLUMNS)

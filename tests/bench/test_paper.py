@@ -370,7 +370,7 @@ def test_evaluations_are_keyed_by_the_number_of_updates(tmp_path):
         {"step": 1, "reward/mean": 0.75, "timing_s/sync": 4.0, "timing_s/eval": 2.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answers = [{"step": step, "precision": "full", "outcomes": "01"} for step in (-1, 1)]
+    answers = [{"step": step, "precision": "full", "outcomes": "01"} for step in (0, 2)]
     (tmp_path / "evals.jsonl").write_text("".join(json.dumps(e) + "\n" for e in answers))
     found = results.measure(tmp_path, load_config(None))
     assert [e["step"] for e in found["evals"]] == [0, 2]

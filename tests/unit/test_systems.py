@@ -367,6 +367,17 @@ def test_dots_asks_middling_problems_of_which_it_has_never_heard():
     assert len(play(dots, history, 2, accuracy)[0]) == 60
 
 
+def test_predictions_that_say_nothing_are_not_turned_around():
+    """Without itself a right reference is predicted lower than a wrong one: the line falls."""
+    dots, history = Dots(setup(dots={"references": 20})), History(40)
+    draw = torch.Generator().manual_seed(0)
+    dots._embeddings = torch.nn.functional.normalize(torch.rand(40, 64, generator=draw), dim=1)
+    for index in dots.probe(0, history, 0):
+        history.record(index, answers(*(1, 1) if index % 2 else (0, 0)))
+    mean = sum(history[index][-1] for index in history) / 20
+    assert dots.predict(history).tolist() == pytest.approx([mean] * 40)
+
+
 def test_dots_without_references_goes_by_its_own_answers():
     """Beta(1, 1): two of four right is 0.5, none of four 1/6; an unknown problem is 0.5."""
     options = {"references": 0, "recent_epochs": 2, "calibrate": False}

@@ -110,7 +110,10 @@ class Dots:
             predicted = attend(embeddings, references, values, scale, own)
         if self.config.calibrate:
             slope, intercept = fit_line(predicted[known], values)
-            predicted = slope * predicted + intercept
+            # Without itself, an easy reference is predicted a little harder than the others. If
+            # that is all that the predictions say, the line falls, and the mean is the best guess.
+            is_useful = slope > 0
+            predicted = slope * predicted + intercept if is_useful else values.mean().expand_as(own)
         return predicted.clamp(0, 1)
 
     @cached_property

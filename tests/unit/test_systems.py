@@ -557,6 +557,14 @@ def test_the_thermostat_warms_what_cools_down_and_resumes_exactly():
     assert thermostat(400, 1.0) == 2.0
 
 
+def test_a_target_that_falls_to_nothing_cools_to_the_lowest_temperature():
+    thermostat = E3Thermostat(setup(e3={"anneal_to": 0.0}))
+    for step in range(100):
+        thermostat.observe(step, [], {"actor/entropy": 0.3})
+    assert thermostat.target(100) == 1e-4
+    assert thermostat(100, 1.0) == 0.3
+
+
 # BroRL
 
 

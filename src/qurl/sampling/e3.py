@@ -138,9 +138,9 @@ class E3Thermostat:
 
     def target(self, step: int) -> float:
         """Entropy that is wanted after so many steps."""
-        mean = max(sum(self.first) / len(self.first), SMALLEST_ENTROPY)
-        config = self.config
-        return mean * anneal_factor(step, self.num_steps, config.anneal, config.anneal_to)
+        mean, config = sum(self.first) / len(self.first), self.config
+        factor = anneal_factor(step, self.num_steps, config.anneal, config.anneal_to)
+        return max(mean * factor, SMALLEST_ENTROPY)
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         if (entropy := metrics.get("actor/entropy")) is None:  # no row had a forward

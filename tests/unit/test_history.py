@@ -24,7 +24,7 @@ def test_a_running_mean_is_numpys_in_any_split():
 def test_a_group_leaves_its_accuracy_length_and_version():
     history = History(10)
     history.record(3, group([5], [[7], [8, 9, 9]], [1.0, 0.0]))
-    assert history.outcomes(3) == [Outcome(0, 2, 0.5, 2.0)]
+    assert history.outcomes(3) == [Outcome(0, 2, 0.5, 2.0, is_mixed=True)]
     assert history[3] == [0.5]
     assert history.total(3) == Running(2, 0.5)
     assert (list(history), len(history)) == ([3], 1)
@@ -59,7 +59,7 @@ def test_a_history_survives_a_checkpoint(keeps_responses):
     file.seek(0)
     resumed = History(10, keeps_responses=keeps_responses)
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    assert resumed.outcomes(3) == [Outcome(0, 2, 0.5, 1.5)]
+    assert resumed.outcomes(3) == [Outcome(0, 2, 0.5, 1.5, is_mixed=True)]
     assert resumed.total(3) == Running(2, 0.5)
     assert resumed.num_taken == 23
     kept = [tokens.tolist() for tokens in resumed.responses(3)]
@@ -74,9 +74,9 @@ def test_checkpoints_of_earlier_versions_have_accuracies_only():
 
 
 def test_checkpoints_of_earlier_versions_may_have_more_numbers():
-    """Whether a group was mixed, and the deviations of accuracies."""
+    """The deviations of accuracies; or fewer: not whether a group was mixed."""
     history = History(4)
-    outcomes, totals = {2: ((3, 2, 0.5, 1.5, True),)}, {2: (2, 0.5, 0.5)}
+    outcomes, totals = {2: ((3, 2, 0.5, 1.5),)}, {2: (2, 0.5, 0.5)}
     history.load_state_dict({"num_taken": 6, "outcomes": outcomes, "totals": totals})
     assert history.outcomes(2) == [Outcome(3, 2, 0.5, 1.5)]
     assert history.total(2) == Running(2, 0.5)

@@ -99,6 +99,19 @@ def test_greso_skips_by_what_happened_in_a_row():
     assert greso.chance(0, history) == 0.01
 
 
+def test_one_right_answer_of_many_is_a_signal():
+    """Of 16 answers 1 is right, of 64 all but 1: means of 0.06 and 0.98 are not all wrong or right.
+    Equal answers that earn a little are all wrong."""
+    greso, history = Greso(setup()), History(40)
+    hard, easy, flat = [1] + [0] * 15, [1] * 63 + [0], [0.1] * 4
+    for index, accuracies in enumerate((hard, easy, flat)):
+        history.record(index, answers(*accuracies))
+    assert [greso.chance(index, history) for index in range(3)] == [1, 1, 0.5]
+    greso.observe(0, [answers(*hard), answers(*easy), answers(*flat), answers(0.5, 0.5)], {})
+    assert greso.flat_rate == 0.5
+    assert greso.p == pytest.approx({"easy": 0.51, "hard": 0.49})
+
+
 def test_greso_moves_p_towards_its_targets():
     """Targets 1/12 and 1/6: half all right is too many, none all wrong too few."""
     greso = Greso(setup())

@@ -39,9 +39,9 @@ class GresoConfig(Section):
     explore: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.01
     """Smallest probability that a problem is asked."""
     easy_above: Fraction = 0.98
-    """A group with at least this mean accuracy counts as all right."""
+    """A group of equal answers with at least this accuracy counts as all right."""
     hard_below: Fraction = 0.11
-    """A group with at most this mean accuracy counts as all wrong."""
+    """A group of equal answers with at most this accuracy counts as all wrong."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from qurl.config.systems import GresoConfig
 from qurl.sampling.history import History
 from qurl.sampling.parts import Setup
+from qurl.sampling.sampler import has_signal
 from qurl.sampling.stream import shuffle
 from qurl.seeds import generator
 from qurl.types import Graded, Trained
@@ -68,17 +69,17 @@ class Greso:
 
     def chance(self, index: int, history: History) -> float:
         """1 - P(skip) of a problem."""
-        kinds = [self.kind(outcome.accuracy) for outcome in reversed(history.outcomes(index))]
-        if not kinds or kinds[0] == "mixed":
+        kinds = [self.kind(o.accuracy, o.is_mixed) for o in reversed(history.outcomes(index))]
+        if not kinds or kinds[0] == "neither":
             return 1.0
         z = sum(1 for _ in takewhile(lambda kind: kind == kinds[0], kinds))
         return max(self.p[kinds[0]] ** z, self.config.explore)
 
-    def kind(self, accuracy: float) -> str:
-        """Whether a group with this mean accuracy is easy, hard or mixed."""
-        if accuracy >= self.config.easy_above:
-            return "easy"
-        return "hard" if accuracy <= self.config.hard_below else "mixed"
+    def kind(self, accuracy: float, is_mixed: bool) -> str:
+        """Whether a group with this mean accuracy is easy, hard or neither."""
+        if is_mixed or self.config.hard_below < accuracy < self.config.easy_above:
+            return "neither"
+        return "easy" if accuracy >= self.config.easy_above else "hard"
 
     def round(self, num_groups: int, num_missing: int) -> int:
         """Problems that a round of dynamic sampling asks for."""
@@ -89,14 +90,14 @@ class Greso:
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         """Move p towards the targets: too many such groups, and more are skipped."""
-        kinds = [self.kind(fmean(group.accuracies)) for group in graded]
+        kinds = [self.kind(fmean(group.accuracies), has_signal(group)) for group in graded]
         targets = {"easy": self.config.easy_target, "hard": self.config.hard_target}
         low, high = P_RANGE
         for kind, target in targets.items():
             rate = kinds.count(kind) / len(kinds)
             change = self.config.step if rate < target else -self.config.step
             self.p[kind] = min(max(self.p[kind] + change, low), high)
-        self.flat_rate = 1 - kinds.count("mixed") / len(kinds)
+        self.flat_rate = 1 - fmean(map(has_signal, graded))
         if self._num_asked:  # not in the last step of a run with rollout.ahead
             self._skipped_frac = self._num_skipped / (self._num_skipped + self._num_asked)
         self._num_skipped = self._num_asked = 0

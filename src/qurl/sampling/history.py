@@ -17,7 +17,8 @@ REMEMBERED = 8
 
 class Outcome(NamedTuple):
     """One graded group of a problem. A group of 8 with 6 right answers of about 40 tokens, sampled
-    by the weights of step 12, is `Outcome(version=12, count=8, accuracy=0.75, length=40.0)`."""
+    by the weights of step 12, is
+    `Outcome(version=12, count=8, accuracy=0.75, length=40.0, is_mixed=True)`."""
 
     version: int
     """The weights that sampled it; -1 if a checkpoint of an earlier QuRL does not say."""
@@ -26,6 +27,8 @@ class Outcome(NamedTuple):
     """Mean over the group."""
     length: float
     """Mean number of tokens."""
+    is_mixed: bool = False
+    """Do accuracies differ within the group? False if an old checkpoint does not say."""
 
 
 class Running(NamedTuple):
@@ -92,6 +95,7 @@ class History(Mapping[int, Sequence[float]]):
             count=len(accuracies),
             accuracy=fmean(accuracies),
             length=fmean(len(c.token_ids) for c in completions),
+            is_mixed=len(set(accuracies)) > 1,
         )
         kept = (*self._outcomes.get(index, ()), tuple(outcome))
         self._outcomes[index] = kept[-REMEMBERED:]
@@ -117,6 +121,6 @@ class History(Mapping[int, Sequence[float]]):
         guessed = {i: [(-1, 1, accuracy, 0.0) for accuracy in seen] for i, seen in earlier.items()}
         means = {i: Running().add(seen) for i, seen in earlier.items()}
         outcomes, totals = state.get("outcomes", guessed), state.get("totals", means)
-        self._outcomes = {i: tuple(kept[:4] for kept in seen) for i, seen in outcomes.items()}
+        self._outcomes = {i: tuple(map(tuple, seen)) for i, seen in outcomes.items()}
         self._totals = {i: tuple(kept[:2]) for i, kept in totals.items()}
         self._responses = dict(state.get("responses", {}))

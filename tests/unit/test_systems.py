@@ -107,16 +107,21 @@ def test_one_right_answer_of_many_is_a_signal():
     for index, accuracies in enumerate((hard, easy, flat)):
         history.record(index, answers(*accuracies))
     assert [greso.chance(index, history) for index in range(3)] == [1, 1, 0.5]
+    greso(44, 40, 0, History(40), 0)
     greso.observe(0, [answers(*hard), answers(*easy), answers(*flat), answers(0.5, 0.5)], {})
     assert greso.flat_rate == 0.5
     assert greso.p == pytest.approx({"easy": 0.51, "hard": 0.49})
 
 
 def test_greso_moves_p_towards_its_targets():
-    """Targets 1/12 and 1/6: half all right is too many, none all wrong too few."""
+    """Targets 1/12 and 1/6: half all right is too many, none all wrong too few. In the first epoch
+    nothing can be skipped, so p has no say in the shares."""
     greso = Greso(setup())
-    greso(4, 40, 0, History(40), 0)
+    greso(40, 40, 0, History(40), 0)
     greso.observe(0, [answers(1, 1), answers(1, 0)], {})
+    assert greso.p == {"easy": 0.5, "hard": 0.5}
+    greso(4, 40, 40, History(40), 0)
+    greso.observe(1, [answers(1, 1), answers(1, 0)], {})
     assert greso.p == pytest.approx({"easy": 0.49, "hard": 0.51})
     assert greso.flat_rate == 0.5
     for _ in range(100):

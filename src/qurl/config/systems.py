@@ -31,7 +31,7 @@ class GresoConfig(Section):
     p: Fraction = 0.5
     """Initial value of p, for easy and for hard problems."""
     step: Fraction = 0.01
-    """How much p changes after each step, to approach the targets."""
+    """How much p changes after each step from the second epoch on, to approach the targets."""
     easy_target: Fraction = 0.25 / 3
     """Target share of groups that are all right; p of easy problems adapts to reach it."""
     hard_target: Fraction = 0.5 / 3

@@ -4,7 +4,8 @@
     P(skip)  1 - max(p^z, explore), with p of easy and of hard problems apart
 
 After each step p moves by `step`, so that the shares of such groups among the sampled ones approach
-their targets. With dynamic sampling, a round asks for as many problems as will probably be needed.
+their targets; not in the first epoch, in which nothing can be skipped. With dynamic sampling, a
+round asks for as many problems as will probably be needed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Greso:
 
     def __init__(self, setup: Setup) -> None:
         self.config: GresoConfig = setup.config.systems.greso
+        self._num_problems = len(setup.task)
         self.cursor = 0
         """Problems of the random order that were asked or skipped so far."""
         self.p = {"easy": self.config.p, "hard": self.config.p}
@@ -93,9 +95,10 @@ class Greso:
         kinds = [self.kind(fmean(group.accuracies), has_signal(group)) for group in graded]
         targets = {"easy": self.config.easy_target, "hard": self.config.hard_target}
         low, high = P_RANGE
+        size = self.config.step if self.cursor > self._num_problems else 0.0
         for kind, target in targets.items():
             rate = kinds.count(kind) / len(kinds)
-            change = self.config.step if rate < target else -self.config.step
+            change = size if rate < target else -size
             self.p[kind] = min(max(self.p[kind] + change, low), high)
         self.flat_rate = 1 - fmean(map(has_signal, graded))
         if self._num_asked:  # not in the last step of a run with rollout.ahead

@@ -11,7 +11,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from qurl.errors import ConfigError, MissingExtra
+from qurl.errors import ConfigError, MissingExtra, QurlError
 
 
 def is_users_own(spec: str) -> bool:
@@ -90,9 +90,14 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
 
 @contextmanager
 def naming_failures(key: str) -> Iterator[None]:
-    """Say which part of a recipe failed, and where: code of yours may raise anything."""
+    """Say which part of a recipe failed, and where: code of yours may raise anything.
+
+    Errors of ours say it already.
+    """
     try:
         yield
+    except QurlError:
+        raise
     except Exception as error:
         *_, place = extract_tb(error.__traceback__)
         raise ConfigError(

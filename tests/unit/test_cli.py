@@ -476,6 +476,9 @@ def test_validate_finds_a_run_directory_that_cannot_be_written(recipe, capsys, m
     assert "cannot be written: no permission in " in found
 
 
+DOTS = ("--sampling.select", "dots", "--systems.dots.encoder")
+
+
 @pytest.mark.parametrize(
     ("flags", "failure"),
     [
@@ -489,6 +492,8 @@ def test_validate_finds_a_run_directory_that_cannot_be_written(recipe, capsys, m
         (["--sampling.stop-ids", "100"], "stops: stop id 100 is not in the model's vocabulary"),
         (["--sampling.stop", "a<eos>"], "stops: stop = 'a<eos>' holds the special token '<eos>'"),
         (["--model.scratch.hidden-size", "8192", "--model.scratch.layers", "128"], "memory: about"),
+        ([*DOTS, "./gone"], "model: systems.dots.encoder = './gone' does not exist"),
+        ([*DOTS, "o/n", "--systems.dots.predictor", "p.pt"], "model: systems.dots.predictor = 'p"),
     ],
 )
 def test_validate_finds_what_train_would(recipe, tmp_path, capsys, monkeypatch, flags, failure):

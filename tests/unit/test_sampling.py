@@ -9,7 +9,7 @@ import pytest
 from models import group
 
 from qurl.config import AlgoConfig, Config, build_config
-from qurl.errors import ConfigError, DataError, EngineError, TrainingError
+from qurl.errors import ConfigError, DataError, EngineError, ModelError, TrainingError
 from qurl.plugins import naming_failures
 from qurl.rewards import GradingPool
 from qurl.sampling import Hooks, ProblemStream, Sampler, Setup, collect, has_signal
@@ -500,6 +500,12 @@ def test_a_selector_can_ask_before_it_chooses():
     assert len(sampler.probed) == 1
     assert sampler.metrics()["perf/rollout_tokens"] == 3 * 14
     assert sampler.stream.position == 3
+
+
+def test_an_error_of_ours_within_a_part_is_left_as_it_is():
+    with pytest.raises(ModelError) as error, naming_failures("sampling.select"):
+        raise ModelError("systems.dots.encoder = 'x' cannot be loaded")
+    assert str(error.value) == "systems.dots.encoder = 'x' cannot be loaded"
 
 
 def test_a_part_of_ones_own_that_raises_is_named():

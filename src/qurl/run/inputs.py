@@ -34,13 +34,19 @@ def check_inputs(config: Config) -> None:
 
 
 def check_model_path(config: Config) -> None:
-    """Raise unless model.path may hold a model, and one that can learn this task."""
+    """Raise unless model.path may hold a model, and one that can learn this task; and unless DOTS's
+    encoder and predictor are there, which are read only after its first rollouts."""
     if config.model.path != "scratch":
         check_folder(config.model.path)
         if config.model.lora_rank:
             refuse_adapters(config.model.path)
     elif needs_file(config.task.name):
         raise lacks_answers(config.task.name)
+    dots = config.systems.dots
+    if config.sampling.select == "dots" and dots.encoder:
+        check_folder(dots.encoder, "systems.dots.encoder")
+        if dots.predictor and not Path(dots.predictor).is_file():
+            raise ConfigError(f"systems.dots.predictor = {dots.predictor!r} is not a file")
 
 
 def lacks_answers(task: str) -> ConfigError:

@@ -663,6 +663,14 @@ def test_vapo_critic_and_policy_have_lambdas_of_their_own():
             "leave nothing to predict from",
         ),
         ("--sampling.select dots --systems.dots.predictor p.pt", "set systems.dots.encoder"),
+        (
+            "--batch.problems 1 --batch.subselect shuffle-r1 --batch.minibatches 3",
+            "batch.minibatches = 3: batch.subselect = 'shuffle-r1' keeps only 2 pairs",
+        ),
+        (
+            "--batch.problems 1 --batch.subselect pods --batch.minibatches 5",
+            "batch.minibatches = 5: batch.subselect = 'pods' keeps only 4 completions",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(flags, mistake):

@@ -6,6 +6,7 @@ docs/systems.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -47,6 +48,11 @@ def _subselect_mistakes(config: Config, advantage: Advantage | None) -> Iterator
     keep = config.systems.pods.keep
     if kind == "pods" and keep < 2 and config.systems.pods.statistics == "kept":
         yield f"systems.pods.keep = {keep} leaves nothing to compare; keep 2 or more"
+    num_pairs = max(1, int(config.systems.shuffle_r1.keep * (size // 2)))
+    kept = {"shuffle-r1": ("pairs", num_pairs), "pods": ("completions", min(keep, size))}
+    unit, per_group = kept.get(kind, ("", math.inf))
+    if (updates := config.batch.minibatches) > (left := config.batch.problems * per_group):
+        yield f"batch.minibatches = {updates}: batch.subselect = {kind!r} keeps only {left} {unit}"
 
 
 def _budget_mistakes(config: Config, advantage: Advantage | None) -> Iterator[str]:

@@ -664,6 +664,15 @@ def test_vapo_critic_and_policy_have_lambdas_of_their_own():
         ),
         ("--sampling.select dots --systems.dots.predictor p.pt", "set systems.dots.encoder"),
         (
+            "--sampling.budget e3 --sampling.group_size 3 --algo.name reinforce_pp "
+            "--algo.dynamic_sampling --systems.e3.spread 0.6",
+            "makes groups of 1",
+        ),
+        (
+            "--sampling.thermostat e3 --sampling.temperature 0.2",
+            "sampling.temperature = 0.2 must lie within systems.e3.lowest = 0.3",
+        ),
+        (
             "--batch.problems 1 --batch.subselect shuffle-r1 --batch.minibatches 3",
             "batch.minibatches = 3: batch.subselect = 'shuffle-r1' keeps only 2 pairs",
         ),

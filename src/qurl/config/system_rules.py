@@ -59,7 +59,8 @@ def _budget_mistakes(config: Config, advantage: Advantage | None) -> Iterator[st
     size, spread = config.sampling.group_size, config.systems.e3.spread
     if config.sampling.budget != "e3":
         return
-    if advantage and advantage.needs_group and round(size * (1 - spread)) < 2:
+    is_compared = config.algo.dynamic_sampling or (advantage and advantage.needs_group)
+    if is_compared and round(size * (1 - spread)) < 2:
         few = f"sampling.group_size = {size} with systems.e3.spread = {spread:g} makes groups of 1"
         yield f"{few}; raise group_size, or lower the spread"
 
@@ -130,8 +131,13 @@ def _replay_mistakes(config: Config, objective: Objective | None) -> Iterator[st
 
 def _thermostat_mistakes(config: Config) -> Iterator[str]:
     e3 = config.systems.e3
-    if config.sampling.thermostat == "e3" and e3.lowest >= e3.highest:
+    if config.sampling.thermostat != "e3":
+        return
+    if e3.lowest >= e3.highest:
         yield f"systems.e3.lowest = {e3.lowest} must lie below systems.e3.highest = {e3.highest}"
+    elif not e3.lowest <= (first := config.sampling.temperature) <= e3.highest:
+        bounds = f"systems.e3.lowest = {e3.lowest} to systems.e3.highest = {e3.highest}"
+        yield f"sampling.temperature = {first} must lie within {bounds}"
 
 
 def _dots_mistakes(config: Config) -> Iterator[str]:

@@ -112,5 +112,5 @@ def parse_rejection(rule: str) -> tuple[str, float | None, float]:
             "nearly every token would be rejected"
         )
     if not has_band and not 0 < numbers[0] < math.inf:
-        raise ValueError(f"{rule!r} needs a bound above 0: as it is, no token would be kept or all")
+        raise ValueError(f"{rule!r} needs a bound above 0 and below infinity, like 0.01")
     return (name, numbers[0], numbers[1]) if has_band else (name, None, numbers[0])

@@ -305,7 +305,7 @@ def test_a_reward_that_raises_later_costs_one_step(train, folder):
         code, error = train(*flags, "--steps", "3")
     assert code == 1
     assert "KeyError: 'late'" in error
-    assert alarms(folder)[0].endswith("the same command goes on with step 2")
+    assert alarms(folder)[0].endswith("the same command then continues with step 2")
     assert checkpoints(folder) == ["step-000002"]
     (folder / "broken").unlink()
     assert train(*flags, "--steps", "3") == (0, "")

@@ -280,7 +280,7 @@ def test_recommended_keys_are_a_recipe_that_is_accepted(quant, others, device):
 
 def test_a_base_that_goes_with_one_format_leaves_no_choice():
     sections = {"model": {"path": "nowhere", "lora_rank": 32, "base": "nvfp4"}}
-    with pytest.raises(ConfigError, match=r"with quant\.format = 'nvfp4' only.*--model.base full"):
+    with pytest.raises(ConfigError, match=r"quant\.format = 'nvfp4' only.*--model.base full"):
         advise(recipe(**sections, quant={"format": "nvfp4"}), shape="7B")
 
 

@@ -342,7 +342,7 @@ def with_logprobs(groups, change):
 def test_an_engine_with_other_weights_fails(tiny, quant):
     """On random weights every log-prob lies near -log V: the format's bound alone lets it pass."""
     problems, groups = sampled(build_model(SHAPES["tiny"], CPU, seed=1), SMALL, quant)
-    with pytest.raises(EngineError, match="a wrong engine is not measured"):
+    with pytest.raises(EngineError, match="engines with wrong log-probs are not timed"):
         gap_of(tiny, problems, groups, quant)
 
 
@@ -491,7 +491,7 @@ def test_a_wrong_engine_is_not_measured(tmp_path, monkeypatch):
     )
     bench = RolloutBench("tiny", quant="none", prompts=2, group=2, prompt_tokens=5, new_tokens=6)
     bench = dataclasses.replace(bench, device="cpu", out=tmp_path / "rollout.json")
-    with pytest.raises(EngineError, match="a wrong engine is not measured"):
+    with pytest.raises(EngineError, match="engines with wrong log-probs are not timed"):
         run_rollout(bench)
     assert not bench.out.exists()
 

@@ -622,7 +622,7 @@ def test_the_home_folder_in_every_path(tmp_path, monkeypatch):
         ("seed = 18446744073709551616", "seed = 18446744073709551616 is too large; it must"),
         ("steps = 9223372036854775807", "steps = 9223372036854775807 is too large; it must be"),
         ("steps = 0x" + "f" * 9000, "steps = an integer of 36000 bits is too large"),
-        ("[batch]\nproblems = 2000000", "batch.problems x sampling.group_size = 16000000 is more"),
+        ("[batch]\nproblems = 2000000", "batch.problems x sampling.group_size = 16000000 is too"),
         ('run_dir = "a\\u0000b"', "run_dir = 'a\\x00b' holds a NUL character"),
         ("steps = " + "[" * 5000, "is nested too deeply"),
         ("a" * 1000 + ' = "' + "x" * 10_000 + '"', "... (10002 characters) is not a key"),

@@ -634,7 +634,7 @@ def test_saved_adapters_name_the_format_of_their_base(tmp_path):
     ("settings", "mistake"),
     [
         ({"model": {"base": "nvfp4"}}, r"base = 'nvfp4' is frozen; set model.lora_rank"),
-        ({"quant": {"format": "int8"}}, r"the same codes, not quant.format = 'int8'"),
+        ({"quant": {"format": "int8"}}, r"needs quant.format = 'nvfp4', not 'int8'"),
         ({"rollout": {"engine": "vllm"}}, r"base = 'nvfp4' needs rollout.engine = 'local' or 'hf'"),
         ({"quant": {"format": "nvfp4", "full_layers": 1}}, r"set quant.full_layers = 0"),
         ({"alarms": {"truncated": "full"}}, r"truncated = 'full': .* leaves no full precision"),

@@ -278,7 +278,7 @@ def test_a_reward_that_is_always_zero_stops_the_run(folder, capsys):
     assert error.startswith(
         "TrainingError: the alarm no_signal stopped the run after step 2: for 3"
     )
-    assert "All 3 steps are saved in run; mend the cause, or go on with the same command" in error
+    assert "All 3 steps are saved in run; fix the cause, or add --alarms.no_signal warn" in error
     assert checkpoints(folder) == ["step-000003"]
     [event] = alarms(folder)
     found = {key: event[key] for key in ("name", "step", "value", "threshold", "action")}
@@ -342,7 +342,7 @@ def test_graders_that_hang_in_an_evaluation_stop_the_run(folder, capsys, num_sou
     assert (folder / "run/report.html").exists()
     if step < 0:
         assert "stopped the run before its first step" in (printed := capsys.readouterr().err)
-        assert "Nothing was saved in run; mend the cause" in printed
+        assert "Nothing was saved in run; fix the cause" in printed
         assert not (folder / "run/checkpoints").exists()
     else:
         assert checkpoints(folder) == ["step-000001"]
@@ -523,7 +523,7 @@ def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):
     text = (folder / "run/crash/step-000002/error.txt").read_text()
     assert text.startswith("Traceback")
     assert text.endswith("KeyError: 'gone'\n")
-    assert alarms(folder)[0]["message"].endswith("the same command goes on with step 2")
+    assert alarms(folder)[0]["message"].endswith("the same command then continues with step 2")
     assert run(*flags, "--steps", "4") == 0
     assert rows(folder) == rows(folder, "whole")
 

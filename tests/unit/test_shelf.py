@@ -102,7 +102,7 @@ def test_the_next_shelf_takes_what_a_dead_one_does_not(graded, shelf_of_rank_0, 
     assert {slip_of(c).address for c in found.completions} == {shelf_of_rank_0.address}
     with pytest.raises(EngineError, match=r"none answers at 127\.0\.0\.1:1 of rank 1"):
         shelve(graded.rollout, [NOWHERE])
-    with pytest.raises(RankLost, match=r"cannot be had from trainer rank 1 at 127\.0\.0\.1:1"):
+    with pytest.raises(RankLost, match=r"cannot be fetched from trainer rank 1 at 127\.0\.0\.1:1"):
         Slip(NOWHERE, "key", 1).read()
 
 

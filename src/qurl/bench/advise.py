@@ -138,9 +138,9 @@ def check_base(config: Config) -> None:
     """Raise if the frozen weights allow one format only, so that there is nothing to choose."""
     if (base := config.model.base) != "full":
         raise ConfigError(
-            f"model.base = {base!r} goes with quant.format = {base!r} only, and qurl advise "
-            "compares others; --model.base full does so for this recipe, and qurl train RECIPE "
-            "--dry-run tells the memory of this base"
+            f"model.base = {base!r} allows quant.format = {base!r} only, so there is nothing to "
+            "compare; add --model.base full to compare formats for this recipe. qurl train RECIPE "
+            "--dry-run prints the memory of this base"
         )
 
 

@@ -48,8 +48,9 @@ def logprob_gap(model: Any, setup: Setup, problems: Sequence[Problem], groups: G
     # max() may drop a NaN, so ask for finite gaps as well.
     if not (gaps.isfinite().all() and worst <= bound):
         raise EngineError(
-            f"{setup}: log-probs differ from the trainer's forward by {worst:.4g} in the mean, and "
-            f"rounding explains {bound:.4g}; a wrong engine is not measured"
+            f"{setup}: log-probs differ from the trainer's forward by {worst:.4g} on average, "
+            f"more than the {bound:.4g} that rounding explains; engines with wrong log-probs are "
+            "not timed"
         )
     return gaps.mean().item()
 

@@ -58,7 +58,7 @@ class Record:
             raise ConfigError(f"--out {self.path} cannot be added to: {error}") from error
         if not isinstance(content, dict) or content.get("bench") != self.bench:
             raise ConfigError(
-                f"--out {self.path} holds something else than results of qurl bench {self.bench}; "
+                f"--out {self.path} does not hold results of qurl bench {self.bench}; "
                 "give another file"
             )
         return content["results"]

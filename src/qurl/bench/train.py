@@ -190,7 +190,7 @@ def check_update(metrics: Mapping[str, float], expected_grad_norm: float | None 
     if not 0 < expected / GRADIENT_RATIO <= norm <= expected * GRADIENT_RATIO:
         raise TrainingError(
             f"the gradient norm is {norm:.4g} where the first arm has {expected:.4g}, more than a "
-            f"factor of {GRADIENT_RATIO} apart; a wrong update is not measured"
+            f"factor of {GRADIENT_RATIO} apart; updates with wrong gradients are not timed"
         )
 
 

@@ -49,7 +49,7 @@ def find_unusable(tree: Any, key: str = "") -> Iterator[str]:
         for value in tree:
             yield from find_unusable(value, key)
     elif isinstance(tree, str) and "\0" in tree:
-        yield f"{key} = {shorten(tree)} holds a NUL character, which no name can"
+        yield f"{key} = {shorten(tree)} holds a NUL character; remove it"
     elif isinstance(tree, int) and abs(tree) >= (limit := 2 ** (63 if key == "seed" else 31)):
         yield f"{key} = {shorten(tree)} is too large; it must be below {limit}"
 
@@ -234,8 +234,8 @@ def _base_mistakes(config: Config) -> Iterator[str]:
     if not model.lora_rank:
         yield f"{chosen} is frozen; set model.lora_rank to train adapters beside it"
     if quant.format != model.base:
-        format = f"quant.format = {quant.format!r}"
-        yield f"{chosen}: trainer and actor compute with the same codes, not {format}; make it so"
+        needed = f"quant.format = {model.base!r}, not {quant.format!r}"
+        yield f"{chosen} needs {needed}: trainer and actor compute with the same codes"
     if engine not in ("local", "hf"):
         yield f"{chosen} needs rollout.engine = 'local' or 'hf', not {engine!r}"
     if quant.full_layers:
@@ -383,7 +383,7 @@ def _other_mistakes(config: Config) -> Iterator[str]:
     }
     for name, size in sizes.items():
         if size > _LARGEST_STEP:
-            yield f"{name} = {size} is more than {_LARGEST_STEP}, which no run needs"
+            yield f"{name} = {size} is too large; it must be at most {_LARGEST_STEP}"
     if "" in config.sampling.stop:
         yield "sampling.stop holds an empty string, which every completion contains; remove it"
     if config.model.path == "scratch" and scratch.hidden_size % (2 * scratch.heads) != 0:

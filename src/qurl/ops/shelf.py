@@ -114,7 +114,7 @@ class Slip:
                 data = _connect(self.address).get(self.key)
             except dist.DistError as error:
                 raise RankLost(
-                    f"the tokens of a rollout cannot be had from trainer rank {self.address.rank} "
+                    f"tokens of a rollout cannot be fetched from trainer rank {self.address.rank} "
                     f"at {self.address.host}:{self.address.port}: {error}"
                 ) from error
             if self.traffic is not None:

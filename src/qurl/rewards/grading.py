@@ -84,7 +84,7 @@ class Grading:
             raise RewardTimeout(
                 f"reward {self._pool.reward!r} was killed on all {sum(map(len, groups))} "
                 f"completions after {self._pool.timeout:g} s, or ran out of memory; raise "
-                "task.grade_timeout or task.grade_memory, or mend it"
+                "task.grade_timeout or task.grade_memory, or fix the reward"
             )
         graded = []
         for rollout, group in zip(self._rollouts, groups, strict=True):

@@ -45,7 +45,7 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
         if config.save.keep and is_sound and is_whole:
             try:
                 parts.save(config, run, step, state)
-                message += f". When the cause is mended, the same command goes on with step {step}"
+                message += f". Fix the cause; the same command then continues with step {step}"
             except (CheckpointError, TrainingError) as failure:
                 message += f". {failure}"
         with contextlib.suppress(TrainingError):  # a full disk must not hide what went wrong

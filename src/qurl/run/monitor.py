@@ -184,9 +184,7 @@ ALARMS = (
         "above",
         "nearly all answers are cut at sampling.max_tokens. Raise it, or see whether they end",
     ),
-    collapses(
-        "reward_collapse", "reward/mean", "the policy is losing what it could do", is_best=True
-    ),
+    collapses("reward_collapse", "reward/mean", "the policy is losing its accuracy", is_best=True),
     Alarm("held_out_collapse", ("/accuracy", "/accuracy_low", "/accuracy_high"), held_out_falls),
     collapses("entropy_collapse", "actor/entropy", "the policy hardly explores any more"),
     collapses("length_collapse", "response_length/mean", "the answers have shrunk"),
@@ -301,7 +299,7 @@ class Monitor:
         has_saved = self._config.save.keep and step >= 0
         saved = f"All {step + 1} steps are saved" if has_saved else "Nothing was saved"
         when = f"after step {step}" if step >= 0 else "before its first step"
-        remedy = f"mend the cause, or go on with the same command and --alarms.{alarm.name} warn"
+        remedy = f"fix the cause, or add --alarms.{alarm.name} warn to the same command to continue"
         self.reason_to_stop = (
             f"the alarm {alarm.name} stopped the run {when}: {finding.message}. "
             f"{saved} in {self._run.path}; {remedy} (docs/alarms.md)"

@@ -80,11 +80,11 @@ class Prompts:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
                 f"the model's chat template fails on messages of the roles {roles}: "
-                f"{type(error).__name__}: {error}; mend chat_template in its tokenizer, or the "
+                f"{type(error).__name__}: {error}; fix chat_template in its tokenizer, or the "
                 "messages"
             ) from error
         if not text.strip():
-            raise ModelError("the model's chat template makes an empty prompt; mend it")
+            raise ModelError("the model's chat template makes an empty prompt; fix chat_template")
         return text
 
     def instruct(self, messages: Messages, default: str) -> Messages:

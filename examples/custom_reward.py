@@ -13,11 +13,10 @@ from typing import Any
 
 
 def brief(text: str, answer: str, extra: Mapping[str, Any]) -> Mapping[str, float]:
-    """1 for the right number, less 0.05 for each character that was not needed.
+    """1 for the right number, minus 0.05 for each character too many.
 
-    `score` is what is trained on. `accuracy` is what dynamic sampling looks at, and what
-    `reward/accuracy` shows; an answer counts as right in the held-out accuracy where it reaches 1.
-    Without it the score stands for both.
+    Training uses `score`. Dynamic sampling and `reward/accuracy` use `accuracy`, and a held-out
+    answer counts as right if it reaches 1. Without `accuracy`, the score is used for both.
     """
     is_right = text.strip() == answer
     waste = max(0, len(text) - len(answer))

@@ -99,7 +99,8 @@ def render_section(path: str, section: Any) -> str:
         rows.append([f"`{key}`", values, render_value(default), docs[field.name]])
     title = f"`[{path}]`" if path else "Top level"
     about = inspect.cleandoc(type(section).__doc__ or "")
-    return f"## {title}\n\n{about}\n\n{render_table(rows)}\n"
+    keys = f"\n{render_table(rows)}\n" if rows[1:] else ""
+    return f"## {title}\n\n{about}\n{keys}"
 
 
 def field_docs(section: type) -> dict[str, str]:

@@ -384,7 +384,7 @@ def test_the_text_compares_with_the_card(on_gpu, monkeypatch):
 
 def test_a_model_that_is_not_there_is_said_to_be_unknown(tmp_path):
     text = describe_budget(recipe(model={"path": str(tmp_path / "nowhere")}))
-    assert f"unknown: {tmp_path / 'nowhere'} is not reachable here" in text
+    assert f"unknown: model.path = '{tmp_path / 'nowhere'}' does not exist" in text
     assert "updates in the run" in text
 
 
@@ -523,15 +523,21 @@ def test_the_text_of_several_trainers(on_gpu, monkeypatch):
     assert "optim.masters" not in too_much, "several trainers refuse it"
 
 
+def validate_memory(flags):
+    recipe = qurl.run.validate.Recipe(None, flags)
+    recipe.check_model()
+    return recipe.check_memory()
+
+
 def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):
     flags = ["--device", "cpu", "--parallel.trainers", "3", "--model.scratch.hidden_size", "32"]
     config = load_config(None, flags)
     peak = machine_memory(config, measure_model(config))
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak - 1)
     with pytest.raises(ConfigError, match=r"too much for cpu; .*parallel\.trainers"):
-        qurl.run.validate.Recipe(None, flags).check_memory()
+        validate_memory(flags)
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda _: peak + 1)
-    assert "GiB at the peak" in qurl.run.validate.Recipe(None, flags).check_memory()
+    assert "GiB at the peak" in validate_memory(flags)
 
 
 def test_validate_counts_what_the_driver_loads_into_main_memory(on_gpu, monkeypatch):
@@ -541,9 +547,9 @@ def test_validate_counts_what_the_driver_loads_into_main_memory(on_gpu, monkeypa
     sizes = {"cuda": 2**37, "cpu": 100_000}
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: sizes[device.type])
     with pytest.raises(ConfigError, match=r"loads FP32 models of .* into main memory"):
-        qurl.run.validate.Recipe(None, flags).check_memory()
+        validate_memory(flags)
     sizes["cpu"] = 2**37
-    assert "of 128.0 GiB" in qurl.run.validate.Recipe(None, flags).check_memory()
+    assert "of 128.0 GiB" in validate_memory(flags)
 
 
 def test_validate_compares_the_fuller_card(on_gpu, monkeypatch):
@@ -551,7 +557,7 @@ def test_validate_compares_the_fuller_card(on_gpu, monkeypatch):
     flags = ["--parallel.engines", "1", "--model.scratch.hidden_size", "32"]
     monkeypatch.setattr(qurl.run.validate, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(qurl.run.validate, "total_memory", lambda device: 2**36)
-    assert "about 1." in qurl.run.validate.Recipe(None, flags).check_memory()
+    assert "about 1." in validate_memory(flags)
     flags += ["--rollout.kv_tokens", "300_000_000"]
     with pytest.raises(ConfigError, match="too much for cuda"):
-        qurl.run.validate.Recipe(None, flags).check_memory()
+        validate_memory(flags)

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import tiny_llama, tiny_policy
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from qurl.cli import COMMANDS, HELP, HELP_OF_THEIR_OWN, main
 from qurl.run.checkpoint import replace_state
@@ -213,7 +219,7 @@ def test_validate(recipe, tmp_path, capsys):
     assert lines[4] == f"ok    run directory: {tmp_path / 'run'}, a new run"
     assert lines[5] == "ok    packages: no optional ones"
     assert lines[6] == "ok    model: made from scratch, 100 tokens, end of sequence '<eos>'"
-    assert lines[7] == "ok    precision: int8 of 2 layers"
+    assert lines[7] == "ok    precision: int8 of LlamaForCausalLM"
     assert lines[8] == "ok    weights: made at the start"
     assert re.fullmatch(r"ok    memory: about [\d.]+ of [\d.]+ GiB at the peak", lines[9])
     assert lines[10].startswith("ok    training problems: 10000 of arithmetic; the first has ")
@@ -274,6 +280,21 @@ def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
     printed = capsys.readouterr().out
     note = f"note  model.path = {str(small)!r}: its tokenizer has 100 tokens, and the model only 90"
     assert note in printed, "models with a token for images have such tokenizers"
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch):
+    def look_up(path, **_):
+        tried.append(path)
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files, and\n...")
+
+    tried = []
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", look_up)
+    [failure] = validate(recipe, capsys, "--model.path", "some/model")
+    assert failure.startswith("FAIL  model: model.path = 'some/model' cannot be loaded")
+    assert "give a folder with config.json, weights and tokenizer, or a hub name" in failure
+    assert failure.endswith("and this machine cannot connect to the hub")
+    assert tried == ["some/model"]
 
 
 def test_validate_asks_about_a_reward_that_knows_no_difference(

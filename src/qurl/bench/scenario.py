@@ -105,9 +105,7 @@ def find_shape(config: Config, name: str | None) -> Shape:
         shape = measure_model(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path = {config.model.path!r} is not reachable here "
-            f"({first_line(error)}); give a folder with its config.json, or "
-            f"--shape {'|'.join(SHAPES)} to plan with a shape of Qwen2.5"
+            f"{first_line(error)}. To plan with a shape of Qwen2.5: --shape {'|'.join(SHAPES)}"
         ) from error
     check_family(shape)
     return shape

@@ -68,9 +68,7 @@ def describe_budget(config: Config, card: Card | None = None) -> str:
     except (OSError, ValueError) as error:
         if os.path.exists(config.model.path):
             raise
-        reason = f"{config.model.path} is not reachable here ({first_line(error)})"
-        lines.append(f"  unknown: {reason}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  unknown: {first_line(error)}"])
     room, of = (card.memory, card.name) if card else room_of(device)
     rows = memory_rows(config, shape, room, is_cuda=device.type == "cuda")
     lines += [f"  {name:<24}{number / GIB:10.3f}" for name, number in rows.items()]

@@ -78,12 +78,16 @@ class Shape:
         }
 
 
-def measure_model(config: Config) -> Shape:
-    """Count parameters on the meta device: no weights are read or made."""
+def empty_model(config: Config) -> Any:
+    """The recipe's model on the meta device: no weights are read or made."""
     if config.model.path != "scratch":
-        return measure(load_empty_model(config.model.path))
+        return load_empty_model(config.model.path)
     with torch.device("meta"):
-        return measure(build_tiny_llama(config.model.scratch, build_tokenizer()))
+        return build_tiny_llama(config.model.scratch, build_tokenizer())
+
+
+def measure_model(config: Config) -> Shape:
+    return measure(empty_model(config))
 
 
 def measure(model: Any) -> Shape:

@@ -17,7 +17,7 @@ from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError, QurlError
 from qurl.ops.device import pick_device
 from qurl.ops.families import FAMILIES
-from qurl.quant.linear import check_quantizable, is_full, quantized_projections
+from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import uaq_scale
 from qurl.rollout.engine import check_prompts_for
 from qurl.rollout.local.architecture import read_architecture
@@ -38,7 +38,7 @@ from qurl.run.choices import Choices
 from qurl.run.directory import check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
-from qurl.run.shape import measure_model
+from qurl.run.shape import empty_model, measure
 from qurl.run.splits import held_out_problems, load_split, spread_problems
 from qurl.sampling import ProblemStream, Setup
 from qurl.sampling.built_in import PARTS
@@ -47,7 +47,7 @@ from qurl.sampling.parts import build_part
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.folder import check_folder
-from qurl.trainer.policy import load_empty_model, load_model_config, load_tokenizer
+from qurl.trainer.policy import load_tokenizer
 from qurl.trainer.weight_files import check_finite, check_shapes
 from qurl.types import SamplingParams
 
@@ -92,15 +92,19 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
 
 
 class Recipe:
-    """A recipe and what the checks so far have read; None if that failed or was not needed."""
+    """A recipe and what the checks so far have read; None if that failed."""
 
     def __init__(self, source: str | None, flags: Sequence[str]) -> None:
         self.config = load_config(source, flags)
         self.tokenizer: Any = None
-        self.model_config: Any = None
+        self.model: Any = None  # on the meta device, without weights
         self.task: Task | None = None
         self.prompt = ""
         self.notes: list[str] = []
+
+    @property
+    def model_config(self) -> Any:
+        return getattr(self.model, "config", None)
 
     def check_parts(self) -> str:
         choices = Choices.of(self.config)
@@ -150,12 +154,13 @@ class Recipe:
     def check_model(self) -> str:
         check_model_path(self.config)
         path = self.config.model.path
+        # Once, for all checks: without a network, a look-up on the hub takes half a minute to fail.
+        self.model = empty_model(self.config)
         self.tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
         num_tokens = len(self.tokenizer)
         tokens = f"{num_tokens} tokens, end of sequence {self.tokenizer.eos_token!r}"
         if path == "scratch":
             return f"made from scratch, {tokens}"
-        self.model_config = load_model_config(path)
         kind = self.model_config.model_type
         vocabulary = self.model_config.get_text_config().vocab_size
         if num_tokens > vocabulary:  # prompts that hold the others are refused by themselves
@@ -164,8 +169,8 @@ class Recipe:
         return f"{kind}, {tokens}"
 
     def check_precision(self) -> str:
-        """What engine, quantizer and UAQ need of a model's layers, seen on one without weights."""
-        config, path = self.config, self.config.model.path
+        """What engine, quantizer and UAQ need of the model's layers."""
+        config, model = self.config, self.model
         quant, device = config.quant, pick_device(config.device)
         dtype = config.model.compute_dtype
         is_bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
@@ -176,12 +181,8 @@ class Recipe:
         num_threads = 1 if device.type == "cuda" else config.threads or torch.get_num_threads()
         if config.rollout.deterministic and num_threads > 1:
             raise ConfigError("rollout.deterministic = true needs threads = 1 on a CPU")
-        if path == "scratch":
-            layers = config.model.scratch.layers
-            if quant.full_layers:
-                is_full(0, layers, quant.full_layers)
-            return f"{quant.format} of {layers} layers"
-        model = load_empty_model(path)
+        if model is None:
+            return ""
         uaq_scale(model)
         if config.rollout.engine == "local":
             read_architecture(model)
@@ -195,16 +196,20 @@ class Recipe:
 
     def check_weights(self) -> str:
         path = self.config.model.path
+        if self.model is None:
+            return ""
         if path == "scratch" or not os.path.isdir(path):
             return "made at the start" if path == "scratch" else "not read, they are on the hub"
         check_folder(path)
-        check_shapes(path, load_empty_model(path))
+        check_shapes(path, self.model)
         return check_finite(path)
 
     def check_memory(self) -> str:
         """Check the fuller GPU, and main memory, which all processes share on a CPU."""
+        if self.model is None:
+            return ""
         config, device = self.config, pick_device(self.config.device)
-        shape, total = measure_model(config), total_memory(device)
+        shape, total = measure(self.model), total_memory(device)
         if device.type != "cuda":
             peaks = [machine_memory(config, shape)]
         else:
@@ -235,7 +240,7 @@ class Recipe:
         if self.tokenizer:
             self.prompt = problems[0].extra.get("prompt", "")
             first = f"the first has {len(problems[0].prompt_ids)} tokens"
-        if self.model_config is not None:
+        if self.model is not None:
             params = SamplingParams(max_tokens=self.config.sampling.max_tokens)
             vocabulary = self.model_config.get_text_config().vocab_size
             check_prompts_for(self.model_config, vocabulary, problems, params)
@@ -253,11 +258,10 @@ class Recipe:
         """The tokens and strings that end a completion; empty if the tokenizer is not there."""
         if self.tokenizer is None:
             return ""
-        config: Any = self.model_config or SimpleNamespace(
-            get_text_config=lambda: SimpleNamespace(vocab_size=len(self.tokenizer))
+        files: Any = SimpleNamespace(
+            config=self.model_config, generation_config=self._generation_config()
         )
-        model: Any = SimpleNamespace(config=config, generation_config=self._generation_config())
-        rule = StopRule.of(model, self.tokenizer, SamplingParams(stop=self.config.sampling.stops))
+        rule = StopRule.of(files, self.tokenizer, SamplingParams(stop=self.config.sampling.stops))
         if not rule.token_ids and not rule.strings:
             self.notes.append("nothing ends a completion before sampling.max_tokens: set stop_ids")
         ids = [f"{id} {self.tokenizer.decode([id])!r}" for id in sorted(rule.token_ids)]

@@ -329,6 +329,8 @@ def _explain(error: Exception) -> str:
             "it brings Python code of its own, which is never run here; use a model whose "
             "architecture is part of transformers"
         )
+    if "couldn't connect to" in str(error):  # the files are not in its cache, either
+        return "there is no such folder, and this machine cannot connect to the hub"
     if "weights_only" in str(error):
         return f"of its .bin file: {NO_WEIGHTS}"
     if isinstance(error, KeyError):

@@ -77,21 +77,18 @@ def train(
     config = choices.record_in(config)
     opened, settled = Run.open(config, trackers=trackers), settled_heap()
     with opened as run, assemble(config, run, choices) as parts, settled, Interrupt() as interrupt:
+        last = parts.first_step - 1
+        row = reopen_row(config, run, last)
         monitor = Monitor(config, parts, run)
         run.timer.lap()  # what came before belongs to no step
-        if parts.first_step == 0 and config.eval.every:
-            untrained: dict[str, float] = {}
-            with keep_evidence(config, parts, run, step=0), monitor.logging(-1, untrained):
-                untrained |= evaluate_policy(config, parts, run, num_updates=0)
+        if row is not None:
+            finish_step(config, parts, run, monitor, last, row)
         for step in range(parts.first_step, config.steps):
             if monitor.reason_to_stop is not None:
                 break
             with keep_evidence(config, parts, run, step):
                 metrics = run_step(config, parts, run, step)
-            with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
-                metrics |= peak_memory(parts.learner.device)
-                if config.eval.every and is_due(step, config.eval.every, config.steps):
-                    metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
+            finish_step(config, parts, run, monitor, step, metrics)
             is_stopping = interrupt.is_requested or monitor.reason_to_stop is not None
             if config.save.keep and (is_due(step, config.save.every, config.steps) or is_stopping):
                 with run.timer("save"):
@@ -134,7 +131,35 @@ def run_step(config: Config, parts: Parts, run: Run, step: int) -> dict[str, flo
     for record in sample_records(*records):
         run.sample(step, record)
     metrics |= hooks.metrics(lambda: learner.whole(trained))
-    return metrics | parts.driver_bytes()
+    return metrics | parts.driver_bytes() | peak_memory(learner.device)
+
+
+def finish_step(
+    config: Config, parts: Parts, run: Run, monitor: Monitor, step: int, metrics: dict[str, float]
+) -> None:
+    """Evaluate the weights that a step leaves if that is due, and log the row of the step."""
+    with keep_evidence(config, parts, run, step + 1), monitor.logging(step, metrics):
+        if is_evaluated(config, step):
+            metrics |= evaluate_policy(config, parts, run, num_updates=step + 1)
+
+
+def reopen_row(config: Config, run: Run, step: int) -> dict[str, float] | None:
+    """The row of the step before the first one, if it lacks an evaluation that is due, else None.
+
+    The evaluation failed, or the recipe did not ask for it then. Row -1 is empty.
+    """
+    if not is_evaluated(config, step):
+        return None
+    row = run.find_row(step)
+    if any(name.startswith("eval/") for name in row):
+        return None
+    if row:
+        run.reopen(step)
+    return row
+
+
+def is_evaluated(config: Config, step: int) -> bool:
+    return config.eval.every > 0 and is_due(step, config.eval.every, config.steps)
 
 
 def take_rollouts(config: Config, parts: Parts, run: Run, step: int) -> Sampled:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from qurl.config import load_config
 from qurl.errors import ConfigError
 from qurl.run.directory import read_jsonl
+from qurl.run.evaluation import evaluate
 from qurl.train import train
 
 SRC = Path(__file__).parents[2] / "src"
@@ -114,7 +115,12 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     for num_rows in kills:
         run_until(words, broken, num_rows)
     train(load_config(None, words))
+    assert_same_run(whole, broken)
+    kinds = [event["kind"] for event in read_jsonl(broken / "events.jsonl")]
+    assert kinds.count("resume") == len(kills)
 
+
+def assert_same_run(whole, broken):
     assert len(rows(whole)) == STEPS + 1
     for uninterrupted, resumed in zip(rows(whole), rows(broken), strict=True):
         assert uninterrupted == resumed
@@ -124,8 +130,43 @@ def test_killed_and_resumed_is_never_interrupted(arm, tmp_path):
     assert expected.keys() == found.keys()
     for name in expected:
         assert torch.equal(expected[name], found[name]), name
-    kinds = [event["kind"] for event in read_jsonl(broken / "events.jsonl")]
-    assert kinds.count("resume") == len(kills)
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("arm", first_quick(ARMS, 2))
+def test_an_evaluation_that_failed_is_repeated(arm, tmp_path, monkeypatch):
+    """Its second precision fails at steps 2 and 8, and at 8 once more when it is repeated."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(load_config(None, flags(arm, whole)))
+    outcomes = iter(["ok", "fails", "ok", "ok", "fails", "fails", "ok"])
+
+    def failing(config, engine, problems, pool, precision):
+        if precision != "full" and next(outcomes) == "fails":
+            raise RuntimeError("no room for the cache")
+        return evaluate(config, engine, problems, pool, precision)
+
+    monkeypatch.setattr("qurl.train.evaluate", failing)
+    config = load_config(None, flags(arm, broken))
+    for first_lost in (2, 8, 8):
+        with pytest.raises(RuntimeError, match="no room"):
+            train(config)
+        assert rows(broken)[-1]["step"] == first_lost
+        assert not any(name.startswith("eval/") for name in rows(broken)[-1])
+    train(config)
+    assert not list(outcomes)
+    assert_same_run(whole, broken)
+
+
+@pytest.mark.learn
+def test_a_finished_run_may_be_evaluated_later(tmp_path):
+    words = [*flags("ppo, fp8, dithered", tmp_path), "--steps", "2"]
+    train(load_config(None, [*words, "--eval.every", "0"]))
+    [*before, last] = rows(tmp_path)
+    train(load_config(None, words))
+    assert rows(tmp_path)[:-1] == before
+    found = {k: v for k, v in rows(tmp_path)[-1].items() if not k.startswith("eval/")}
+    assert (found, len(found) < len(rows(tmp_path)[-1])) == (last, True)
+    assert {record["step"] for record in read_jsonl(tmp_path / "evals.jsonl")} == {2}
 
 
 class Interrupting:

@@ -172,6 +172,24 @@ def test_rewind_to_the_start_forgets_the_untrained_model_too(config):
     assert read_jsonl(run.path / "evals.jsonl") == []
 
 
+def test_a_reopened_row_is_replaced_when_it_is_logged_again(config):
+    run = open_run(config)
+    for step in (0, 1):
+        run.log(step, {"x": float("nan")})
+        run.evaluation(step + 1, "full", [True])
+    run.reopen(1)
+    assert [row["step"] for row in run.rows()] == [0]
+    assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1], "not lost yet"
+    assert [r["step"] for r in read_jsonl(run.path / "evals.jsonl")] == [1]
+    run.log(1, {"x": 2.0})
+    run.log(2, {"x": 3.0})
+    assert strict_lines(run.path / "metrics.jsonl") == [
+        {"step": 0, "x": "nan"},
+        {"step": 1, "x": 2.0},
+        {"step": 2, "x": 3.0},
+    ]
+
+
 def test_rewind_of_an_empty_run_is_nothing(config):
     run = open_run(config)
     run.rewind(0)

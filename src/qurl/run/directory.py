@@ -62,6 +62,8 @@ class Run(AbstractContextManager["Run"]):
     timer: Stopwatch = field(default_factory=lambda: Stopwatch())
     last_step: int | None = None
     """The last step whose row this process has logged."""
+    reopened: int | None = None
+    """The step before those of this process, if its row is to be logged again."""
 
     @classmethod
     def open(
@@ -92,7 +94,10 @@ class Run(AbstractContextManager["Run"]):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl and hand it to the progress line and all trackers."""
         values = {name: float(value) for name, value in metrics.items()}
-        _append(self.path / METRICS, {"step": step} | values)
+        if step == self.reopened:
+            _drop(self.path / METRICS, step, {"step": step} | values)
+        else:
+            _append(self.path / METRICS, {"step": step} | values)
         self.last_step = step
         self.progress.log(step, values)
         for tracker in list(self._trackers):
@@ -128,6 +133,26 @@ class Run(AbstractContextManager["Run"]):
                 f"{num_lost} logged steps have no checkpoint after them and are repeated, from "
                 f"step {step} on; save.every says how often one is saved"
             )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What has been logged so far of the steps that are complete."""
+        path = self.path / METRICS
+        found = iter_jsonl(path) if path.exists() else ()
+        return [row for row in found if row["step"] != self.reopened]
+
+    def find_row(self, step: int) -> dict[str, float]:
+        """What was logged of a step; empty if nothing was."""
+        row = next((row for row in self.rows() if row["step"] == step), {})
+        return {name: float(value) for name, value in row.items() if name != "step"}
+
+    def reopen(self, step: int) -> None:
+        """Let `log` replace the row of the last step, and forget what its evaluation has left.
+
+        Until then the row stays in its file: a kill does not lose it.
+        """
+        self.progress.print("the last step has not been evaluated, which comes first")
+        self.reopened = step
+        _drop(self.path / EVALS, step + 1)
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -232,8 +257,11 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _drop(path: Path, first_gone: float = math.inf) -> int:
-    """Drop a torn last line, and records from step `first_gone` on; returns the trained steps."""
+def _drop(path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any]) -> int:
+    """Drop a torn last line, and records from step `first_gone` on; returns the trained steps.
+
+    Records that come `instead` are appended.
+    """
     num_gone = 0
     if path.exists():
         with replacing(path) as file:
@@ -242,6 +270,8 @@ def _drop(path: Path, first_gone: float = math.inf) -> int:
                     file.write(_line(record))
                 else:
                     num_gone += record["step"] >= 0
+            for record in instead:
+                file.write(_line(record))
     return num_gone
 
 

@@ -17,7 +17,7 @@ from qurl.config import Config
 from qurl.config.schema import AlarmsConfig
 from qurl.errors import TrainingError
 from qurl.run.assembly import Parts
-from qurl.run.directory import METRICS, Run, iter_jsonl
+from qurl.run.directory import Run
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3
@@ -219,8 +219,7 @@ class Monitor:
         """`run` has been rewound to the first step, so its rows are those before it."""
         self._config, self._parts, self._run = config, parts, run
         self.reason_to_stop: str | None = None
-        path = run.path / METRICS
-        self._rows = [_watched(row) for row in iter_jsonl(path)] if path.exists() else []
+        self._rows = [_watched(row) for row in run.rows()]
         self._on = self._find_alarms(self._rows).keys()
         if self._rows and self._can_fall_back:
             came_on = self._on - self._find_alarms(self._rows[:-1]).keys()
@@ -242,7 +241,8 @@ class Monitor:
         try:
             yield
         finally:
-            metrics |= self._run.timer.lap()
+            for name, seconds in self._run.timer.lap().items():
+                metrics[name] = metrics.get(name, 0.0) + seconds  # to those of a failed evaluation
             self._run.log(step, metrics)
         self._rows.append(_watched({"step": step} | metrics))
         note(self._run, step, metrics)

@@ -14,9 +14,10 @@ from models import TINY_RUN, as_flags, first_quick, from_a_start
 from safetensors.torch import load_file
 
 from qurl.config import load_config
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, ModelError
 from qurl.run.directory import read_jsonl
 from qurl.run.evaluation import evaluate
+from qurl.run.export import export
 from qurl.train import train
 
 SRC = Path(__file__).parents[2] / "src"
@@ -167,6 +168,31 @@ def test_a_finished_run_may_be_evaluated_later(tmp_path):
     found = {k: v for k, v in rows(tmp_path)[-1].items() if not k.startswith("eval/")}
     assert (found, len(found) < len(rows(tmp_path)[-1])) == (last, True)
     assert {record["step"] for record in read_jsonl(tmp_path / "evals.jsonl")} == {2}
+
+
+@pytest.mark.learn
+def test_a_run_on_adapters_goes_on_when_they_are_merged(tmp_path, monkeypatch):
+    """Earlier versions began such runs, and saved adapters whose base was not to be had."""
+    first, whole, broken, merged = (tmp_path / name for name in ("a", "b", "c", "merged"))
+    arm = "grpo, int8, LoRA, reference, FP16 moments"
+    train(load_config(None, [*flags(arm, first), "--steps", "2"]))
+    adapters = first / "checkpoints" / "step-000002" / "policy"
+    words = ["--model.path", str(adapters), "--eval.every", "0", "--save.every", "1"]
+    with monkeypatch.context() as earlier:
+        earlier.setattr("qurl.trainer.policy.refuse_adapters", lambda path: None)
+        train(load_config(None, [*flags(arm, whole), *words, "--steps", "3"]))
+        train(load_config(None, [*flags(arm, broken), *words, "--steps", "2"]))
+    with pytest.raises(ModelError, match=f"merge them with `qurl export {adapters} OUT --dtype"):
+        train(load_config(None, [*flags(arm, broken), *words, "--steps", "3"]))
+
+    export(adapters, merged, "float32")
+    recipe = json.loads((broken / "config.json").read_text())
+    recipe["model"]["path"] = str(merged)
+    (broken / "config.json").write_text(json.dumps(recipe))
+    words[1] = str(merged)
+    train(load_config(None, [*flags(arm, broken), *words, "--steps", "3"]))
+    assert rows(broken) == rows(whole)
+    export(broken, tmp_path / "out", "float32")
 
 
 class Interrupting:

@@ -80,8 +80,9 @@ def refuse_adapters(path: str | Path) -> None:
     """Raise ModelError if new adapters would be for a model that itself has some."""
     if Path(path, ADAPTER_CONFIG).is_file():
         raise ModelError(
-            f"{path} holds adapters, which the base of new ones would lack; merge them with "
-            "qurl export, and set model.path to the result"
+            f"model.path = {str(path)!r} holds adapters, which the base of new ones would lack; "
+            f"merge them with `qurl export {path} OUT --dtype float32`, and set model.path to OUT. "
+            "A run that began like this goes on if you also write OUT into its config.json"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import tiny_llama, tiny_policy
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,8 @@ from qurl.cli import COMMANDS, HELP, HELP_OF_THEIR_OWN, main
 from qurl.run.checkpoint import replace_state
 from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
+from qurl.trainer.lora import add_adapters_, save_adapters
+from qurl.trainer.policy import load_model
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -280,6 +283,25 @@ def test_validate_looks_at_the_model(recipe, tmp_path, capsys):
     printed = capsys.readouterr().out
     note = f"note  model.path = {str(small)!r}: its tokenizer has 100 tokens, and the model only 90"
     assert note in printed, "models with a token for images have such tokenizers"
+
+
+def test_validate_reads_adapters_and_their_base(recipe, tmp_path, capsys):
+    base, folder = tmp_path / "base", tmp_path / "adapters"
+    tiny_llama(vocab_size=100).save_pretrained(base)
+    model = load_model(base)
+    add_adapters_(model, rank=2, alpha=2, seed=0, dtype=torch.float32)
+    save_adapters(model, folder)
+    build_tokenizer().save_pretrained(folder)
+    flags = ["--model.path", str(folder)]
+    [_] = validate(recipe, capsys, *flags)
+    [failure] = validate(recipe, capsys, *flags, "--model.lora_rank", "2")
+    assert f"qurl export {folder} OUT --dtype float32`, and set model.path to OUT" in failure
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    [failure] = validate(recipe, capsys, *flags)
+    assert failure.startswith("FAIL  weights: ")
+    assert "hold NaN" in failure
 
 
 def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch):

@@ -47,6 +47,7 @@ from qurl.sampling.parts import build_part
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.folder import check_folder
+from qurl.trainer.lora import base_of
 from qurl.trainer.policy import load_tokenizer
 from qurl.trainer.weight_files import check_finite, check_shapes
 from qurl.types import SamplingParams
@@ -201,8 +202,11 @@ class Recipe:
         if path == "scratch" or not os.path.isdir(path):
             return "made at the start" if path == "scratch" else "not read, they are on the hub"
         check_folder(path)
-        check_shapes(path, self.model)
-        return check_finite(path)
+        base = base_of(path)  # of adapters; it may be on the hub
+        if os.path.isdir(base):
+            check_shapes(base, self.model)
+        folders = [folder for folder in dict.fromkeys((base, path)) if os.path.isdir(folder)]
+        return "; ".join(map(check_finite, folders))
 
     def check_memory(self) -> str:
         """Check the fuller GPU, and main memory, which all processes share on a CPU."""

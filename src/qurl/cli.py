@@ -185,7 +185,7 @@ def _train(config: Any) -> None:
 
 def eval_command(args: list[str]) -> int:
     recipe, flags = _recipe_and_flags(args)
-    _help_with_keys(recipe, flags)
+    _check_keys(recipe, flags)
     from qurl.run.evaluation import evaluate_model
 
     evaluate_model(recipe, flags)
@@ -194,7 +194,7 @@ def eval_command(args: list[str]) -> int:
 
 def validate_command(args: list[str]) -> int:
     recipe, flags = _recipe_and_flags(args)
-    _help_with_keys(recipe, flags)
+    _check_keys(recipe, flags)
     from qurl.run.validate import validate
 
     return 0 if validate(recipe, flags) else 2
@@ -344,12 +344,11 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     return None, args
 
 
-def _help_with_keys(recipe: str | None, flags: list[str]) -> None:
-    """Print every key of a recipe and end, if flags ask for help; torch is not needed for that."""
-    if {"-h", "--help"} & set(flags):
-        from qurl.config import load_config
+def _check_keys(recipe: str | None, flags: list[str]) -> None:
+    """Refuse a wrong recipe, or print every key and end, before torch is imported."""
+    from qurl.config import load_config
 
-        load_config(recipe, flags)
+    load_config(recipe, flags)
 
 
 def _option(name: str, args: list[str], default: Default = None) -> tuple[str | Default, list[str]]:

@@ -446,7 +446,9 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
         f'[model]\npath = "{model}"\n[task]\nname = "file"\npath = "{data}"\n'
     )
     train = ("train", "r.toml")
-    assert "optim.lr = -1.0" in without_torch(tmp_path, *train, "--optim.lr", "-1")[1]
+    for command in ("train", "eval", "validate"):
+        words = (command, "r.toml", "--optim.lr", "-1")
+        assert "optim.lr = -1.0" in without_torch(tmp_path, *words)[1]
     assert "m' does not exist" in without_torch(tmp_path, *train)[1]
     model.mkdir()
     assert "has no config.json" in without_torch(tmp_path, *train)[1]

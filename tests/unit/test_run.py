@@ -277,6 +277,7 @@ def test_resume_refuses_another_recipe_and_lists_all_of_it(config):
     assert "seed: 0 there, 3 here" in message
     assert "optim.lr: 1e-06 there, 0.001 here" in message
     assert "- steps" not in message
+    assert message.endswith(f"qurl fork {config.run_dir} --at STEP")
     saved = json.loads((Path(config.run_dir) / "config.json").read_text())
     assert saved["optim"]["lr"] == 1e-6
 

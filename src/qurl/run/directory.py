@@ -329,7 +329,8 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
     lines = "\n".join(f"  - {key}: {a!r} there, {b!r} here" for key, (a, b) in refused.items())
     raise ConfigError(
         f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
-        f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change"
+        f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change. "
+        f"To change more, make a new run from a checkpoint: qurl fork {path} --at STEP"
     )
 
 

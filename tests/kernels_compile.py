@@ -373,12 +373,12 @@ def train_gate(width: int, format: str | None = None, *, is_alternating: bool = 
 def code_gradient(width: int, format: str, parts: int = 1) -> Any:
     f, g = get_format(format), numbers(64, width)
     codes = numbers(64, width, dtype=f.dtype)
-    return coding.code_gradient(g, floats(width), codes, floats(64), f.act_max, parts)
+    return coding.code_gradient(g, floats(width), codes, floats(64), f.largest, parts)
 
 
 def weight_gradient(format: str) -> Any:
     f, g, target = get_format(format), numbers(1000, 1536), codes(1536, 1008, format)
-    coding.code_columns(g, floats(1000), target.codes, floats(1536), f.act_max)
+    coding.code_columns(g, floats(1000), target.codes, floats(1536), f.largest)
     return coding.transpose_codes(codes(1000, 1536, format).codes, target.codes)
 
 

@@ -46,7 +46,7 @@ def test_int8_has_one_scale_per_output_channel():
 
 @pytest.mark.parametrize("name", ["int8", "int6", "int4"])
 def test_the_most_negative_code_is_never_used(name):
-    largest = int(FORMATS[name].weight_max)
+    largest = int(FORMATS[name].largest)
     x = torch.cat([-_normal(64, 33).abs(), _normal(64, 33, seed=1)])
     codes = quantize(x, name).codes
     assert codes.min() == -largest
@@ -77,7 +77,7 @@ def test_a_row_too_small_for_a_normal_scale_counts_as_zero(name):
     q = quantize(x, name)
     assert q.scale[0].item() == 1.0
     assert (q.codes[0].float() == 0).all()
-    assert q.codes[1].float().abs().max() == q.format.weight_max
+    assert q.codes[1].float().abs().max() == q.format.largest
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -190,7 +190,7 @@ def test_block_activations_have_a_scale_per_token_and_group(columns):
 def test_activations_have_a_scale_per_token(format):
     x = _normal(2, 3, 40)
     q = quantize_activation(x, format)
-    assert torch.equal(q.scale, x.abs().amax(-1, keepdim=True) / format.act_max)
+    assert torch.equal(q.scale, x.abs().amax(-1, keepdim=True) / format.largest)
     alone = quantize_activation(x[1, 2:], format)
     assert torch.equal(alone.codes.float(), q.codes[1, 2:].float())
 

@@ -115,7 +115,7 @@ def code_boundaries(format):
     """Numbers between two codes, in units of the scale."""
     format = get_format(format)
     if format.is_integer:
-        return torch.arange(-format.weight_max + 0.5, format.weight_max, dtype=torch.float64)
+        return torch.arange(-format.largest + 0.5, format.largest, dtype=torch.float64)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     middles = (codes[1:] + codes[:-1]) / 2
     return torch.cat((-middles, middles))
@@ -124,7 +124,7 @@ def code_boundaries(format):
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
 def test_values_at_the_boundary_between_two_codes(format):
     """One unit in the last place decides the code, so nothing but the rounded quotient will do."""
-    largest = get_format(format).weight_max
+    largest = get_format(format).largest
     sizes = torch.tensor([1.0, 0.3, 7.7e-3, 1.9e10, 3.3e-31, 2.2e-36])
     rows = []
     for amax in sizes:

@@ -167,7 +167,7 @@ def test_codes_of_columns(format, shape):
     length = shape[0] + 5
     codes = torch.empty(shape[1], length, dtype=fmt.dtype, device=DEVICE)
     scale = torch.empty(shape[1], 1, device=DEVICE)
-    code_columns(g, token_scale, codes, scale, fmt.act_max)
+    code_columns(g, token_scale, codes, scale, fmt.largest)
     expected = quantize_activation((g.float() * token_scale[:, None]).T.contiguous(), fmt)
     assert torch.equal(scale, expected.scale)
     gap = (codes[:, : shape[0]].float() - expected.codes.float()).abs()
@@ -212,7 +212,7 @@ def test_codes_of_a_gradient(format, shape):
     channel_scale = normal(shape[1], dtype=torch.float32, seed=1).abs() + 0.1
     codes = torch.empty(shape, dtype=fmt.dtype, device=DEVICE)
     scale = torch.empty(shape[0], 1, device=DEVICE)
-    code_gradient(g, channel_scale, codes, scale, fmt.act_max)
+    code_gradient(g, channel_scale, codes, scale, fmt.largest)
     folded = g.float() * channel_scale
     expected = quantize_activation(folded, fmt)
     assert torch.equal(scale, expected.scale)
@@ -229,8 +229,8 @@ def test_gradients_that_are_not_finite_stay_so_in_codes(format, bad):
     g[1, 3], g[2] = bad, bad
     by_token, by_channel = (empty_codes(n, m, fmt, DEVICE) for n, m in ((4, 40), (40, 4)))
     ones = torch.ones(40, device=DEVICE)
-    code_gradient(g, ones, by_token.codes, by_token.scale, fmt.act_max)
-    code_columns(g[:2].contiguous(), ones[:2], by_channel.codes, by_channel.scale, fmt.act_max)
+    code_gradient(g, ones, by_token.codes, by_token.scale, fmt.largest)
+    code_columns(g[:2].contiguous(), ones[:2], by_channel.codes, by_channel.scale, fmt.largest)
     is_sound = dequantize(by_token).isfinite().all(1)
     assert is_sound.tolist() == [True, False, False, True]
     is_sound = dequantize(by_channel)[:, :2].isfinite().all(1)

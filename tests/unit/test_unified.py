@@ -92,8 +92,8 @@ def expected_gradients(layer, x, g):
         to_weight = dgt @ x_hat.abs() + (g.T.abs() + dgt) @ dxt.T
     else:
         # Of rows of zeros no gradient of the other operand needs a code.
-        scale_w = weight.abs().amax(-1, keepdim=True) / format.weight_max
-        scale_x = x_hat.abs().amax(-1, keepdim=True) / format.act_max
+        scale_w = weight.abs().amax(-1, keepdim=True) / format.largest
+        scale_x = x_hat.abs().amax(-1, keepdim=True) / format.largest
         to_x = steps(g * scale_w.T) @ (weight / scale_w).abs().nan_to_num()
         to_weight = steps((g * scale_x).T) @ (x_hat / scale_x).abs().nan_to_num()
     gradients = (g @ weight).view(x.shape), g.T @ x_hat, g.sum(0)

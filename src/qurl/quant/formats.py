@@ -31,8 +31,7 @@ class Format:
 
     name: str
     dtype: torch.dtype  # of the codes
-    weight_max: float  # largest code of a weight
-    act_max: float  # largest code of an activation; 0 if these are not coded
+    largest: float  # code, of weights and of activations
     block: int | None = None
     """Input channels per scale; for weights also output channels. None: one scale per row."""
     is_weight_only: bool = False
@@ -53,14 +52,14 @@ class Format:
 FORMATS: Mapping[str, Format] = {
     f.name: f
     for f in (
-        Format("int8", torch.int8, weight_max=127, act_max=127),
-        Format("fp8", torch.float8_e4m3fn, weight_max=448, act_max=448),
-        Format("fp8-block", torch.float8_e4m3fn, weight_max=448, act_max=448, block=BLOCK),
+        Format("int8", torch.int8, largest=127),
+        Format("fp8", torch.float8_e4m3fn, largest=448),
+        Format("fp8-block", torch.float8_e4m3fn, largest=448, block=BLOCK),
         # Coarse on purpose, to study objectives under large mismatch: int6 for pretrained models,
         # int4 for the toy task.
-        Format("int6", torch.int8, weight_max=31, act_max=31, canary_bound=5.0),
-        Format("int4", torch.int8, weight_max=7, act_max=7, canary_bound=10.0),
-        Format("nvfp4", torch.uint8, 6, 0, is_weight_only=True, canary_bound=5.0),
+        Format("int6", torch.int8, largest=31, canary_bound=5.0),
+        Format("int4", torch.int8, largest=7, canary_bound=10.0),
+        Format("nvfp4", torch.uint8, nvfp4.LARGEST, is_weight_only=True, canary_bound=5.0),
     )
 }
 
@@ -120,11 +119,11 @@ def quantize(weight: Tensor, format: str | Format, *, scale: Tensor | None = Non
         codes, scale, tensor_scale = nvfp4.encode(weight, scale)
         return Quantized(codes, scale, format, tensor_scale)
     if format.block is None:
-        return Quantized(*_code(weight, format.weight_max, format.dtype, scale), format)
+        return Quantized(*_code(weight, format.largest, format.dtype, scale), format)
     (rows, columns), block = weight.shape, format.block
     padded = F.pad(weight, (0, -columns % block, 0, -rows % block))
     tiles = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
-    codes, scale = _code(tiles.flatten(-2), format.weight_max, format.dtype)  # [n, k, block^2]
+    codes, scale = _code(tiles.flatten(-2), format.largest, format.dtype)  # [n, k, block^2]
     codes = codes.unflatten(-1, tiles.shape[-2:]).transpose(1, 2).flatten(2, 3).flatten(0, 1)
     return Quantized(codes[:rows, :columns].contiguous(), scale.squeeze(-1), format)
 
@@ -132,10 +131,10 @@ def quantize(weight: Tensor, format: str | Format, *, scale: Tensor | None = Non
 def quantize_activation(x: Tensor, format: Format) -> Quantized:
     """Code activations [..., M, K], one scale per token or per token and 128 input channels."""
     if format.block is None:
-        return Quantized(*_code(x, format.act_max, format.dtype), format)
+        return Quantized(*_code(x, format.largest, format.dtype), format)
     columns = x.shape[-1]
     groups = F.pad(x, (0, -columns % format.block)).unflatten(-1, (-1, format.block))
-    codes, scale = _code(groups, format.act_max, format.dtype)
+    codes, scale = _code(groups, format.largest, format.dtype)
     codes = codes.flatten(-2)[..., :columns].contiguous()
     return Quantized(codes, scale.squeeze(-1), format)
 

@@ -106,7 +106,7 @@ def sum_of_products(x: Tensor, w: Tensor, format: Format) -> Tensor:
     """codes_x @ codes_w^T in FP32, exact for integers."""
     x, w = x.float(), w.float()
     # So many products of codes stay within 2^24, where FP32 sums are exact.
-    length = int(2**24 // (format.weight_max * format.act_max))
+    length = int(2**24 // format.largest**2)
     if x.shape[-1] <= length or not format.is_integer:
         return x @ w.T
     parts = zip(x.split(length, -1), w.split(length, -1), strict=True)

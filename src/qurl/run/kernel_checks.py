@@ -248,7 +248,7 @@ def gradient_gap(device: torch.device, format: str) -> float:
     coded = get_format(format)
     codes = torch.zeros(40, 96, dtype=coded.dtype, device=device)
     scale = torch.zeros(40, device=device)
-    coding.code_gradient(numbers, channel_scale, codes, scale, coded.act_max)
+    coding.code_gradient(numbers, channel_scale, codes, scale, coded.largest)
     expected = dequantize(quantize_activation(numbers * channel_scale, coded))
     return gap_of(codes.float() * scale[:, None], expected)
 

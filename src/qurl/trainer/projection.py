@@ -153,7 +153,7 @@ class Projection:
         weight, scale = self._transposed()
         coded = empty_codes(dy.shape[0], dy.shape[1], weight.format, dy.device)
         parts = len(self.sizes) if self.alternates else 1
-        code_gradient(dy, scale, coded.codes, coded.scale, weight.format.act_max, parts)
+        code_gradient(dy, scale, coded.codes, coded.scale, weight.format.largest, parts)
         return _gradient_product(coded, weight, dy.dtype)
 
     @torch.no_grad()
@@ -298,7 +298,7 @@ def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:
     q, c = (empty_codes(n, length, format, device) for n in (channels, x.codes.shape[1]))
     token_scale = x.scale * transpose_codes(x.codes, c.codes)[:, None]
     c.scale.fill_(1.0)
-    code_columns(dy, token_scale, q.codes, q.scale, format.act_max)
+    code_columns(dy, token_scale, q.codes, q.scale, format.largest)
     return _gradient_product(q, c, dy.dtype)
 
 

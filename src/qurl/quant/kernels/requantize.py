@@ -64,7 +64,7 @@ def requantize_(
     shape: dict[str, Any] = {
         "K": columns,
         "CODE_STRIDE": codes.stride(0),
-        "LARGEST": float(format.weight_max),
+        "LARGEST": float(format.largest),
         "IS_INT": format.is_integer,
         "DTYPE": SOURCE_DTYPES[source.dtype if dtype == torch.float32 else dtype],
     }

@@ -162,7 +162,7 @@ def _operand_args(operand: Operand, tile: int) -> dict[str, Any]:
     return {
         "out": operand.codes,
         "out_scale": operand.scale,
-        "LARGEST": float(operand.format.act_max),
+        "LARGEST": float(operand.format.largest),
         "G": max(tile // group, 1),
         "C": group,
     }

@@ -151,7 +151,7 @@ def _combine(
     shape = {
         **cut,
         "RESULT": DTYPES[dtype],
-        "LARGEST": float(operand.format.act_max) if is_quantized else 0.0,
+        "LARGEST": float(operand.format.largest) if is_quantized else 0.0,
         "GROUP": (operand.format.block if is_quantized else None) or width,
         "H": heads,
         "D": head_dim,

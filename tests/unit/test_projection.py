@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 pytest.importorskip("triton")
 
@@ -19,7 +20,7 @@ from qurl.quant.coded_linear import CodedLinear
 from qurl.quant.formats import dequantize, get_format, quantize, quantize_activation
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.rows import dequantize_rows, quantize_rows
-from qurl.trainer.lora import Adapter
+from qurl.trainer.lora import Adapter, find_adapter
 from qurl.trainer.projection import Projection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,6 +158,24 @@ def test_weight_gradients_of_codes(format, rows):
     exact = 2 * dy.double().T @ dequantize(x).double()
     assert relative(stacked(found, "weight")[1], exact) < ROUNDING[format] * 3
     assert relative(stacked(found, "bias")[1], 2 * dy.double().sum(0)) < 1e-5
+
+
+def test_adapters_get_their_gradients_also_if_all_products_are_of_codes():
+    fmt, grads = get_format("int8"), []
+    x, dy = quantize_rows(normal(20, 80), fmt), normal(20, 80, seed=1)
+    for backward in ("bf16", "all"):
+        found = projection(bias=False)
+        found.format, found.backward = fmt, backward
+        for seed, linear in enumerate(found.linears):
+            draw = torch.Generator().manual_seed(seed)
+            adapter = Adapter(linear.weight.detach(), 4, 8, draw)
+            nn.init.normal_(adapter.B)
+            parametrize.register_parametrization(linear, "weight", adapter, unsafe=True)
+        found.add_gradients_(dy, x)
+        adapters = [find_adapter(linear) for linear in found.linears]
+        grads.append([factor.grad for a in adapters for factor in (a.A, a.B)])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert all(grad.norm() > 0 for grad in grads[0])
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

@@ -159,12 +159,13 @@ class Projection:
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
         """Add dW and db of one micro-batch to the layers' `.grad`, or those of their adapters."""
-        if isinstance(x, Quantized) and self.backward == "all":
+        has_adapters = find_adapter(self.linears[0]) is not None
+        if isinstance(x, Quantized) and self.backward == "all" and not has_adapters:
             self._add_weight_gradient_(_weight_gradient(dy, x))
             self._add_bias_gradient_(dy)
             return
         numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
-        if find_adapter(self.linears[0]) is not None:
+        if has_adapters:  # whose gradients are thin products, of numbers
             for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
                 adapter = find_adapter(linear)
                 assert adapter is not None, "all projections of a model have adapters, or none"

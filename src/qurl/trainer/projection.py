@@ -159,39 +159,33 @@ class Projection:
     @torch.no_grad()
     def add_gradients_(self, dy: Tensor, x: Operand) -> None:
         """Add dW and db of one micro-batch to the layers' `.grad`, or those of their adapters."""
-        has_adapters = find_adapter(self.linears[0]) is not None
-        if isinstance(x, Quantized) and self.backward == "all" and not has_adapters:
-            self._add_weight_gradient_(_weight_gradient(dy, x))
-            self._add_bias_gradient_(dy)
-            return
-        numbers = dequantize_rows(x, dy.dtype) if isinstance(x, Quantized) else x
-        if has_adapters:  # whose gradients are thin products, of numbers
+        if find_adapter(self.linears[0]) is not None:
+            numbers = _as_numbers(x, dy.dtype)  # their products are thin, and never of codes
             for linear, part in zip(self.linears, dy.split(self.sizes, -1), strict=True):
                 adapter = find_adapter(linear)
                 assert adapter is not None, "all projections of a model have adapters, or none"
                 adapter.add_gradients_(part, numbers)
             return
-        factors = (as_factor(dy.T, dy.dtype), as_factor(numbers, dy.dtype))
         weights = [linear.weight for linear in self.linears]
-        if weights[0].grad is None:
-            self._share(weights, multiply(*factors))
+        if isinstance(x, Quantized) and self.backward == "all":
+            self._add_(weights, _weight_gradient(dy, x))
         else:
-            multiply(*factors, self._whole(weights))
-        self._add_bias_gradient_(dy)
+            factors = as_factor(dy.T, dy.dtype), as_factor(_as_numbers(x, dy.dtype), dy.dtype)
+            if (first := weights[0].grad) is None:
+                self._add_(weights, multiply(*factors))
+            else:
+                multiply(*factors, self._span(first))
+        if self.linears[0].bias is not None:
+            biases = [linear.bias for linear in self.linears]
+            self._add_(biases, dy.sum(0, dtype=torch.float32))
 
-    def _add_weight_gradient_(self, gradient: Tensor) -> None:
-        weights = [linear.weight for linear in self.linears]
-        if weights[0].grad is None:
-            self._share(weights, gradient.float())
-        else:
-            self._whole(weights).add_(gradient)
-
-    def _add_bias_gradient_(self, dy: Tensor) -> None:
-        biases = [linear.bias for linear in self.linears if linear.bias is not None]
-        if biases and biases[0].grad is None:
-            self._share(biases, dy.sum(0, dtype=torch.float32))
-        elif biases:
-            self._whole(biases).add_(dy.sum(0, dtype=torch.float32))
+    def _add_(self, parameters: Sequence[Tensor], gradient: Tensor) -> None:
+        """Add to the gradient of the whole stack, of which each `.grad` is a part."""
+        if (first := parameters[0].grad) is not None:
+            self._span(first).add_(gradient)
+            return
+        for parameter, part in zip(parameters, gradient.float().split(self.sizes), strict=True):
+            parameter.grad = part
 
     def _masters(self, dtype: torch.dtype) -> Tensor | None:
         """W [N, K] without a copy, if the masters have the dtype and lie next to each other."""
@@ -202,17 +196,6 @@ class Projection:
         if len(parts) < len(weights) or ends[:-1] != starts:
             return None
         return self._span(parts[0].detach())
-
-    def _share(self, parameters: Sequence[Tensor], total: Tensor) -> None:
-        """Make each `.grad` its part of a gradient of the whole stack."""
-        for parameter, part in zip(parameters, total.split(self.sizes), strict=True):
-            parameter.grad = part
-
-    def _whole(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The gradient of the whole stack, of which each `.grad` is a part."""
-        first = parameters[0].grad
-        assert first is not None
-        return self._span(first)
 
     def _span(self, first: Tensor) -> Tensor:
         """The whole stack, of which this is the first part."""
@@ -285,6 +268,10 @@ class Projection:
             return slice(index, None, len(self.sizes))
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
+
+
+def _as_numbers(x: Operand, dtype: torch.dtype) -> Tensor:
+    return dequantize_rows(x, dtype) if isinstance(x, Quantized) else x
 
 
 def _weight_gradient(dy: Tensor, x: Quantized) -> Tensor:

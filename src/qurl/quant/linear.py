@@ -12,9 +12,10 @@ activations are numbers, and its weights are multiplied as such (W4A16). This is
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,13 @@ def finish(product: Product) -> Tensor:
     if product.scale_x is not None:
         y = y * product.scale_x
     return (y if product.bias is None else y + product.bias.float()).to(product.dtype)
+
+
+def stacked_rows(sizes: Sequence[int], is_alternating: bool) -> Iterator[slice]:
+    """The rows of each of several layers of so many outputs in the weight that they share."""
+    ends = accumulate(sizes)
+    for index, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        yield slice(index, sum(sizes), len(sizes)) if is_alternating else slice(end - size, end)
 
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None) -> Tensor:

@@ -37,7 +37,7 @@ from qurl.quant.kernels.plans import Plans, kind_of
 from qurl.quant.kernels.product import empty_codes
 from qurl.quant.kernels.requantize import requantize_
 from qurl.quant.kernels.rows import dequantize_rows
-from qurl.quant.linear import Operand, finish
+from qurl.quant.linear import Operand, finish, stacked_rows
 from qurl.trainer.lora import Adapter, find_adapter, weight_version
 from qurl.trainer.products import as_factor, multiply
 
@@ -256,18 +256,10 @@ class Projection:
         rows, columns = sum(self.sizes), self.linears[0].in_features
         coded = self._buffer or empty_codes(rows, columns, self.format, masters[0].device)
         flips = torch.empty_like(coded.scale, dtype=torch.int32)
-        for index, master in enumerate(masters):
-            own = self._rows(index)
+        for master, own in zip(masters, stacked_rows(self.sizes, self.alternates), strict=True):
             target = Quantized(coded.codes[own], coded.scale[own], self.format)
             requantize_(master, target, flips[: len(master)], self.code_dtype)
         return coded
-
-    def _rows(self, index: int) -> slice:
-        """The rows of one of the layers in the codes."""
-        if self.alternates:
-            return slice(index, None, len(self.sizes))
-        start = sum(self.sizes[:index])
-        return slice(start, start + self.sizes[index])
 
 
 def _as_numbers(x: Operand, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qurl.quant import Format, Quantized, get_format, quantize
 from qurl.quant.coded_linear import CodedLinear
-from qurl.quant.linear import EngineCodes, is_full
+from qurl.quant.linear import EngineCodes, is_full, stacked_rows
 from qurl.rollout.engine import context_length
 from qurl.rollout.local.architecture import read_architecture
 
@@ -177,8 +177,9 @@ class Weights:
             if any(m.out_features % block for m in modules) and len(names) > 1:
                 return tuple(p for name in names for p in allocate(owner, name))
             projection = self._allocate(modules, format)
-            low, all_rows = projection.adapter, _rows_of(modules, alternates)
+            low, sizes = projection.adapter, [module.out_features for module in modules]
             rank = 0 if low is None else len(low.a) // len(names)
+            all_rows = stacked_rows(sizes, alternates)
             for index, (name, rows) in enumerate(zip(names, all_rows, strict=True)):
                 views[name] = projection.view(rows, slice(index * rank, (index + 1) * rank))
             return (projection,)
@@ -218,12 +219,3 @@ class Weights:
         shapes = ((ranks, columns), (rows, ranks))
         a, b = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
         return LowRank(a, b, found[0].scale)
-
-
-def _rows_of(modules: Sequence[nn.Linear], alternates: bool) -> Iterator[slice]:
-    """The rows of each module in the buffer that they share."""
-    num_rows, start = sum(m.out_features for m in modules), 0
-    for index, module in enumerate(modules):
-        stop = start + module.out_features
-        yield slice(index, num_rows, len(modules)) if alternates else slice(start, stop)
-        start = stop

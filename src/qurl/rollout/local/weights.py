@@ -47,11 +47,7 @@ class Projection:
 
     @property
     def num_bytes(self) -> int:
-        weight = self.weight
-        low = () if self.adapter is None else (self.adapter.a, self.adapter.b)
-        return sum(part.nbytes for part in low) + (
-            weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
-        )
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor is not self.bias)
 
     def tensors(self) -> list[Tensor]:
         """All that a multiplication reads."""

@@ -63,13 +63,7 @@ from qurl.trainer.optimizer import (
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, TokenScores, Untrained
 from qurl.trainer.ranks import ALONE, Ranks
-from qurl.trainer.saving import (
-    Optimizers,
-    load_for,
-    load_optimizers,
-    save_optimizers,
-    share_of,
-)
+from qurl.trainer.saving import load_for, load_optimizers, save_optimizers, share_of
 from qurl.types import (
     SHORTEST,
     Batch,
@@ -137,10 +131,11 @@ class Learner:
         model, config = self.policy.model, self.config
         scale = config.experimental.norm_fed_lr_scale
         scales = {} if scale == 1 else learning_rate_scales(model, scale)
-        self.optimizer = build_optimizer(model, config.optim, lr=config.peak_lr, scales=scales)
-        self.critic_optimizer = None
+        optimizer = build_optimizer(model, config.optim, lr=config.peak_lr, scales=scales)
+        self.optimizers = {"policy": (model, optimizer)}
         if self.critic is not None:
-            self.critic_optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
+            optimizer = build_optimizer(self.critic, config.optim, lr=config.critic.lr)
+            self.optimizers["critic"] = self.critic, optimizer
 
     def narrow_masters_(self) -> None:
         """Keep masters as `optim.masters` says, before the first update and before any engine."""
@@ -151,16 +146,13 @@ class Learner:
                 f'optim.masters = "bf16", but the trainer computes in {self.policy.compute_dtype} '
                 'and would see rounded weights; set model.compute_dtype = "bfloat16"'
             )
-        narrow_masters_(self.policy.model, self.optimizer)
-        if self.critic is not None and self.critic_optimizer is not None:
-            narrow_masters_(self.critic, self.critic_optimizer)
+        for model, optimizer in self.optimizers.values():
+            narrow_masters_(model, optimizer)
 
     @property
-    def optimizers(self) -> Optimizers:
-        found: Optimizers = {"policy": (self.policy.model, self.optimizer)}
-        if self.critic is not None and self.critic_optimizer is not None:
-            found = {**found, "critic": (self.critic, self.critic_optimizer)}
-        return found
+    def optimizer(self) -> Optimizer:
+        """The policy's."""
+        return self.optimizers["policy"][1]
 
     @property
     def _holders(self) -> Ranks:
@@ -394,11 +386,11 @@ class Learner:
                     if lacks_prox:  # before the weights move
                         batch, lacks_prox = self._complete(batch, rows, found, meter), False
                     self._apply("actor", self.optimizer, step, meter)
-                if self.critic_optimizer is not None:
+                if self.critic is not None:
                     num_tokens = sum(len(piece.layout.scored) for piece in pieces)
                     terms = partial(self._critic_terms, denominator=self.ranks.total(num_tokens))
                     self._accumulate(pieces, terms, step, meter)
-                    self._apply("critic", self.critic_optimizer, step, meter)
+                    self._apply("critic", self.optimizers["critic"][1], step, meter)
         if self.is_replica:
             with self.ranks.agreeing(TrainingError):
                 self.check_alike(is_trained=True)

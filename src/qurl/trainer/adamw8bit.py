@@ -15,6 +15,7 @@ from qurl.trainer import moments
 from qurl.trainer.coded import own_rows
 from qurl.trainer.masters import store_, widen
 from qurl.trainer.moments import BLOCK, Update, make_moments
+from qurl.trainer.states import load_uncast_
 
 MIN_CODED = 4096
 """Smaller tensors keep FP32 moments, as bitsandbytes advises for them and for embeddings."""
@@ -51,22 +52,6 @@ class AdamW8bit(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_uncast_(self, state_dict)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """What an optimizer trains, in the order of the indices in its `state_dict`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def load_uncast_(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """As `Optimizer` does, but without casting states to the dtype of the weights."""
-    Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    for i, parameter in zip(ids, parameters_of(optimizer), strict=True):
-        optimizer.state[parameter] = {
-            name: int(value) if name == "step" else value.to(parameter.device)
-            for name, value in state_dict["state"].get(i, {}).items()
-        }
 
 
 def find_coded(model: nn.Module) -> set[nn.Parameter]:

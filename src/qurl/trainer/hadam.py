@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qurl.trainer.adamw8bit import load_uncast_, parameters_of
 from qurl.trainer.masters import add_compensated_, store_, widen
+from qurl.trainer.states import load_uncast_, parameters_of
 
 FIRST_SCALE = 1e4
 COUNTED = ("scale", "good_steps")

@@ -15,9 +15,10 @@ from torch.optim import AdamW, Optimizer
 
 from qurl.config import OptimConfig
 from qurl.errors import TrainingError
-from qurl.trainer.adamw8bit import AdamW8bit, find_coded, parameters_of
+from qurl.trainer.adamw8bit import AdamW8bit, find_coded
 from qurl.trainer.hadam import HAdam
 from qurl.trainer.ranks import Ranks
+from qurl.trainer.states import parameters_of
 
 
 def build_optimizer(

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.optim import Optimizer
 
 from qurl.errors import CheckpointError
-from qurl.trainer.adamw8bit import parameters_of
 from qurl.trainer.hadam import COUNTED
 from qurl.trainer.ranks import Ranks
+from qurl.trainer.states import parameters_of
 
 FILE, FOLDER = "optimizer.pt", "optimizer"
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]

@@ -33,36 +33,31 @@ Models = tuple[Policy, Policy | Untrained | None]
 def outline_models(*models: Policy | Untrained | None) -> bytes:
     """Models without the numbers of their tensors, for other processes."""
     written = io.BytesIO()
-    _Writer(written).dump(models)
+    _Outliner(written).dump(models)
     return written.getvalue()
 
 
 def read_outline(outline: bytes) -> Models:
     """The models of an outline, on the meta device."""
     register_attention()
-    return _Reader(io.BytesIO(outline)).load()
+    return pickle.loads(outline)
 
 
-class _Writer(pickle.Pickler):
-    def persistent_id(self, item: Any) -> tuple[Any, ...] | None:
+class _Outliner(pickle.Pickler):
+    """Writes tensors as empty ones, and one that is tied once, as any object."""
+
+    def reducer_override(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
-            return None
-        is_parameter = isinstance(item, nn.Parameter)
-        return id(item), tuple(item.shape), item.dtype, is_parameter, item.requires_grad
+            return NotImplemented
+        shape, is_parameter = tuple(item.shape), isinstance(item, nn.Parameter)
+        return _make_empty, (shape, item.dtype, is_parameter, item.requires_grad)
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, outline: io.BytesIO) -> None:
-        super().__init__(outline)
-        self._made: dict[int, Tensor] = {}
-
-    def persistent_load(self, found: tuple[Any, ...]) -> Tensor:
-        """Tied weights are one tensor again."""
-        number, shape, dtype, is_parameter, needs_grad = found
-        if number not in self._made:
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            self._made[number] = nn.Parameter(empty, needs_grad) if is_parameter else empty
-        return self._made[number]
+def _make_empty(
+    shape: tuple[int, ...], dtype: torch.dtype, is_parameter: bool, needs_grad: bool
+) -> Tensor:
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return nn.Parameter(empty, needs_grad) if is_parameter else empty
 
 
 def shard_(learner: Learner, ranks: Ranks) -> None:

@@ -14,12 +14,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # tasks are checked, and grading processes start, without torch
+    import torch
+    from torch import Tensor
 
-TokenIds = Sequence[int] | Tensor
+TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """Of one response."""
 COLDEST = 1e-6
 """The lowest temperature that is not greedy: FP32 takes far smaller ones for 0."""
@@ -223,6 +224,8 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Apply `function` to every tensor."""
+        from torch import Tensor
+
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return self.replace(**{name: function(x) for name, x in tensors.items()})
 

@@ -9,14 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurl.errors import RewardTimeout
 from qurl.rewards.pool import GradingPool, Pool, wait_for
 from qurl.rewards.reward import Grade
-
-if TYPE_CHECKING:
-    from qurl.types import Graded, Rollout
+from qurl.types import Graded, Rollout
 
 
 def grade_math(answer_text: str, truth: str, *, timeout: float = 10.0) -> float:
@@ -77,8 +75,6 @@ class Grading:
         reward = score + overlong penalty. In the details, `accuracy` is the score before shaping,
         and `timed_out` is 1 if the grader was killed.
         """
-        from qurl.types import Graded  # here, because it imports torch and the workers must not
-
         groups = self.grades()
         if groups and all(grade.timed_out for group in groups for grade in group):
             raise RewardTimeout(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurl.errors import DataError, ModelError
 from qurl.plugins import import_extra
@@ -27,9 +27,7 @@ from qurl.tasks.columns import (
     with_tests,
 )
 from qurl.tasks.task import Prompts
-
-if TYPE_CHECKING:
-    from qurl.types import Problem
+from qurl.types import Problem
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -79,8 +77,6 @@ class FileTask:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Problem:
-        from qurl.types import Problem  # here, because it imports torch
-
         row = self._rows[index]
         text, ids = self._encode(row)
         answer, *others = row.answers or ("",)

@@ -10,13 +10,11 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurl.errors import DataError
 from qurl.tasks.task import Prompts
-
-if TYPE_CHECKING:
-    from qurl.types import Problem
+from qurl.types import Problem
 
 SIZES: Mapping[str, int] = {"train": 10_000, "eval": 500}  # problems per split
 
@@ -56,8 +54,6 @@ class GeneratedTask:
         return SIZES[self.split]
 
     def __getitem__(self, index: int) -> Problem:
-        from qurl.types import Problem  # here, because it imports torch
-
         index = range(len(self))[index]
         for attempt in range(_MAX_ATTEMPTS):
             draft = self.draw(index, attempt)

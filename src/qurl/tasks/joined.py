@@ -6,12 +6,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from qurl.tasks.task import Task
-
-if TYPE_CHECKING:
-    from qurl.types import Problem
+from qurl.types import Problem
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from qurl.errors import ConfigError, DataError, ModelError
-
-if TYPE_CHECKING:  # it imports torch, and a data file is checked before that
-    from qurl.types import Problem
+from qurl.types import Problem
 
 Messages = Sequence[Mapping[str, str]]
 """A chat: `role` and `content` of each message."""

@@ -18,6 +18,7 @@ from qurl.errors import EngineError, SyncError
 from qurl.ops.ray import WorkerDied
 from qurl.ops.shelf import Traffic
 from qurl.rollout import build_engine
+from qurl.rollout.engine import Asked
 from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import MOST_DEATHS, Fleet, Member
 from qurl.rollout.group.ray import starter
@@ -214,7 +215,7 @@ def test_a_worker_without_weights_refuses_to_sample():
     worker = EngineWorker(threads=1)
     worker.build("actor", EngineSpec("local", *setup))
     worker.open("stream", "actor", PARAMS)
-    worker.submit("stream", pickle.dumps([(PROBLEMS[0], 2)]))
+    worker.submit("stream", pickle.dumps([Asked(PROBLEMS[0], 2)]))
     with pytest.raises(EngineError, match="no weights have arrived yet"):
         worker.poll("stream", 20.0)
 

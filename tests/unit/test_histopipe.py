@@ -68,7 +68,7 @@ class Noting(EngineWorker):
         self.asked = []
 
     def submit(self, stream, asked):
-        self.asked += [problem.id for problem, _ in pickle.loads(asked)]
+        self.asked += [one.problem.id for one in pickle.loads(asked)]
         super().submit(stream, asked)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from qurl.rollout.engine import Asked
 from qurl.rollout.local.cache import SCRATCH_PAGE, PagePool
 from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
 from qurl.rollout.local.scheduler import Scheduler
@@ -386,17 +387,18 @@ def test_the_longest_expected_come_first_and_unknown_ones_before_all():
     history.record(a, 5)
     history.record(c, 9)
     history.record(a, 3)  # the longest counts
-    assert history.order([(p, 2) for p in (a, b, c, d)]) == [(p, 2) for p in (b, d, c, a)]
-    assert history.order([(a, 1), (a, 2)]) == [(a, 1), (a, 2)]
+    asked = [Asked(p, 2) for p in (a, b, c, d)]
+    assert [one.problem for one in history.order(asked)] == [b, d, c, a]
+    assert [one.size for one in history.order([Asked(a, 1), Asked(a, 2)])] == [1, 2]
 
 
 def test_a_problem_is_known_in_every_epoch():
     history = LengthHistory()
     history.record(Problem("x@7", (1,)), 5)
     history.record(Problem("y", (1,)), 9)
-    asked = [(Problem(p, (1,)), 1) for p in ("x@12", "y@2", "me@home")]
-    ordered = [problem for problem, _ in history.order(asked)]
-    assert [p.id for p in ordered] == ["me@home", "y@2", "x@12"]
+    asked = [Asked(Problem(p, (1,)), 1) for p in ("x@12", "y@2", "me@home")]
+    ordered = history.order(asked)
+    assert [one.problem.id for one in ordered] == ["me@home", "y@2", "x@12"]
 
 
 def test_problems_that_never_come_again_are_forgotten():
@@ -405,11 +407,12 @@ def test_problems_that_never_come_again_are_forgotten():
     a, b, *turns = (Problem(name, (1,)) for name in ("a", "b", "b/0/2", "b/1/2"))
     for problem, length in ((a, 5), (b, 7), (a, 3), (turns[0], 9)):
         history.record(problem, length)
-    assert history.order([(a, 1), (b, 1)]) == [(b, 1), (a, 1)]  # b is unknown
+    known, unknown, turn = (Asked(problem, 1) for problem in (a, b, turns[0]))
+    assert history.order([known, unknown]) == [unknown, known]
     history.record(a, 4)
     history.record(turns[1], 9)
     assert history.expect(a) == 5
-    assert history.order([(a, 1), (turns[0], 1)]) == [(turns[0], 1), (a, 1)]
+    assert history.order([known, turn]) == [turn, known]
 
 
 def test_the_longest_completion_is_remembered():

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -80,8 +80,14 @@ class Engine(Protocol):
         ...
 
 
-Asked = deque[tuple[Problem, int]]
-"""Problems that wait, with the number of completions that each gets."""
+class Asked(NamedTuple):
+    """A problem that was submitted to a stream."""
+
+    problem: Problem
+    size: int
+    """Completions that it gets."""
+    earlier: Sequence[TokenIds] = ()
+    """Responses of an earlier epoch, to draft from."""
 
 
 class QueueStream:
@@ -90,17 +96,17 @@ class QueueStream:
     def __init__(
         self,
         params: SamplingParams,
-        play: Callable[[Asked], Iterator[Rollout]],
+        play: Callable[[deque[Asked]], Iterator[Rollout]],
         check: Callable[[Sequence[Problem]], None] = lambda problems: None,
     ) -> None:
         self._params, self._play, self._check = params, play, check
-        self._waiting: Asked = deque()
+        self._waiting: deque[Asked] = deque()
 
     def submit(
         self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
     ) -> None:
         self._check(problems)
-        self._waiting.extend(pair_sizes(problems, sizes, self._params))
+        self._waiting.extend(list_asked(problems, sizes, self._params))
 
     def __iter__(self) -> Iterator[Rollout]:
         return self._play(self._waiting)
@@ -112,11 +118,16 @@ class QueueStream:
         self._waiting.clear()
 
 
-def pair_sizes(
-    problems: Sequence[Problem], sizes: Sequence[int], params: SamplingParams
-) -> list[tuple[Problem, int]]:
-    """Each problem with the number of its completions."""
-    return list(zip(problems, sizes or [params.group_size] * len(problems), strict=True))
+def list_asked(
+    problems: Sequence[Problem],
+    sizes: Sequence[int],
+    params: SamplingParams,
+    earlier: Earlier = (),
+) -> list[Asked]:
+    """What the arguments of `Stream.submit` ask for, problem by problem."""
+    sizes = sizes or [params.group_size] * len(problems)
+    columns = problems, sizes, earlier or [()] * len(problems)
+    return [Asked(*one) for one in zip(*columns, strict=True)]
 
 
 def generate(engine: Engine, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:

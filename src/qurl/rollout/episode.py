@@ -8,6 +8,7 @@ appended. To end, it returns.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -54,15 +55,16 @@ class EpisodeEngine:
     def stream(self, params: SamplingParams) -> Stream:
         return QueueStream(params, lambda waiting: self._play(waiting, params))
 
-    def _play(self, waiting: Asked, params: SamplingParams) -> Iterator[Rollout]:
+    def _play(self, waiting: deque[Asked], params: SamplingParams) -> Iterator[Rollout]:
         """Play the first turn of a problem as a group, whose completions share the prompt. Later
         turns are problems of their own in a second stream, once all first turns are done."""
         while waiting:
             owners: dict[str, tuple[_Group, int]] = {}
             sizes: list[int] = []
-            for problem, size in [waiting.popleft() for _ in range(len(waiting))]:
+            for asked in [waiting.popleft() for _ in range(len(waiting))]:
+                problem, size, _ = asked
                 if problem.id in owners:  # its turns would have the same ids
-                    waiting.append((problem, size))
+                    waiting.append(asked)
                     continue
                 owners[problem.id] = _Group(problem, size, self, params), 0
                 sizes.append(size)

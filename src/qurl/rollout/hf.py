@@ -6,6 +6,7 @@ Slow and plain. The other engines are tested against it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,9 +75,9 @@ class HFEngine:
         """Completions that are drawn like this, one problem after the other."""
         stop = StopRule.of(self.actor, self.tokenizer, params)
 
-        def play(waiting: Asked) -> Iterator[Rollout]:
+        def play(waiting: deque[Asked]) -> Iterator[Rollout]:
             while waiting:
-                problem, size = waiting.popleft()
+                problem, size, _ = waiting.popleft()
                 with evaluating(self.actor):
                     group = self._sample_group(problem, size, params, stop)
                 yield Rollout(problem, group, self.version, params.temperature)

@@ -11,6 +11,7 @@ All ranks build, sync and sample at the same time (`qurl.trainer.parallel`).
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from qurl.trainer.parallel.processes import Post, Workers
 from qurl.trainer.parallel.shipping import ShardShipment
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
 
-Portion = list[tuple[Problem, int]]
 _NUMBERS = itertools.count()
 
 
@@ -73,7 +73,7 @@ class ColocatedEngines:
         return generate(self, problems, params)
 
     def stream(self, params: SamplingParams) -> Stream:
-        def play(waiting: Asked) -> Iterator[Rollout]:
+        def play(waiting: deque[Asked]) -> Iterator[Rollout]:
             while waiting:
                 self._workers.post.held["portions"] = self._deal(list(waiting))
                 waiting.clear()
@@ -90,9 +90,9 @@ class ColocatedEngines:
         if not self._workers.has_failed:
             self._workers.run(_forget, self._key)
 
-    def _deal(self, asked: Portion) -> list[Portion]:
+    def _deal(self, asked: Sequence[Asked]) -> list[list[Asked]]:
         """About as many expected tokens for each rank."""
-        tokens = [size * self._lengths.expect(problem) for problem, size in asked]
+        tokens = [one.size * self._lengths.expect(one.problem) for one in asked]
         shares = level(tokens, self._workers.post.ranks.size)
         return [[asked[row] for row in rows] for rows in shares]
 
@@ -119,9 +119,9 @@ def _sync(post: Post, key: str, version: int) -> SyncReport:
 
 def _generate(post: Post, key: str, params: SamplingParams, is_shelved: bool) -> list[Rollout]:
     """The rollouts of all ranks, on rank 0."""
-    portion: Portion = post.scatter("portions")
+    portion: list[Asked] = post.scatter("portions")
     with post.ranks.agreeing(QurlError), post.held[key].stream(params) as stream:
-        stream.submit([problem for problem, _ in portion], [size for _, size in portion])
+        stream.submit([one.problem for one in portion], [one.size for one in portion])
         rollouts = list(stream)
         if is_shelved:
             rollouts = [shelve(rollout, [post.held["shelf"].address]) for rollout in rollouts]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from qurl.errors import EngineError
 from qurl.ops.ray import WorkerDied
 from qurl.ops.shelf import Shelves, Traffic
-from qurl.rollout.engine import Earlier, pair_sizes
+from qurl.rollout.engine import Asked, Earlier, list_asked
 from qurl.rollout.group.fleet import Fleet, Member
 from qurl.rollout.group.worker import Progress
 from qurl.rollout.local.requests import LengthHistory
@@ -32,7 +32,7 @@ class Work:
     """What one engine is doing."""
 
     opened: Future[None]
-    asked: dict[str, list[tuple[Problem, int]]] = field(default_factory=lambda: defaultdict(list))
+    asked: dict[str, list[Asked]] = field(default_factory=lambda: defaultdict(list))
     """What it has not answered yet, by the id of the problem."""
     poll: Future[Progress] | None = None
     num_steps: int = -1
@@ -41,7 +41,7 @@ class Work:
 
     @property
     def num_sequences(self) -> int:
-        return sum(size for entries in self.asked.values() for _, size in entries)
+        return sum(one.size for entries in self.asked.values() for one in entries)
 
 
 class GroupStream:
@@ -66,7 +66,7 @@ class GroupStream:
         self._capacity, self._lengths, self._traffic = capacity, lengths, traffic
         self._shelves = shelves
         self._get_members, self._get_version = get_members, get_version
-        self._waiting: deque[tuple[Problem, int]] = deque()
+        self._waiting: deque[Asked] = deque()
         self._wanted: dict[str, int] = {}
         """Number of the engine that should get a problem, by its id."""
         self._work: dict[Member, Work] = {}
@@ -83,7 +83,7 @@ class GroupStream:
         """`engines`: numbers of those that should get each problem; empty if any may."""
         if earlier:
             raise EngineError("engines in other processes take no earlier responses to draft from")
-        asked = pair_sizes(problems, sizes, self._params)
+        asked = list_asked(problems, sizes, self._params)
         if engines:
             self._wanted |= {p.id: engine for p, engine in zip(problems, engines, strict=True)}
         self._waiting.extend(self._lengths.order(asked))
@@ -118,14 +118,14 @@ class GroupStream:
         """Hand waiting problems to engines that have room."""
         members = self._get_members() if self._waiting else []
         load = {m: self._work[m].num_sequences if m in self._work else 0 for m in members}
-        portions: dict[Member, list[tuple[Problem, int]]] = defaultdict(list)
-        for member, (problem, size) in self._match(load):
+        portions: dict[Member, list[Asked]] = defaultdict(list)
+        for member, one in self._match(load):
             if member not in self._work:
                 addresses = self._shelves.addresses if self._shelves else ()
                 begun = member.call("open", self._id, self._name, self._params, addresses)
                 self._work[member] = Work(begun)
-            self._work[member].asked[problem.id].append((problem, size))
-            portions[member].append((problem, size))
+            self._work[member].asked[one.problem.id].append(one)
+            portions[member].append(one)
         for member, portion in portions.items():
             message = pickle.dumps(portion)
             self._traffic.num_bytes += len(message)
@@ -137,7 +137,7 @@ class GroupStream:
             except (WorkerDied, TimeoutError) as error:
                 self._lose(member, error)
 
-    def _match(self, load: dict[Member, int]) -> Iterator[tuple[Member, tuple[Problem, int]]]:
+    def _match(self, load: dict[Member, int]) -> Iterator[tuple[Member, Asked]]:
         """Waiting problems with their engines, until none has room; `load` counts sequences.
 
         First everyone gets what should go to it. What is left goes to the engines that have the
@@ -145,18 +145,18 @@ class GroupStream:
         """
         numbered = {member.number: member for member in load}
         waiting, self._waiting = self._waiting, deque()
-        for entry in waiting:
-            member = numbered.get(self._wanted.get(entry[0].id, -1))
+        for one in waiting:
+            member = numbered.get(self._wanted.get(one.problem.id, -1))
             if member is None or load[member] >= self._capacity:
-                self._waiting.append(entry)
+                self._waiting.append(one)
                 continue
-            load[member] += entry[1]
-            yield member, entry
+            load[member] += one.size
+            yield member, one
         while self._waiting and min(load.values()) < self._capacity:
             member = min(load, key=lambda m: load[m])
-            entry = self._waiting.popleft()
-            load[member] += entry[1]
-            yield member, entry
+            one = self._waiting.popleft()
+            load[member] += one.size
+            yield member, one
 
     def _collect(self) -> Iterator[Rollout]:
         """Rollouts that have finished by now; waits a moment for the first."""

@@ -23,12 +23,9 @@ from qurl.ops.shelf import Address as ShelfAddress
 from qurl.ops.shelf import shelve
 from qurl.quant.shipment import Chunk, Packing
 from qurl.rollout import build_engine
-from qurl.rollout.engine import close
+from qurl.rollout.engine import Asked, close
 from qurl.rollout.group.wire import Address, Wire
-from qurl.types import Problem, Rollout, SamplingParams, SyncReport
-
-Asked = Sequence[tuple[Problem, int]]
-"""Problems, with the number of completions of each."""
+from qurl.types import Rollout, SamplingParams, SyncReport
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ class Play:
     ) -> None:
         self._engine, self._params = engine, params
         self._shelves = deque(shelves)
-        self.inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Sequence[Asked] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         self._is_closed = False
 
@@ -248,6 +245,6 @@ class Play:
         self.inbox.put(None)
 
 
-def _submit(stream: Any, asked: Asked) -> None:
+def _submit(stream: Any, asked: Sequence[Asked]) -> None:
     if asked:
-        stream.submit([problem for problem, _ in asked], [size for _, size in asked])
+        stream.submit([one.problem for one in asked], [one.size for one in asked])

@@ -16,7 +16,7 @@ from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
 from qurl.quant.shipment import Packing, Shipment
 from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids, verify
-from qurl.rollout.engine import check_prompts, generate
+from qurl.rollout.engine import Asked, check_prompts, generate
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
 from qurl.rollout.local.drafts import DraftCounts, Drafter, Pace, check_earlier
@@ -24,7 +24,7 @@ from qurl.rollout.local.generation import Generation, Resources
 from qurl.rollout.local.graphs import Stepper
 from qurl.rollout.local.kv_range import KVRange
 from qurl.rollout.local.receive import Receiver
-from qurl.rollout.local.requests import Asked, LengthHistory
+from qurl.rollout.local.requests import LengthHistory
 from qurl.rollout.local.scheduler import GPU_PATIENCE, Scheduler
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights

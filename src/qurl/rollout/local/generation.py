@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qurl.rollout.engine import Earlier, check_finite, pair_sizes
+from qurl.rollout.engine import Asked, Earlier, check_finite, list_asked
 from qurl.rollout.local.decoder import prefill_jobs
 from qurl.rollout.local.drafts import Drafter
 from qurl.rollout.local.graphs import POSITION, Step, Stepper
-from qurl.rollout.local.requests import Asked, Group, LengthHistory, Request, Transcript
+from qurl.rollout.local.requests import Group, LengthHistory, Request, Transcript
 from qurl.rollout.local.scheduler import Scheduler
 from qurl.rollout.sampler import request_key
 from qurl.rollout.stop import StopRule
@@ -71,9 +71,7 @@ class Generation:
         self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
     ) -> None:
         """Ask for completions of more problems; also between two rollouts."""
-        pairs = pair_sizes(problems, sizes, self.params)
-        responses = earlier or [()] * len(pairs)
-        asked = [Asked(*pair, known) for pair, known in zip(pairs, responses, strict=True)]
+        asked = list_asked(problems, sizes, self.params, earlier)
         self._engine.check(asked)
         num_sequences = sum(one.size for one in (*asked, *self._submitted)) + self._num_open
         if num_sequences > self._engine.stepper.max_batch:

@@ -6,11 +6,11 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
+from qurl.rollout.engine import Asked
 from qurl.rollout.local.patterns import PatternIndex
 from qurl.types import Completion, Problem, TokenIds
 
@@ -162,20 +162,6 @@ class Request:
         return len(self.group.problem.prompt_ids) + int(self.transcript.limits[self.index]) - 1
 
 
-class Asked(NamedTuple):
-    """A problem that was submitted."""
-
-    problem: Problem
-    size: int
-    """Completions that it gets."""
-    earlier: Sequence[TokenIds] = ()
-    """Responses of an earlier epoch."""
-
-
-AnyAsked = TypeVar("AnyAsked", bound=tuple)
-"""A tuple whose first part is the problem."""
-
-
 class LengthHistory:
     """The longest completion of each problem so far, as a forecast of the next one.
 
@@ -200,6 +186,6 @@ class LengthHistory:
         """Tokens of a completion; of an unknown problem, as many as the longest so far."""
         return self._longest.get(problem.name, self._longest_of_all)
 
-    def order(self, asked: Sequence[AnyAsked]) -> list[AnyAsked]:
+    def order(self, asked: Sequence[Asked]) -> list[Asked]:
         """Unknown problems first, then the longest expected: a long one must not start last."""
-        return sorted(asked, key=lambda one: -self._longest.get(one[0].name, math.inf))
+        return sorted(asked, key=lambda one: -self._longest.get(one.problem.name, math.inf))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qurl.errors import EngineError
-from qurl.rollout.engine import Earlier, Stream, check_finite, pair_sizes
+from qurl.rollout.engine import Earlier, Stream, check_finite, list_asked
 from qurl.rollout.sampler import request_key
 from qurl.rollout.stop import StopRule
 from qurl.types import Completion, Problem, Rollout, SamplingParams
@@ -143,7 +143,7 @@ class VllmStream:
         self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
     ) -> None:
         self._check(problems)
-        for problem, size in pair_sizes(problems, sizes, self._params):
+        for problem, size, _ in list_asked(problems, sizes, self._params):
             group = Group(problem, self)
             self._groups[id(group)] = group
             params = replace(self._params, max_tokens=self._params.limit(problem))

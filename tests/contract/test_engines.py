@@ -256,13 +256,13 @@ def test_an_fp8_cache_stays_near_the_dense_reference(quant, device):
 def test_the_range_of_an_fp8_cache_follows_the_weights():
     model = own_model()
     engine = build("local", model, kv="fp8")
-    scale = engine.memory.scale
+    scale = engine.memory.scales.scale
     before = scale.clone()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight *= 4
         model.model.layers[1].self_attn.v_proj.bias *= 4
     report = engine.sync(model, version=1)
-    assert engine.memory.scale is scale
+    assert engine.memory.scales.scale is scale
     assert torch.equal(scale[1, 1], 4 * before[1, 1])
     assert torch.equal(scale[:, 0], before[:, 0])
     assert torch.equal(report.kv_scales.scale, scale)
@@ -767,7 +767,7 @@ def test_canary_refuses_decoding_that_reads_the_wrong_keys(monkeypatch):
 
 def test_canary_is_decoded_with_the_range_of_this_sync(monkeypatch):
     engine = build("local", own_model(), kv="fp8")
-    scale = engine.memory.scale
+    scale = engine.memory.scales.scale
     monkeypatch.setattr(engine.memory, "set_range_", lambda sample: scale.fill_(math.nan))
     message = sync_with_broken_decoding(engine, monkeypatch)
     assert "decoded with the KV cache: the engine's log-probs are not finite" in message

@@ -151,18 +151,16 @@ def test_an_fp8_cache_reads_back_within_half_a_code():
     memory.set_range_(sample_of(k, v))
     kept = write_pages_(cache.layer(1), k, v, torch.arange(4, 8))
     assert cache.data.dtype == torch.float8_e4m3fn
-    assert cache.scale is not None
-    assert cache.center is not None
-    torch.testing.assert_close(cache.center[1], k.mean(0))
-    sources = (k - cache.center[1], v)
-    for stored, scale, source, read in zip(
-        cache.data[1], cache.scale[1], sources, kept, strict=True
-    ):
+    assert cache.scales is not None
+    scales, center = cache.scales.scale[1], cache.scales.center[1]
+    torch.testing.assert_close(center, k.mean(0))
+    sources = (k - center, v)
+    for stored, scale, source, read in zip(cache.data[1], scales, sources, kept, strict=True):
         values = stored[1].float() * scale[:, None]
         assert torch.equal(read, values)
         # The smallest codes have fewer bits: 2^-10 of the unit is half of their step.
         assert ((values - source).abs() <= source.abs() / 16 + scale[:, None] * 2**-10).all()
-    assert cache.scale[1, 0].max() * 448 < 16 * 5, "the range is that of what tells keys apart"
+    assert scales[0].max() * 448 < 16 * 5, "the range is that of what tells keys apart"
 
 
 def test_the_range_of_an_fp8_cache_has_a_margin_of_sixteen():
@@ -173,7 +171,7 @@ def test_the_range_of_an_fp8_cache_has_a_margin_of_sixteen():
     memory.set_range_(KVRange(torch.zeros(2, 2, 8), amax, torch.ones(1, 4), torch.zeros(1, 4)))
     expected = torch.ones(2, 2, 2)
     expected[1, 0, 1], expected[1, 1, 0], expected[1, 1, 1] = 0.5, 2, 0.125
-    assert torch.equal(memory.acquire(1).scale, expected)
+    assert torch.equal(memory.acquire(1).scales.scale, expected)
 
 
 def test_the_share_of_saturated_codes():
@@ -324,7 +322,7 @@ def test_a_small_cache_is_of_the_same_kind_and_apart(is_fp8):
     small = memory.make_small(num_tokens=5)
     assert small.data.shape == (2, 2, 1 + 2, 4, 2, 8)
     assert small.data.dtype == large.data.dtype
-    assert small.scale is large.scale
+    assert small.scales is large.scales
     assert not small.data.float().any()
     small.data.copy_(torch.ones(small.data.shape))
     assert not large.data.float().any()

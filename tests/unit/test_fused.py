@@ -25,6 +25,7 @@ from qurl.rollout.local.reference import ReferenceOps
 from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
 from qurl.trainer.lora import adapters, add_adapters_
+from qurl.types import KVScales
 from tests.models import CPU, tiny_llama
 
 V = 61
@@ -115,8 +116,8 @@ def read_cache(kv: KVCache) -> Tensor:
         for at in range(len(prompt) + len(STEPS))
     ]
     numbers = kv.data.float().flatten(2, 3)
-    if kv.scale is not None:
-        numbers *= kv.scale[:, :, None, :, None]
+    if kv.scales is not None:
+        numbers *= kv.scales.scale[:, :, None, :, None]
     return numbers[:, :, slots]
 
 
@@ -130,7 +131,7 @@ def make_cache(weights: Weights, has_codes: bool) -> KVCache:
         return KVCache(torch.zeros(shape).to(dtype))
     center = torch.linspace(-1, 1, scale[:, 0].numel() * arch.head_dim)
     center = center.view(arch.num_layers, arch.num_kv_heads, arch.head_dim)
-    return KVCache(torch.zeros(shape).to(dtype), scale, center)
+    return KVCache(torch.zeros(shape).to(dtype), KVScales(scale, center))
 
 
 def assert_near(fused: Course, reference: Course, quant: str) -> None:

@@ -355,7 +355,7 @@ def test_neither_the_canary_nor_full_precision_rounds_keys_and_values():
     policy, plain = unified_policy("int8", kv="fp8"), unified_policy("int8")
     batch, ids = random_batch(tiny_policy()), list(range(5, 30))
     before = policy.score(batch).logp
-    scales = LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales()
+    scales = LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales
     set_kv_scales_(policy.model, scales)
     assert not torch.equal(policy.score(batch).logp, before)
     assert torch.equal(score_with(policy.model, ids, "int8"), score_with(plain.model, ids, "int8"))
@@ -368,7 +368,7 @@ def test_the_reference_rounds_as_the_policy_does():
     config = build_config({"quant": {"unified": True, "kv": "fp8"}})
     policy, reference = (unified_policy("int8", kv="fp8") for _ in range(2))
     learner, batch = build_learner(config, policy, reference=reference), random_batch(tiny_policy())
-    learner.round_kv_(LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales())
+    learner.round_kv_(LocalEngine(policy.model, quant="int8", kv="fp8").memory.scales)
     assert torch.equal(policy.score(batch).logp, reference.score(batch).logp)
     assert not torch.equal(policy.score(batch).logp, unified_policy("int8").score(batch).logp)
 

@@ -39,7 +39,7 @@ from qurl.run.machine import Finding
 from qurl.trainer import moments
 from qurl.trainer.kernels import adamw8bit, token_scores
 from qurl.trainer.layers import fuse_layers_
-from qurl.types import SamplingParams
+from qurl.types import KVScales, SamplingParams
 
 BOUND = 0.04
 """Largest gap. A wrong index or a lost scale gives 0.1 and more."""
@@ -193,7 +193,7 @@ def make_cache(weights: Weights, kv: str) -> KVCache:
     data = torch.zeros(shape, device=device).to(torch.float8_e4m3fn)
     scale = torch.full((arch.num_layers, 2, arch.num_kv_heads), 2.0**-6, device=device)
     center = torch.zeros(arch.num_layers, arch.num_kv_heads, arch.head_dim, device=device)
-    return KVCache(data, scale, center)
+    return KVCache(data, KVScales(scale, center))
 
 
 def weight_gap(device: torch.device, format: str) -> float:

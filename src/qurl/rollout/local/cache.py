@@ -79,8 +79,8 @@ class KVCache:
     """Keys and values of all layers, in pages."""
 
     data: Tensor  # [layers, 2, 1 + pages, page_size, kv_heads, head_dim]
-    scale: Tensor | None = None  # [layers, 2, kv_heads]: value = code * scale
-    center: Tensor | None = None  # [layers, kv_heads, head_dim]: subtracted from coded keys
+    scales: KVScales | None = None
+    """What its codes stand for; None if it holds numbers."""
 
     @property
     def page_size(self) -> int:
@@ -88,13 +88,15 @@ class KVCache:
 
     def layer(self, index: int, slots: Tensor | None = None) -> LayerCache:
         """One layer; `slots` are where its new keys and values go."""
-        scale, center = (x if x is None else x[index] for x in (self.scale, self.center))
+        if self.scales is None:
+            return LayerCache(self.data[index], None, None, slots)
+        scale, center = self.scales.scale[index], self.scales.center[index]
         return LayerCache(self.data[index], scale, center, slots)
 
     def addresses(self) -> tuple[object, ...]:
         """A CUDA graph is valid while they stay equal."""
-        tensors = [x for x in (self.data, self.scale, self.center) if x is not None]
-        return (self.data.shape, *(x.data_ptr() for x in tensors))
+        scales = () if self.scales is None else (self.scales.scale, self.scales.center)
+        return (self.data.shape, *(x.data_ptr() for x in (self.data, *scales)))
 
     def copy_(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each, in all layers."""
@@ -157,12 +159,11 @@ class CacheMemory:
         self.num_pages = self._wanted = 0
         """The number of pages, and how many would have been best when it was chosen."""
         self._arena: Arena | None = None
-        self.scale: Tensor | None = None
-        self.center: Tensor | None = None
+        self.scales: KVScales | None = None
         if options.is_fp8:
             layers, heads = arch.num_layers, arch.num_kv_heads
-            self.scale = torch.ones(layers, 2, heads, device=device)
-            self.center = torch.zeros(layers, heads, arch.head_dim, device=device)
+            scale = torch.ones(layers, 2, heads, device=device)
+            self.scales = KVScales(scale, scale.new_zeros(layers, heads, arch.head_dim))
 
     @property
     def is_mapped(self) -> bool:
@@ -178,18 +179,11 @@ class CacheMemory:
 
         A scale is the next power of two, see `qurl.quant.kv`.
         """
-        assert self.scale is not None
-        assert self.center is not None
+        assert self.scales is not None
         mantissa, exponent = torch.frexp(KV_MARGIN * sample.amax / FP8_MAX)  # mantissa < 1
         power = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-        self.scale.copy_(torch.where(sample.amax == 0, 1.0, power))
-        self.center.copy_(sample.center)
-
-    def scales(self) -> KVScales | None:
-        """A copy of the present scales and centers; None if the cache holds no codes."""
-        if self.scale is None or self.center is None:
-            return None
-        return KVScales(self.scale.clone(), self.center.clone())
+        self.scales.scale.copy_(torch.where(sample.amax == 0, 1.0, power))
+        self.scales.center.copy_(sample.center)
 
     def choose_num_pages(self, num_sequences: int, num_tokens: int) -> int:
         """Pages for so many sequences of so many tokens, as far as memory permits.
@@ -221,13 +215,13 @@ class CacheMemory:
         if not self._arena.is_mapped:
             self._arena.map()
         data = self._arena.tensor(self._shape(num_pages), self.dtype)
-        return KVCache(data, self.scale, self.center)
+        return KVCache(data, self.scales)
 
     def make_small(self, num_tokens: int) -> KVCache:
         """A cache of the same kind for one short sequence, apart from the large one."""
         shape = self._shape(-(-num_tokens // self.options.page_size))
         data = torch.zeros(shape, device=self.device).to(self.dtype)
-        return KVCache(data, self.scale, self.center)
+        return KVCache(data, self.scales)
 
     def release(self) -> None:
         """The generation is over: give the memory back, on a GPU if that is wanted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -140,7 +141,7 @@ class LocalEngine:
             code_flip_frac=flip_frac,
             verified=True,
             canary_gap=gap,
-            kv_scales=self.memory.scales(),
+            kv_scales=copy.deepcopy(self.memory.scales),
             **times,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -56,5 +57,10 @@ def write_result(path: Path, **content: Any) -> None:
     """Replace a result by a newer one with today's date."""
     content = {"date": datetime.now(UTC).date().isoformat(), **content}
     unfinished = path.with_suffix(".json.partial")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(to_json(content))
     unfinished.replace(path)
+
+
+def to_json(content: Any) -> str:
+    """Indented JSON with lists of numbers, such as curves, on one line."""
+    return re.sub(r"\n *(?=[-\d[\]])", "", json.dumps(content, indent=1)) + "\n"

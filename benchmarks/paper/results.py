@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.measured import evals_by_updates
 from benchmarks.paper.arms import COLUMNS, ROOT
+from benchmarks.scripts import to_json
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
 from qurl.config.recipe import carry_over
@@ -179,18 +180,10 @@ def keep_longer(path: Path, record: Mapping[str, Any]) -> bool:
     if path.exists() and _length(json.loads(path.read_text())) > _length(record):
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, dump(record))
+    replace_text(path, to_json(record))
     return True
 
 
 def _length(record: Mapping[str, Any]) -> tuple[int, int, bool]:
     """Of two that are equally long, the one that did not fail is kept."""
     return record["steps"], len(record["evals"]), not record["status"].startswith("failed")
-
-
-def dump(record: Mapping[str, Any]) -> str:
-    """JSON with one line for each curve."""
-    curves = record["curves"].items()
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in curves)
-    rest = json.dumps({k: v for k, v in record.items() if k != "curves"}, indent=1)
-    return rest.removesuffix("\n}") + f',\n "curves": {{\n{lines}\n }}\n}}\n'

@@ -234,6 +234,41 @@ def test_a_broken_parquet_file(tmp_path):
         load_task(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("date32[day]", 2**30),
+        ("timestamp[us]", 2**62),
+        ("timestamp[ns]", 2**60 + 1),
+        ("duration[s]", 2**62),
+    ],
+)
+def test_a_column_that_python_cannot_hold_is_named(tmp_path, kind, number):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    when = pyarrow.array([1000, number], kind)
+    table = pyarrow.table({"question": ["a?", "b?"], "answer": ["1", "2"], "when": when})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError) as caught:
+        load_task(tmp_path / "x.parquet")
+    assert f"the column 'when' of type {kind} (" in str(caught.value)
+    assert "); remove it or write it as text" in str(caught.value)
+
+
+def test_a_parquet_file_of_types_that_are_not_known(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def refuse(path):
+        raise NotImplementedError("Integers with less than 8 bits not implemented")
+
+    monkeypatch.setattr(parquet, "read_table", refuse)
+    path = write(tmp_path / "x.parquet", [{"question": "q", "answer": "1"}])
+    with pytest.raises(DataError, match=r"x.parquet: cannot be read: .*less than 8 bits not impl"):
+        load_task(path)
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "x.parquet"

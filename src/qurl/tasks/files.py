@@ -33,6 +33,8 @@ FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 _REPEATED = re.compile(r"@\d+$")
 """What `Problem.name` takes for an earlier problem that is asked again."""
+_UNREADABLE = (OSError, EOFError, ValueError, OverflowError, NotImplementedError, MemoryError)
+"""What gzip, json and pyarrow raise about files that are damaged, or hold what Python cannot."""
 _TEMPLATE_ROOM = 512  # more tokens than any chat template adds to a question
 
 
@@ -159,10 +161,7 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
     number, opener = 0, gzip.open if path.suffix == ".gz" else open
     try:
         if path.suffix == ".parquet":
-            import_extra("pyarrow", "pyarrow", "data", f"reading {path}")
-            from pyarrow import parquet
-
-            yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+            yield from enumerate(_read_parquet(path), start=1)
         elif path.suffix == ".json":
             rows = json.loads(path.read_bytes())
             if not isinstance(rows, list):
@@ -173,9 +172,27 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield number, json.loads(line)
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+    except (*_UNREADABLE, RecursionError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
         raise DataError(f"{where}: {_explain(error)}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import_extra("pyarrow", "pyarrow", "data", f"reading {path}")
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns[name] = column.to_pylist()
+        except _UNREADABLE as error:  # a date that Python does not have, say
+            raise ValueError(
+                f"the column {name!r} of type {column.type} ({error}); remove it or write it as "
+                "text"
+            ) from error
+    for row in range(table.num_rows):
+        yield {name: values[row] for name, values in columns.items()}
 
 
 def _explain(error: Exception) -> str:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import sys
+from decimal import Decimal
 
 import pytest
 
@@ -19,7 +20,7 @@ MESSAGES = [
 
 
 def write(path, rows):
-    text = "\n".join(json.dumps(r) for r in rows)
+    text = "\n".join(json.dumps(r, default=str) for r in rows)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
     elif path.suffix == ".json":
@@ -56,6 +57,7 @@ def test_every_format_gives_the_same_problems(tmp_path, suffix):
         ({"problem": "q", "solution": "first \\boxed{1}, then \\boxed{2}"}, "2"),
         ({"problem": "q", "answer": 142.0}, "142"),
         ({"problem": "q", "answer": 2.5}, "2.5"),
+        ({"problem": "q", "answer": -(10**400)}, f"-1{'0' * 400}"),
         ({"prompt": "q", "ground_truth": 7}, "7"),
         ({"prompt": "q", "target": "8"}, "8"),
         ({"prompt": MESSAGES, "reward_model": {"style": "rule", "ground_truth": "5"}}, "5"),
@@ -232,6 +234,14 @@ def test_a_broken_parquet_file(tmp_path):
     path.write_bytes(b"not parquet")
     with pytest.raises(DataError, match=r"cannot be read: .*not a parquet file"):
         load_task(path)
+
+
+def test_decimal_columns_are_numbers(tmp_path):
+    amounts = [Decimal("42.50"), Decimal("7.00"), Decimal("-123456789012345678901234567890.25")]
+    rows = [{"question": f"{amount}?", "answer": amount} for amount in amounts]
+    task = load_task(write(tmp_path / "x.parquet", rows))
+    expected = ["42.5", "7", "-123456789012345678901234567890.25"]
+    assert [problem.answer for problem in task] == expected
 
 
 @pytest.mark.parametrize(

@@ -160,15 +160,17 @@ def _read_truth(value: Any, column: str, where: str) -> str:
     """The text of an answer; empty for null, and for the NaN that data frames write for it."""
     if value is None or value != value:
         return ""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (is_number and math.isfinite(value)):
+    is_fraction = isinstance(value, float | Decimal) and math.isfinite(value)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, str) and not is_fraction and not is_whole:
         raise DataError(
             f"{where}: {column!r} is {value!r}; it must be text, a number, or a list of accepted "
             "answers"
         )
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    text = f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value).strip()
+    if is_fraction:
+        is_integer = value == int(value)
+        return str(int(value)) if is_integer else f"{Decimal(str(value)):f}".rstrip("0")
+    text = str(value).strip()
     if "####" in text:  # GSM8K: the working, then "#### 1,234"
         last = text.rpartition("####")[2].strip()
         return last.replace(",", "") if _THOUSANDS.fullmatch(last) else last

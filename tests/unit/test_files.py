@@ -228,6 +228,16 @@ def test_a_broken_file(tmp_path, name, content, message):
         load_task("file", path=path)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_the_line_that_is_not_utf8_is_named(tmp_path, suffix):
+    content = b'{"question": "q", "answer": "1"}\n' * 2000 + '{"question": "café?"'.encode("latin1")
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    reason = "line 2001: cannot be read: .* can't decode byte 0xe9 in position 17: .* as UTF-8"
+    with pytest.raises(DataError, match=reason):
+        load_task(path)
+
+
 def test_a_broken_parquet_file(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "x.parquet"

@@ -168,8 +168,11 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"it must hold a list of objects, not a {type(rows).__name__}")
             yield from enumerate(rows, start=1)
         else:
-            with opener(path, "rt", encoding="utf-8-sig") as lines:
+            # Text is decoded many lines at a time: an error of its own would name another line.
+            with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as lines:
                 for number, line in enumerate(lines, start=1):
+                    if not line.isascii():
+                        line.encode(errors="surrogateescape").decode()
                     if line.strip():
                         yield number, json.loads(line)
     except (*_UNREADABLE, RecursionError, zlib.error) as error:

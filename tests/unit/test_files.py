@@ -307,6 +307,12 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, suffix):
     assert load_task(path)[0].answer == "42"
 
 
+def test_files_with_byte_order_marks_may_be_joined(tmp_path):
+    path = write(tmp_path / "d.jsonl", [{"question": "6*7?", "answer": "42"}])
+    path.write_bytes((b"\xef\xbb\xbf" + path.read_bytes() + b"\n") * 2)
+    assert [problem.answer for problem in load_task(path)] == ["42", "42"]
+
+
 NUMBER = (
     "cannot be read: ValueError: Exceeds the limit (4300 digits) for integer string conversion: "
     "value has 5000 digits; write such a number as text"

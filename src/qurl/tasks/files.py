@@ -169,12 +169,13 @@ def read_columns(path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(rows, start=1)
         else:
             # Text is decoded many lines at a time: an error of its own would name another line.
-            with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as lines:
+            with opener(path, "rt", encoding="utf-8", errors="surrogateescape") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.isascii():
                         line.encode(errors="surrogateescape").decode()
-                    if line.strip():
-                        yield number, json.loads(line)
+                    # Files that begin with a BOM may have been joined.
+                    if row := line.lstrip("\ufeff").strip():
+                        yield number, json.loads(row)
     except (*_UNREADABLE, RecursionError, zlib.error) as error:
         where = f"{path} line {number}" if number else str(path)
         raise DataError(f"{where}: {_explain(error)}") from error

@@ -351,6 +351,7 @@ def test_the_task_asks_for_a_program(tmp_path):
         ({**TESTS, "time_limit": float("inf")}, "time_limit = inf must be"),
         ({"answer": '{"a":' * 30_000}, "the truth is not valid JSON"),
         ({"answer": '{"tests": ["\\ud800"]}'}, "is not valid text (a lone surrogate)"),
+        ({"answer": json.dumps({**TESTS, "qurl_reward": "math"})}, "'qurl_reward' is a name of Qu"),
     ],
 )
 def test_tests_that_no_program_could_pass_are_found_when_the_file_is_read(

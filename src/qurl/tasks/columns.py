@@ -85,7 +85,7 @@ def with_tests(row: Row) -> Row:
             tests = json.loads(row.answers[0])
         except (ValueError, RecursionError) as error:
             raise DataError(f"{row.where}: the truth is not valid JSON: {error}") from error
-        _check_text(tests, row.where)
+        _check_columns(tests, row.where)
         row = replace(row, columns={**row.columns, **tests}, answers=())
     if not any(row.columns.get(name) for name in TEST_COLUMNS):
         raise DataError(
@@ -103,9 +103,7 @@ def read_row(columns: Any, where: str, *, needs_answer: bool) -> Row:
     """Check a row and find its question, truth and id."""
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}: is a {type(columns).__name__}, not an object with columns")
-    _check_text(columns, where)
-    if own := next((name for name in columns if name in RESERVED), None):
-        raise DataError(f"{where}: {own!r} is a name of QuRL's own; rename that column")
+    _check_columns(columns, where)
     column = next((c for c in QUESTION_COLUMNS if columns.get(c) is not None), "")
     truths = {name: columns[name] for name in ANSWER_COLUMNS if name in columns}
     nested = columns.get("reward_model")
@@ -178,8 +176,10 @@ def _read_truth(value: Any, column: str, where: str) -> str:
     return text if boxed is None else boxed.strip()
 
 
-def _check_text(columns: Mapping[str, Any], where: str) -> None:
-    """Refuse text that cannot be written as UTF-8, and columns of columns without an end."""
+def _check_columns(columns: Mapping[str, Any], where: str) -> None:
+    """Refuse names of our own, text that UTF-8 cannot hold, and columns of columns without end."""
+    if own := next((name for name in columns if name in RESERVED), None):
+        raise DataError(f"{where}: {own!r} is a name of QuRL's own; rename that column")
     parts: list[Any] = [columns]
     for _ in range(_DEEPEST):
         if not parts:

@@ -517,7 +517,10 @@ def test_a_damaged_checkpoint_without_checksums(train, folder, one_step, file, c
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}],
+    [
+        *({"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}),
+        {"fingerprints": None},
+    ],
 )
 def test_a_state_that_no_run_writes(train, folder, one_step, change):
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
@@ -526,6 +529,24 @@ def test_a_state_that_no_run_writes(train, folder, one_step, change):
     assert code == 1
     assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
     assert "its state.pt " in error
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tracker": "x"}, "dictionary update sequence element"),
+        ({"tracker": None}, "'NoneType' object is not iterable"),
+        ({"history": {}}, "it lacks 'num_taken'"),
+    ],
+)
+def test_a_state_of_another_version(train, folder, one_step, change, reason):
+    replace_state(folder / "run" / "checkpoints" / "step-000001", **change)
+    code, error = train()
+    assert code == 1
+    assert error.startswith(
+        f"CheckpointError: checkpoint run/checkpoints/step-000001 cannot be read: {reason}"
+    )
+    assert "Remove that folder to resume from the one before it" in error
 
 
 def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):

@@ -107,7 +107,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_what_is_not_a_checkpoint_is_ignored(tmp_path):
-    for name in (".step-000009.partial", "step-000003", "step-backup", "step-000004.old", "notes"):
+    others = ("step-backup", "step-000004.old", "step-²", "notes")
+    for name in (".step-000009.partial", "step-000003", *others):
         (tmp_path / name).mkdir()
     assert list_checkpoints(tmp_path) == [tmp_path / "step-000003"]
     assert latest_checkpoint(tmp_path / "notes") is None

@@ -33,6 +33,7 @@ from qurl.run.checkpoint import (
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
+    naming_unreadable,
     newest_sound,
     save_checkpoint,
     save_folder,
@@ -169,7 +170,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         scales = _frozen_scales(config, learner, state)
         tracker = _build_tracker(config, learner, run, scales)
         if checkpoint:
-            _resume(state, prints, stream, hooks, tracker, run)
+            _resume(checkpoint, state, prints, stream, hooks, tracker, run)
         graded = () if choices.reward else data.values()
         pool = stack.enter_context(build_pool(config, choices.reward or task.reward, *graded))
         if not state.get("step") and choices.reward is None:
@@ -341,6 +342,7 @@ def _configured(advantage: Estimator, algo: AlgoConfig) -> Estimator:
 
 
 def _resume(
+    checkpoint: Path,
     state: dict,
     prints: Mapping[str, str],
     stream: ProblemStream,
@@ -358,16 +360,17 @@ def _resume(
     for split, saved in state.get("fingerprints", {}).items():
         if saved and prints.get(split, saved) != saved:
             run.warn(effects[split])
-    hooks.load_state_dict(state.get("hooks", {}))
+    with naming_unreadable(checkpoint):
+        hooks.load_state_dict(state.get("hooks", {}))
+        stream.load_state_dict(state)
+        if tracker is not None:
+            tracker.load_state_dict(state["tracker"])
     num_problems = len(stream.task)
-    stream.load_state_dict(state)
     if (num_saved := state.get("problems", num_problems)) != num_problems:
         run.warn(
             f"the task had {num_saved} problems when the run was saved and has {num_problems} now: "
             "their order has changed, so some come twice in this epoch"
         )
-    if tracker is not None:
-        tracker.load_state_dict(state["tracker"])
 
 
 def prepare_torch(config: Config) -> torch.device:

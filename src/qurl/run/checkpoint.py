@@ -185,19 +185,19 @@ def load_saved_policy(
     **options: bool,
 ) -> Policy:
     """Load the policy of a checkpoint."""
-    with _naming_unreadable(folder):
+    with naming_unreadable(folder):
         return load_policy(folder / "policy", config, device, quant, **options)
 
 
 def load_saved_adapters(folder: Path, policy: Policy) -> None:
     """Give a policy with adapters those of a checkpoint."""
-    with _naming_unreadable(folder):
+    with naming_unreadable(folder):
         load_adapters_(policy.model, folder / "policy")
 
 
 def load_checkpoint(folder: Path, learner: AnyLearner) -> dict[str, Any]:
     """Restore optimizers, critic and random state of a loaded policy; return the other state."""
-    with _naming_unreadable(folder):
+    with naming_unreadable(folder):
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         learner.load(folder)
         torch.set_rng_state(state.pop("torch_rng"))
@@ -209,7 +209,7 @@ def load_frozen_scales(folder: Path) -> dict[str, Tensor] | None:
     """The scales that a run keeps, if it does; None if the folder has no state."""
     if not (folder / "state.pt").is_file():
         return None
-    with _naming_unreadable(folder):
+    with naming_unreadable(folder):
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         return state.get("scales")
 
@@ -221,26 +221,28 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"its state.pt is of step {state['step']!r}")
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"its state.pt has position = {position!r}")
-    for key in ("history", "accuracies", "hooks", "pending"):
+    for key in ("history", "accuracies", "hooks", "pending", "fingerprints"):
         if not isinstance(state.get(key, {}), dict):
             raise ValueError(f"its state.pt has {key} that no run writes")
 
 
 @contextmanager
-def _naming_unreadable(folder: Path) -> Iterator[None]:
+def naming_unreadable(folder: Path) -> Iterator[None]:
+    """Say which checkpoint is damaged, or is none of this version, and what to do."""
     try:
         yield
     except UNREADABLE as error:
         cause = error.__cause__ or error
+        reason = f"it lacks {cause}" if isinstance(cause, KeyError) else str(cause)
         raise CheckpointError(
-            f"checkpoint {folder} cannot be read: {str(cause) or type(cause).__name__}. Remove "
+            f"checkpoint {folder} cannot be read: {reason or type(cause).__name__}. Remove "
             "that folder to resume from the one before it"
         ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = (path for path in folder.glob("step-*") if path.name[len("step-") :].isdigit())
+    found = (path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal())
     return sorted(found, key=checkpoint_step)
 
 

@@ -549,6 +549,16 @@ def test_a_state_of_another_version(train, folder, one_step, change, reason):
     assert "Remove that folder to resume from the one before it" in error
 
 
+@pytest.mark.parametrize("value", ["abc", None, {"a": 1}])
+def test_a_row_with_something_other_than_numbers(train, folder, one_step, value):
+    path = folder / "run" / "metrics.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"reward/mean": value}) + "\n")
+    code, error = train()
+    assert code == 2
+    assert error.startswith("DataError: step 0 in metrics.jsonl of the run: ")
+    assert "; mend or remove that line" in error
+
+
 def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):
     assert train() == (0, "")
     (folder / "run" / "checkpoints" / "step-000003").mkdir()

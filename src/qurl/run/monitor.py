@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from qurl.config import Config
 from qurl.config.schema import AlarmsConfig
-from qurl.errors import TrainingError
+from qurl.errors import DataError, TrainingError
 from qurl.run.assembly import Parts
 from qurl.run.directory import Run
 
@@ -317,7 +317,11 @@ MEANING = {
 
 def _watched(row: Mapping[str, float | str]) -> dict[str, float]:
     """The values of a row that some alarm reads; metrics.jsonl has "nan" for one."""
-    values = {name: float(value) for name, value in row.items()}
+    try:
+        values = {name: float(value) for name, value in row.items()}
+    except (TypeError, ValueError) as error:
+        where = f"step {row.get('step')} in {METRICS} of the run"
+        raise DataError(f"{where}: {error}; mend or remove that line") from error
     return {
         name: x
         for name, x in values.items()

@@ -9,7 +9,7 @@ import pytest
 from qurl.config import Config, OptimConfig, build_config
 from qurl.config.schema import SaveConfig, TrackConfig
 from qurl.errors import ConfigError, DataError, TrainingError
-from qurl.run.directory import Run, Stopwatch, flatten, read_jsonl
+from qurl.run.directory import METRICS, Run, Stopwatch, find_changes, flatten, read_jsonl
 
 
 @pytest.fixture
@@ -160,6 +160,17 @@ def test_rewind_forgets_later_steps_and_keeps_events(config):
     run.log(3, {"x": 1.0})
     assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert not list(run.path.glob("*.tmp"))
+
+
+def test_steps_whose_rows_are_lost_are_said_aloud(config):
+    run = open_run(config)
+    for step in (-1, 0, 1, 3, 4):
+        run.log(step, {"x": 1.0})
+    run.rewind(4)
+    assert f"{METRICS} lacks 1 of the 4 steps before the checkpoint" in printed(run)
+    (run.path / METRICS).unlink()
+    run.rewind(4)
+    assert f"{METRICS} lacks 4 of the 4 steps before the checkpoint" in printed(run)
 
 
 def test_rewind_to_the_start_forgets_the_untrained_model_too(config):

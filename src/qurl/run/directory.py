@@ -128,10 +128,16 @@ class Run(AbstractContextManager["Run"]):
 
     def rewind(self, step: int) -> None:
         """Forget what was logged from `step` on, so that a run resumed there writes it again."""
-        if num_lost := forget_steps(self.path, step):
+        num_kept, num_lost = forget_steps(self.path, step)
+        if num_lost:
             self.warn(
                 f"{num_lost} logged steps have no checkpoint after them and are repeated, from "
                 f"step {step} on; save.every says how often one is saved"
+            )
+        if num_kept < step:  # a power failure, say, loses what was logged last
+            self.warn(
+                f"{METRICS} lacks {step - num_kept} of the {step} steps before the checkpoint: the "
+                "run goes on with the same weights, and its curves have a gap"
             )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -203,8 +209,8 @@ def log_event(path: Path, kind: str, message: str, **fields: Any) -> None:
     _append(path / EVENTS, {"time": now, "kind": kind, "message": message} | fields)
 
 
-def forget_steps(path: Path, step: int) -> int:
-    """Drop what the run at `path` logged from `step` on; returns how many trained steps."""
+def forget_steps(path: Path, step: int) -> tuple[int, int]:
+    """Drop what the run at `path` logged from `step` on; how many trained steps stay and go."""
     first = step or -1  # step 0 starts anew, with the evaluation of the untrained model
     # evals.jsonl counts updates: the weights of this step have been evaluated already.
     _drop(path / SAMPLES, first)
@@ -257,22 +263,26 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _drop(path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any]) -> int:
-    """Drop a torn last line, and records from step `first_gone` on; returns the trained steps.
+def _drop(
+    path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Drop a torn last line, and records from step `first_gone` on; append those `instead`.
 
-    Records that come `instead` are appended.
+    Returns how many trained steps stay and how many go.
     """
-    num_gone = 0
+    num_kept = num_gone = 0
     if path.exists():
         with replacing(path) as file:
             for record in iter_jsonl(path):
+                is_trained = record.get("step", -1) >= 0
                 if record.get("step", -1) < first_gone:
+                    num_kept += is_trained
                     file.write(_line(record))
                 else:
-                    num_gone += record["step"] >= 0
+                    num_gone += is_trained
             for record in instead:
                 file.write(_line(record))
-    return num_gone
+    return num_kept, num_gone
 
 
 @contextmanager

@@ -207,6 +207,14 @@ def test_rewind_of_an_empty_run_is_nothing(config):
     assert {p.name for p in run.path.iterdir()} == {"config.json", ".lock"}
 
 
+def test_what_a_killed_run_left_beside_a_file_may_be_unwritable(config):
+    run = open_run(config)
+    run.log(0, {"x": 1.0})
+    (run.path / "metrics.jsonl.tmp").mkdir()
+    with pytest.raises(TrainingError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+        run.rewind(0)
+
+
 @pytest.mark.parametrize("torn", ['{"step": 3, "x": 0.', '{"step": 3, "s": "\u00e9'])
 def test_a_torn_last_line_is_dropped_and_not_glued_to(config, torn):
     run = open_run(config)

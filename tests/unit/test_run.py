@@ -308,6 +308,14 @@ def test_a_run_that_never_made_a_step_may_be_mended(config):
     assert not (run.path / "initial").exists(), "it was made by the other recipe"
 
 
+@pytest.mark.parametrize("keep", ["all", None, [1]])
+def test_resume_of_another_version_that_counts_checkpoints_in_its_own_way(config, keep):
+    open_run(config).close()
+    file = Path(config.run_dir, "config.json")
+    file.write_text(file.read_text().replace('"keep": 2', f'"keep": {json.dumps(keep)}'))
+    assert find_changes(Path(config.run_dir), config) == {"save.keep": [keep, 2]}
+
+
 def test_resume_names_keys_that_one_side_lacks(config):
     run = open_run(config)
     run.log(0, {"x": 1.0})

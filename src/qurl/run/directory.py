@@ -329,7 +329,8 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
             )
         return None
     old = flatten(read_recipe(path))
-    _check_progress(path, config.steps, min(old.get("save.keep", 1), config.save.keep))
+    keeps_none = 0 in (config.save.keep, old.get("save.keep", 1))
+    _check_progress(path, config.steps, keeps_none=keeps_none)
     # A run from before a key existed had its default.
     changes = _differences(_flat(Config()) | old, _flat(config))
     refused = {key: pair for key, pair in changes.items() if not may_change(key)}
@@ -359,7 +360,7 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, lis
     return {key: [before[key], after[key]] for key in before if before[key] != after[key]}
 
 
-def _check_progress(path: Path, steps: int, keep: int) -> None:
+def _check_progress(path: Path, steps: int, *, keeps_none: bool) -> None:
     """Refuse fewer steps than are trained, and to repeat steps for good if nothing is saved."""
     from qurl.run.checkpoint import checkpoint_step, latest_checkpoint
 
@@ -370,7 +371,7 @@ def _check_progress(path: Path, steps: int, keep: int) -> None:
             f"steps = {steps}, but run_dir = {str(path)!r} has been trained for {trained} already; "
             "ask for more steps, or choose another run_dir"
         )
-    rows = read_jsonl(path / METRICS) if keep == 0 and (path / METRICS).exists() else []
+    rows = read_jsonl(path / METRICS) if keeps_none and (path / METRICS).exists() else []
     if any(row["step"] >= trained for row in rows):
         raise ConfigError(
             f"save.keep = 0, and run_dir = {str(path)!r} has logged steps that no checkpoint "

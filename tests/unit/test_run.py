@@ -255,7 +255,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 def test_a_line_that_no_run_writes_is_an_error(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is no"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is no.*; mend or remove"):
         read_jsonl(path)
 
 

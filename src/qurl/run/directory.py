@@ -232,9 +232,14 @@ def iter_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):  # only the last line of a file has no end
                     return
-                raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
+                raise DataError(
+                    f"{path}, line {number} is not valid JSON: {error}; mend or remove that line"
+                ) from error
             if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
-                raise DataError(f"{path}, line {number} is no record of a run: {record!r:.100}")
+                raise DataError(
+                    f"{path}, line {number} is no record of a run: {record!r:.100}; "
+                    "mend or remove that line"
+                )
             yield record
 
 
@@ -278,6 +283,7 @@ def _drop(
                 if record.get("step", -1) < first_gone:
                     num_kept += is_trained
                     file.write(_line(record))
+                    num_kept += is_trained
                 else:
                     num_gone += is_trained
             for record in instead:

@@ -485,6 +485,20 @@ def test_a_damaged_checkpoint_is_left_out_aloud(train, folder, file):
     ]
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_an_untrained_model_that_is_damaged(train, folder, one_step, file, capsys):
+    """It is the reference of the KL term, so that a run with other weights in it learns another."""
+    flip_a_bit(folder / "run" / "initial" / file)
+    code, error = train()
+    assert code == 1
+    reason = f"the untrained model in run/initial is damaged: {file} does not match its checksum"
+    assert error.startswith(f"CheckpointError: {reason}. Restore it from a copy, or remove that")
+    assert main(["validate", "recipe.toml"]) == 2
+    assert f"FAIL  run directory: {reason}" in capsys.readouterr().out
+    shutil.rmtree(folder / "run" / "initial")
+    assert train() == (0, "")
+
+
 @pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors", "checksums.json"])
 def test_a_run_whose_only_checkpoint_is_torn(train, folder, one_step, file, capsys):
     torn = folder / "run" / "checkpoints" / "step-000001" / file

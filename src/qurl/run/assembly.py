@@ -30,6 +30,7 @@ from qurl.rollout import Engine
 from qurl.rollout.engine import close
 from qurl.run.checkpoint import (
     AnyLearner,
+    check_untrained,
     load_checkpoint,
     load_saved_adapters,
     load_saved_policy,
@@ -389,6 +390,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
     if config.model.path != "scratch":
         return config.model.path
     if (run_path / INITIAL).exists():
+        check_untrained(run_path / INITIAL)
         return run_path / INITIAL
     from transformers.utils.logging import disable_progress_bar
 
@@ -407,7 +409,7 @@ def initial_model(config: Config, run_path: Path, device: torch.device) -> str |
         model = build_tiny_llama(config.model.scratch, tokenizer).to(device)
     warm_start_(model, example, len(task), config.model.scratch, config.seed)
     disable_progress_bar()  # it would garble the run's own lines
-    return save_folder(run_path / INITIAL, model, tokenizer)
+    return save_folder(run_path / INITIAL, model, tokenizer, has_checksums=True)
 
 
 def build_pool(config: Config, reward: Reward | str, *tasks: Task) -> Pool:

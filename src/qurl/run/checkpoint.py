@@ -84,12 +84,23 @@ def _let_others_read(folder: Path) -> None:
             path.chmod(mode | allowed)
 
 
-def save_folder(target: Path, model: Any, tokenizer: Any) -> Path:
+def save_folder(target: Path, model: Any, tokenizer: Any, *, has_checksums: bool = False) -> Path:
     """Write a whole Hugging Face folder, or none."""
     with staged_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if has_checksums:
+            _write_checksums(folder)
     return target
+
+
+def check_untrained(folder: Path) -> None:
+    """Raise CheckpointError if the untrained model of a run, where it has one, is damaged."""
+    if damage := _find_changed_file(folder):
+        raise CheckpointError(
+            f"the untrained model in {folder} is damaged: {damage}. Restore it from a copy, or "
+            "remove that folder, and it is made again"
+        )
 
 
 def write_state(folder: Path, learner: AnyLearner, state: Mapping[str, Any]) -> None:
@@ -133,6 +144,10 @@ def find_damage(folder: Path, under: str = "") -> str | None:
     for names in () if under else NEEDED:
         if not any((folder / name).exists() for name in names):
             return f"{names[0]} is missing"
+    return _find_changed_file(folder, under)
+
+
+def _find_changed_file(folder: Path, under: str = "") -> str | None:
     if not (folder / CHECKSUMS).exists():
         return None
     try:

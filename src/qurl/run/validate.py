@@ -33,9 +33,9 @@ from qurl.run.budget import (
     peak_memory,
     total_memory,
 )
-from qurl.run.checkpoint import newest_sound
+from qurl.run.checkpoint import check_untrained, newest_sound
 from qurl.run.choices import Choices
-from qurl.run.directory import check_logs, find_changes
+from qurl.run.directory import INITIAL, check_logs, find_changes
 from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.shape import empty_model, measure
@@ -132,6 +132,8 @@ class Recipe:
                 raise
             raise ConfigError(f"run_dir = {str(path)!r}: {error.strerror}") from error
         check_logs(path)
+        if self.config.model.path == "scratch":
+            check_untrained(path / INITIAL)
         _, damaged = newest_sound(path / "checkpoints")
         self.notes += [f"{found} is damaged: {damage}" for found, damage in damaged.items()]
         return f"{self.config.run_dir}, {'a new run' if changes is None else 'a run to resume'}"

@@ -319,6 +319,16 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch)
     assert tried == ["some/model"]
 
 
+def test_validate_reads_an_end_of_sequence_that_stands_for_none(recipe, tmp_path, capsys):
+    tiny_policy().save(tmp_path / "llama")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "6*7=", "answer": "42"}\n')
+    settings = tmp_path / "llama" / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": -1}))
+    flags = ["--model.path", str(tmp_path / "llama"), "--task.name", str(tmp_path / "data.jsonl")]
+    assert main(["validate", str(recipe), *flags, "--task.reward", "exact"]) == 0
+    assert "ok    stops: 2 '<eos>'\n" in capsys.readouterr().out
+
+
 def test_validate_asks_about_a_reward_that_knows_no_difference(
     recipe, tmp_path, capsys, monkeypatch
 ):

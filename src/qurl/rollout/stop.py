@@ -111,4 +111,4 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
                 f"eos_token_id = {str(found)[:100]} of the model's config.json or "
                 "generation_config.json is not a token id, nor a list of them"
             )
-    return frozenset(ids)
+    return frozenset(id for id in ids if id >= 0)  # -1 stands for none in some configs

@@ -256,3 +256,13 @@ def test_an_epsilon_that_no_norm_has(model, value):
     edit(model / "config.json", rms_norm_eps=value)
     with pytest.raises(ModelError, match=r"rms_norm_eps = .* must be from 0 to 1"):
         check_folder(model)
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "factor"])
+@pytest.mark.parametrize("value", [0, -1e4, float("nan")])
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
+def test_positions_that_turn_by_no_angle(model, section, name, value):
+    """The log-probs would be NaN, which the first sync blames on the weights."""
+    edit(model / "config.json", **{section: {"rope_type": "linear", name: value}})
+    with pytest.raises(ModelError, match=rf"config.json: {name} = .* must be larger than 0"):
+        check_folder(model)

@@ -31,6 +31,7 @@ _SIZES = {  # the largest that is believed; transformers would build a list of 1
 }
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+_ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 
 
 def check_folder(
@@ -102,6 +103,12 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
         epsilon: Any = config.get(name, 0.0)
         if isinstance(epsilon, int | float) and not 0 <= epsilon <= 1:  # other types: transformers
             raise ModelError(f"{where}: {name} = {str(epsilon)[:40]} must be from 0 to 1")
+    sections = (config, *(config.get(name) for name in _ROPE_SECTIONS))
+    for section in [s for s in sections if isinstance(s, Mapping)]:
+        for name in ("rope_theta", "factor"):
+            size: Any = section.get(name, 1.0)
+            if isinstance(size, int | float) and not size > 0:
+                raise ModelError(f"{where}: {name} = {size:g} must be larger than 0")
 
 
 def _check_base(config: dict[str, Any], file: Path) -> None:

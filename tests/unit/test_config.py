@@ -196,6 +196,11 @@ def test_all_mistakes_of_the_values_at_once():
         ({"correction": {"veto": 1}}, "correction.veto = 1: must be less than 1"),
         ({"algo": {"whiten": "maybe"}}, "algo.whiten = 'maybe': must be a valid boolean"),
         ({"quant": {"update_scale": 0.5}}, "quant.update_scale = 0.5: must be greater than or"),
+        ({"quant": {"update_scale": 1e308}}, "quant.update_scale = 1e+308: must be less than or"),
+        (
+            {"experimental": {"norm_fed_lr_scale": 5e-324}},
+            "experimental.norm_fed_lr_scale = 5e-324: must be greater than or",
+        ),
         ({"task": {"path": 3}}, "task.path = 3: must be a valid string"),
         (
             {"task": {"mix": {"a": 1, "b": 0.0}}},

@@ -331,7 +331,7 @@ class QuantConfig(Section):
     noise: Literal["off", "aqn"] = "off"
     """aqn: add random noise to the weights of the actor's norms, for exploration (QeRL;
     [systems.aqn])."""
-    update_scale: Annotated[float, Field(ge=1, strict=True)] = 1.0
+    update_scale: Annotated[float, Field(ge=1, le=1000, strict=True)] = 1.0
     """UAQ's s: divide weights fed by a norm by s once, before training; 1 = off, paper: 1.5."""
     full_layers: CountOrZero = 0
     """Keep the linear layers of this many first and last decoder layers in full precision."""
@@ -534,7 +534,7 @@ class ExperimentalConfig(Section):
     """Largest upper clip bound that acr may use; none = no limit."""
     weighted_kl: Flag = False
     """Multiply the KL term by the importance weight, because the actor drew the samples."""
-    norm_fed_lr_scale: Rate = 1.0
+    norm_fed_lr_scale: Annotated[float, Field(ge=1e-6, le=1000, strict=True)] = 1.0
     """Multiply the learning rate of q, k, v, gate and up by this number, and divide the learning
     rate of their norms by it. UAQ has the same effect."""
     dither: Flag = False

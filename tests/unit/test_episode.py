@@ -203,9 +203,14 @@ def pauses(problem, tokenizer):
     yield
 
 
+def wants_nothing():
+    yield
+
+
 @pytest.mark.parametrize(
     ("episode", "message"),
     [
+        (wants_nothing, r"the episode of problem p failed: TypeError\(.*takes 0 positional"),
         (writes, "problem p yields '5='; it must yield all tokens so far, as token ids"),
         (pauses, "problem p yields None; it must yield all tokens so far, as token ids"),
         (forgets, "problem p changed tokens of earlier turns"),

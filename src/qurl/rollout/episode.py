@@ -139,7 +139,10 @@ def _attempt(
         earlier = joined["token_ids"][: -len(turn.token_ids)]
         return Completion(text=decode(earlier) + turn.text, finish=finish, **joined)
 
-    turns = player.episode(problem, player.tokenizer)
+    try:
+        turns = player.episode(problem, player.tokenizer)
+    except Exception as error:
+        raise EngineError(f"the episode of problem {problem.id} failed: {error!r}") from error
     tokens = _next(turns, None, problem)
     end = len(tokens) + max_tokens
     played: list[Completion] = []

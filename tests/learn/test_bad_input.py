@@ -677,6 +677,12 @@ def test_an_engine_that_fails_after_its_sync_costs_one_step(train, folder):
     assert checkpoints(folder) == ["step-000001"]
 
 
+def test_an_engine_that_cannot_be_built_is_named(train):
+    code, error = train("--rollout.engine", "os:system")
+    assert code == 2
+    assert error.startswith("ConfigError: rollout.engine failed: TypeError: system() takes at most")
+
+
 def test_eval_tells_what_failed(train, folder, capsys):
     assert train("--save.every", "1") == (0, "")
     assert main(["eval", "run", "--task.reward", "nope:reward"]) == 2

@@ -14,7 +14,7 @@ from qurl.config import Config
 from qurl.ops.device import pick_device
 from qurl.ops.ray import HERE
 from qurl.ops.shelf import Shelves
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.rollout import Engine, build_engine
 from qurl.rollout.episode import EpisodeEngine
 from qurl.rollout.group.engine import EngineGroup
@@ -155,7 +155,8 @@ def build_actor(
     if engine is None and is_users_own(rollout.engine):
         engine = load_plugin(rollout.engine, "rollout.engine")
     if engine is not None:
-        actor = engine(policy.model, policy.tokenizer, quant=quant, **options)
+        with naming_failures("rollout.engine"):
+            actor = engine(policy.model, policy.tokenizer, quant=quant, **options)
     else:
         place = place or functools.partial(_here, rollout.engine)
         actor = place(policy, quant, options | _engine_options(config, quant, scales))

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from qurl.errors import ConfigError, DataError
-from qurl.plugins import is_users_own, load_plugin
+from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.tasks import files, gym
 from qurl.tasks.files import FileTask
 from qurl.tasks.generated import SIZES, Draft, Draw, GeneratedTask
@@ -109,6 +109,7 @@ def _generator(
         )
 
     def seeded(index: int, attempt: int) -> Draft:
-        return draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
+        with naming_failures("task.name"):
+            return draw(Random(f"{seed}/{index}/{attempt}"), difficulty)
 
     return seeded, instruction, reward

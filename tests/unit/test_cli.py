@@ -329,6 +329,21 @@ def test_validate_reads_an_end_of_sequence_that_stands_for_none(recipe, tmp_path
     assert "ok    stops: 2 '<eos>'\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("batch.subselect", "os:nothing", "batch.subselect = 'os:nothing': os has no 'nothing'"),
+        ("sampling.budget", "os:nothing", "sampling.budget = 'os:nothing': os has no 'nothing'"),
+        ("sampling.replay", "os:system", "lacks num_fresh, merge (qurl.sampling.parts)"),
+        ("rollout.episode", "os:nothing", "rollout.episode = 'os:nothing': os has no 'nothing'"),
+        ("task.name", "os:system", "task.name failed: TypeError: system() takes at most 1 argum"),
+    ],
+)
+def test_validate_loads_every_part_of_ones_own(recipe, capsys, key, name, message):
+    failures = validate(recipe, capsys, f"--{key}", name, "--task.reward", "exact")
+    assert message in failures[0]
+
+
 def test_validate_asks_about_a_reward_that_knows_no_difference(
     recipe, tmp_path, capsys, monkeypatch
 ):

@@ -17,6 +17,7 @@ from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError, QurlError
 from qurl.ops.device import pick_device
 from qurl.ops.families import FAMILIES
+from qurl.plugins import is_users_own, load_plugin
 from qurl.quant.linear import check_quantizable, quantized_projections
 from qurl.quant.scaling import uaq_scale
 from qurl.rollout.engine import check_prompts_for
@@ -41,9 +42,7 @@ from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.shape import empty_model, measure
 from qurl.run.splits import held_out_problems, load_split, spread_problems
 from qurl.sampling import ProblemStream, Setup
-from qurl.sampling.built_in import PARTS
 from qurl.sampling.histopipe import check_repeats
-from qurl.sampling.parts import build_part
 from qurl.tasks.task import Task
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.folder import check_folder
@@ -109,6 +108,8 @@ class Recipe:
 
     def check_parts(self) -> str:
         choices = Choices.of(self.config)
+        if is_users_own(episode := self.config.rollout.episode):
+            load_plugin(episode, "rollout.episode")
         parts = (choices.objective, choices.advantage, choices.engine, choices.episode)
         return ", ".join(part.__name__ for part in parts if part is not None)
 
@@ -239,9 +240,8 @@ class Recipe:
         check_repeats(self.config, len(task))
         problems = spread_problems(task, NUM_PROMPTS)
         setup = Setup(self.config, task, len(self.tokenizer or ()))
-        key, chosen = "sampling.select", self.config.sampling.select
-        select = build_part(key, chosen, PARTS[key], setup)
-        ProblemStream(task, self.config.seed, select).take(1)
+        hooks = Choices.of(self.config).build_hooks(setup)
+        ProblemStream(task, self.config.seed, hooks.select).take(1)
         first = ""
         if self.tokenizer:
             self.prompt = problems[0].extra.get("prompt", "")

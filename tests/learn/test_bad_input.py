@@ -677,10 +677,14 @@ def test_an_engine_that_fails_after_its_sync_costs_one_step(train, folder):
     assert checkpoints(folder) == ["step-000001"]
 
 
-def test_an_engine_that_cannot_be_built_is_named(train):
-    code, error = train("--rollout.engine", "os:system")
+def test_an_engine_that_cannot_be_built_is_named(train, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    text = "def engine(model, tokenizer, **options):\n    return {}['weights']\n"
+    (folder / "broken_engine.py").write_text(text)
+    code, error = train("--rollout.engine", "broken_engine:engine")
     assert code == 2
-    assert error.startswith("ConfigError: rollout.engine failed: TypeError: system() takes at most")
+    assert error.startswith("ConfigError: rollout.engine failed: KeyError: 'weights' (")
+    assert "broken_engine.py, line 2)" in error
 
 
 def test_eval_tells_what_failed(train, folder, capsys):

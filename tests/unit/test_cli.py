@@ -336,6 +336,7 @@ def test_validate_reads_an_end_of_sequence_that_stands_for_none(recipe, tmp_path
         ("sampling.budget", "os:nothing", "sampling.budget = 'os:nothing': os has no 'nothing'"),
         ("sampling.replay", "os:system", "lacks num_fresh, merge (qurl.sampling.parts)"),
         ("rollout.episode", "os:nothing", "rollout.episode = 'os:nothing': os has no 'nothing'"),
+        ("rollout.engine", "os:system", "rollout.engine: system(command) must take (model, token"),
         ("task.name", "os:system", "task.name failed: TypeError: system() takes at most 1 argum"),
     ],
 )

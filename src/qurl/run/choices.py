@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -75,6 +76,8 @@ class Choices:
                 given[part] = name
         if isinstance(given["engine"], type):
             check_engine(given["engine"])
+        if given["engine"] is not None:
+            _check_factory(given["engine"])
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
@@ -107,6 +110,22 @@ class Choices:
     def facts(self) -> tuple[Objective, Advantage]:
         """Facts of the objective and of the advantage, which may carry none."""
         return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
+
+
+def _check_factory(factory: EngineFactory) -> None:
+    """Refuse a maker of engines that takes other arguments; a few built-in ones do not say."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return
+    try:
+        signature.bind(None, None, quant="none", compute_dtype=None)
+    except TypeError as error:
+        name = getattr(factory, "__name__", repr(factory))
+        raise ConfigError(
+            f"rollout.engine: {name}{signature} must take (model, tokenizer, *, quant, "
+            f"compute_dtype): {error}"
+        ) from None
 
 
 def check_engine(engine: Any) -> None:

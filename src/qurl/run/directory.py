@@ -268,9 +268,7 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _drop(
-    path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any]
-) -> tuple[int, int]:
+def _drop(path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any]) -> tuple[int, int]:
     """Drop a torn last line, and records from step `first_gone` on; append those `instead`.
 
     Returns how many trained steps stay and how many go.

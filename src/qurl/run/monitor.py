@@ -17,7 +17,7 @@ from qurl.config import Config
 from qurl.config.schema import AlarmsConfig
 from qurl.errors import DataError, TrainingError
 from qurl.run.assembly import Parts
-from qurl.run.directory import Run
+from qurl.run.directory import METRICS, Run
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3

@@ -281,7 +281,6 @@ def _drop(path: Path, first_gone: float = math.inf, *instead: Mapping[str, Any])
                 if record.get("step", -1) < first_gone:
                     num_kept += is_trained
                     file.write(_line(record))
-                    num_kept += is_trained
                 else:
                     num_gone += is_trained
             for record in instead:

@@ -103,6 +103,8 @@ def test_no_signal(rows, is_on):
         ("sample_size", "rollout_corr/rollout_is_eff_sample_size", [0.4, 0.3, 0.5], None),
         ("repeated_problems", "sampling/distinct_frac", [0.25], 0.25),
         ("repeated_problems", "sampling/distinct_frac", [0.25, 0.5], None),
+        ("unified_gap", "rollout_corr/rollout_is_ratio_fraction_high", [0.0, 1e-4], 1e-4),
+        ("unified_gap", "rollout_corr/rollout_is_ratio_fraction_high", [1e-4, 0.0], None),
         ("grader_timeouts", "reward/timeouts", [0.0, 2.0], 2.0),
         ("grader_timeouts", "eval/full/num_timeouts", [3.0], 3.0),
         ("grader_timeouts", "reward/timeouts", [2.0, 0.0], None),
@@ -111,6 +113,14 @@ def test_no_signal(rows, is_on):
 def test_watches(name, metric, values, expected):
     finding = find(name, column(metric, values))
     assert (finding and finding.value) == pytest.approx(expected)
+
+
+def test_a_gap_is_an_alarm_where_sampler_and_policy_are_one():
+    alarm = BY_NAME["unified_gap"]
+    assert alarm.is_wanted(build_config({"quant": {"unified": True}}))
+    assert not alarm.is_wanted(build_config({}))
+    off = {"quant": {"unified": True}, "alarms": {"unified_gap": "off"}}
+    assert not alarm.is_wanted(build_config(off))
 
 
 def test_a_fall_of_held_out_accuracy_beyond_its_interval():
@@ -486,6 +496,15 @@ def test_a_sampler_that_is_left_behind(folder, monkeypatch, action):
         assert max(after) < 0.01
     marks = ["rollout/full_precision" in row for row in rows(folder)]
     assert marks == [action == "full" and step > event["step"] for step in range(len(kl))]
+
+
+def test_a_sampler_that_is_no_longer_the_unified_policy(folder, monkeypatch):
+    break_syncs(monkeypatch, [])
+    flags = [*write_reward(folder, LETTERS), *DRIFTING, "--algo.cap", "1.2"]
+    assert run(*flags, "--quant.unified", "true") == 0
+    event = next(event for event in alarms(folder) if event["name"] == "unified_gap")
+    shares = [row["rollout_corr/rollout_is_ratio_fraction_high"] for row in rows(folder)]
+    assert max(shares[: event["step"]]) == 0 < event["value"] == shares[event["step"]]
 
 
 def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):

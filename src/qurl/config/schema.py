@@ -509,6 +509,10 @@ class AlarmsConfig(Section):
     """Few tokens carry most of the importance weight."""
     sample_size_below: Fraction = 0.5
     """Effective sample size as a share of the tokens, in each step of the window."""
+    unified_gap: Action = "warn"
+    """With quant.unified: sampler and policy differ on some tokens."""
+    unified_gap_above: Fraction = 0.0
+    """Share of a step's tokens with a ratio prox / behav above algo.cap."""
     grader_timeouts: Action = "warn"
     """Graders are killed at task.grade_timeout, in training or in an evaluation."""
     grader_timeouts_above: CountOrZero = 0

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -47,6 +48,12 @@ class Alarm:
     watch: Watch
     threshold: str = ""
     """Key of `[alarms]`; empty for an alarm without a threshold."""
+    needs: str = ""
+    """Key of the recipe without which there is nothing to watch."""
+
+    def is_wanted(self, config: Config) -> bool:
+        has_cause = not self.needs or attrgetter(self.needs)(config)
+        return has_cause and getattr(config.alarms, self.name) != "off"
 
     def find(self, rows: Sequence[Row], config: AlarmsConfig) -> Finding | None:
         return self.watch(rows, config.window, self.limit(config))
@@ -88,7 +95,12 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
 
 
 def stays(
-    name: str, metric: str, side: Literal["above", "below"], words: str, window: int = 0
+    name: str,
+    metric: str,
+    side: Literal["above", "below"],
+    words: str,
+    window: int = 0,
+    needs: str = "",
 ) -> Alarm:
     """An alarm on a metric on one side of the threshold in each of the last `window` rows."""
     sign = 1 if side == "above" else -1
@@ -100,7 +112,7 @@ def stays(
             return None
         return Finding(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
 
-    return Alarm(name, (metric,), watch, f"{name}_{side}")
+    return Alarm(name, (metric,), watch, f"{name}_{side}", needs)
 
 
 def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> Alarm:
@@ -195,6 +207,15 @@ ALARMS = (
         "below",
         "a few importance weights decide the updates",
     ),
+    stays(
+        "unified_gap",
+        "rollout_corr/rollout_is_ratio_fraction_high",
+        "above",
+        "sampler and policy differ, which quant.unified should prevent. Set correction.mode = "
+        "'decoupled', run qurl doctor, and report it",
+        window=1,
+        needs="quant.unified",
+    ),
     Alarm("grader_timeouts", ("timeouts",), graders_time_out, "grader_timeouts_above"),
     stays(
         "repeated_problems",
@@ -254,10 +275,10 @@ class Monitor:
             raise TrainingError(self.reason_to_stop)
 
     def _find_alarms(self, rows: Sequence[Row]) -> dict[str, Finding]:
-        """The alarms that are on after these rows, those that are "off" left out."""
-        config = self._config.alarms
-        wanted = [alarm for alarm in ALARMS if rows and getattr(config, alarm.name) != "off"]
-        return {alarm.name: found for alarm in wanted if (found := alarm.find(rows, config))}
+        """The wanted alarms that are on after these rows."""
+        config = self._config
+        wanted = [alarm for alarm in ALARMS if rows and alarm.is_wanted(config)]
+        return {alarm.name: found for alarm in wanted if (found := alarm.find(rows, config.alarms))}
 
     def _act(self, step: int) -> None:
         was_on, findings = self._on, self._find_alarms(self._rows)

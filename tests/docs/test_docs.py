@@ -186,13 +186,11 @@ def test_all_metrics_of_a_run_are_explained(name, tmp_path):
 
 def general_name(metric):
     """As the pages have it: eval/int8/pass@2_low -> eval/full/pass@K."""
+    metric = re.sub(r"@\d+(_low|_high)?", "@K", metric)
     kind, *parts = metric.split("/")
     if kind == "uaq":
         return f"uaq/{parts[0]}"
-    if kind == "eval":
-        name = re.sub(r"@\d+(_low|_high)?", "@K", parts[1])
-        return f"eval/full/{name}"
-    return metric
+    return f"eval/full/{parts[1]}" if kind == "eval" else metric
 
 
 def test_equation_table():

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from qurl.config import build_config
 from qurl.errors import DataError
+from qurl.rewards.grading import pass_at_k
 from qurl.rewards.reward import Grade
 from qurl.run.evaluation import (
     evaluate,
     mean_score,
-    pass_at_k,
     print_results,
     wilson_interval,
 )

@@ -1,6 +1,7 @@
 """One step's updates: denominators, the terms of the loss, the critic, and what stops a run."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -269,6 +270,17 @@ def test_value_pre_training_leaves_the_policy_alone():
     assert largest_change(learner.critic, critic) > 1e-4
     learner.update(batch, step=2)
     assert largest_change(learner.policy.model, policy) > 1e-4
+
+
+def test_the_mean_lambda_of_responses():
+    """Lengths n have lambda 1 - 1 / (0.5 n), at least 0."""
+    learner, batch = ppo_learner()
+    assert "critic/lam_policy" not in learner.describe(batch, batch)
+    config = dataclasses.replace(learner.config.algo, lam_alpha=0.5)
+    learner.config = dataclasses.replace(learner.config, algo=config)
+    lambdas = [max(0, 1 - 2 / n) for n in batch.mask.sum(-1).tolist()]
+    found = learner.describe(batch, batch)["critic/lam_policy"]
+    assert found == pytest.approx(sum(lambdas) / len(lambdas))
 
 
 def test_micro_batches_do_not_change_the_critic_either():

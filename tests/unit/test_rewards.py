@@ -374,6 +374,7 @@ def test_rollouts_are_graded_and_summed_up():
             "reward/accuracy": 0.5,
             "reward/frac_all_correct": 1 / 3,
             "reward/frac_all_wrong": 1 / 3,
+            "reward/pass@2": 2 / 3,
             "response_length/mean": 26 / 6,
             "response_length/max": 10.0,
             "response_length/clip_ratio": 1 / 6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -128,11 +129,26 @@ def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
+        **_pass_curve(graded),
         **means,
         "response_length/mean": fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": fmean(c.finish == "length" for c in completions),
     }
+
+
+def _pass_curve(graded: Sequence[Graded]) -> dict[str, float]:
+    """pass@k for k = 2, 4, ... up to the size of the smallest group."""
+    counts = [(len(g.accuracies), sum(a >= 1 for a in g.accuracies)) for g in graded]
+    smallest = min(size for size, _ in counts)
+    ks = [2**i for i in range(1, smallest.bit_length())]
+    return {f"reward/pass@{k}": fmean(pass_at_k(n, c, k) for n, c in counts) for k in ks}
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k of n samples hold a correct one: 1 - C(n - c, k) / C(n, k), exactly."""
+    draws = math.comb(num_samples, k)
+    return (draws - math.comb(num_samples - num_correct, k)) / draws
 
 
 def overlong_cache(fraction: float, max_tokens: int) -> int:

@@ -16,6 +16,7 @@ from rich.table import Table
 from qurl.config import Config, load_config
 from qurl.errors import ConfigError, DataError
 from qurl.rewards import Grade, Grading
+from qurl.rewards.grading import pass_at_k
 from qurl.rewards.pool import Pool
 from qurl.rollout.engine import Engine
 from qurl.run.assembly import build_pool, prepare_torch
@@ -158,12 +159,6 @@ def summarise(
         num_timeouts=sum(grade.timed_out for a in answers for grade in (a.grade, *a.sampled)),
         sets=sets,
     )
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of n samples hold a correct one: 1 - C(n - c, k) / C(n, k), exactly."""
-    draws = math.comb(num_samples, k)
-    return (draws - math.comb(num_samples - num_correct, k)) / draws
 
 
 def mean_score(values: Sequence[float]) -> Estimate:

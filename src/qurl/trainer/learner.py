@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qurl.advantages import Estimator, compare
+from qurl.advantages import Estimator, compare, length_lambda
 from qurl.config import Config
 from qurl.config.rules import prox_readers
 from qurl.correction import LARGEST_TAIL, correct, correction_metrics, gap_tail, weigh
@@ -334,6 +334,9 @@ class Learner:
         if self.reference is not None:
             kl = kl_penalty(trained.logp_prox, trained.logp_ref, "k3")
             columns["actor/ref_kl"] = kl[known]
+        if alpha := self.config.algo.lam_alpha:
+            lengths = trained.mask.sum(-1)
+            columns["critic/lam_policy"] = length_lambda(lengths[lengths > 0], alpha)
         correction = self.config.correction
         return summarize(columns, pool) | correction_metrics(
             trained,

@@ -191,15 +191,16 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
         update(self, *args)
 
     monkeypatch.setattr(Auditor, "_update", watched)
-    run, out = tmp_path / "run", tmp_path / "audit.json"
+    run = tmp_path / "run"
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
     words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
     words += ["--quant.format", "int4"]
     assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2", "2"]
-    assert main(["audit", str(run), *words, "--out", str(out)]) == 0
-    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    assert main(["audit", str(run), *words]) == 0
+    out = run / "audit.json"
+    assert sorted(path.relative_to(run) for path in run.rglob("*") if path != out) == before
     [entries] = json.loads(out.read_text())["results"].values()
     figures = [entry["figures"] for entry in entries]
     arms = [(f["updates"], f["format"], f["objective"]) for f in figures]

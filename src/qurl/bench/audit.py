@@ -93,7 +93,7 @@ class Audit:
     chunks: int = 16
     """Parts of the problems, over which noise is estimated."""
     out: Path | None = None
-    """JSON file with the results; by default benchmarks/results/audit.json."""
+    """JSON file with the results; by default audit.json in the run's directory."""
 
     def check(self) -> None:
         """Raise if a flag makes no sense."""
@@ -136,7 +136,8 @@ def run_audit(options: Audit) -> None:
     """Print a row for each objective and save it at once."""
     options.check()
     with opened(options) as auditor:
-        record = Record("audit", options.out, auditor.policy.device)
+        out = options.out or options.run / "audit.json"
+        record = Record("audit", out, auditor.policy.device)
         print(HEAD)
         for found in auditor.findings():
             print(row_of(found), flush=True)

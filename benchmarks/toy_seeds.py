@@ -179,15 +179,20 @@ def make_table(runs: list[dict]) -> str:
         by_method = {m: pick(runs, format, m) for m in METHODS}
         lines += [
             f"{format}, {STEPS} steps, lr {LEARNING_RATE:g} (slow: {SLOW_RATE:g}), {EPOCHS} "
-            "epochs. Points; differences to TIS with C = 2 of the same family, by seed, with 95 % "
-            "intervals.",
+            "epochs. Points; differences to TIS with C = 2 and to rollouts in full precision "
+            "(none), of the same family, by seed, with 95 % intervals.",
             "",
-            "| method | seeds | full precision | less tis | actor's format | less tis | KL "
-            "| truncated | clipped | rescued |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| method | seeds | full precision | less tis | less none | actor's format | less tis "
+            "| KL | truncated | clipped | rescued |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [
-            row(m, found, by_method[family_of(m) + BASELINE])
+            row(
+                m,
+                found,
+                by_method[family_of(m) + BASELINE],
+                pick(runs, "none", family_of(m) + "uncorrected"),
+            )
             for m, found in by_method.items()
             if found
         ]
@@ -214,10 +219,14 @@ def pick(runs: list[dict], format: str, method: str) -> dict[int, dict]:
     return {run["seed"]: run for run in found if not run["failure"]}
 
 
-def row(method: str, found: dict[int, dict], baseline: dict[int, dict]) -> str:
+def row(
+    method: str, found: dict[int, dict], baseline: dict[int, dict], unquantized: dict[int, dict]
+) -> str:
+    full, actor = "eval/full/accuracy", "eval/quantized/accuracy"
     cells = [method, str(len(found))]
-    for name in ("eval/full/accuracy", "eval/quantized/accuracy"):
-        cells += [f"{100 * mean(found, name):.1f}", difference(found, baseline, name)]
+    cells += [f"{100 * mean(found, full):.1f}", difference(found, baseline, full)]
+    cells += [difference(found, unquantized, full)]
+    cells += [f"{100 * mean(found, actor):.1f}", difference(found, baseline, actor)]
     cells += [f"{mean(found, 'rollout_corr/kl'):.2f}"]
     shares = ("rollout_corr/truncated_frac", "actor/pg_clipfrac", "acr/rescued_frac")
     return "| " + " | ".join([*cells, *(f"{mean(found, s):.2%}" for s in shares)]) + " |"
@@ -231,7 +240,7 @@ def mean(found: dict[int, dict], name: str) -> float:
 def difference(found: dict[Any, dict], baseline: dict[Any, dict], name: str) -> str:
     shared = sorted(found.keys() & baseline.keys())
     differences = [100 * (found[s][name] - baseline[s][name]) for s in shared]
-    if found is baseline or len(differences) < 3:
+    if found == baseline or len(differences) < 3:
         return "-"
     low, high = student_interval(differences)
     return f"{statistics.fmean(differences):+.1f} ({low:+.1f} to {high:+.1f})"

@@ -564,10 +564,11 @@ def test_a_state_of_another_version(train, folder, one_step, change, reason):
 
 
 @pytest.mark.parametrize("value", ["abc", None, {"a": 1}])
-def test_a_row_with_something_other_than_numbers(train, folder, one_step, value):
+@pytest.mark.parametrize("eval_every", ["0", "1"])
+def test_a_row_with_something_other_than_numbers(train, folder, one_step, value, eval_every):
     path = folder / "run" / "metrics.jsonl"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"reward/mean": value}) + "\n")
-    code, error = train()
+    code, error = train("--eval.every", eval_every)
     assert code == 2
     assert error.startswith("DataError: step 0 in metrics.jsonl of the run: ")
     assert "; mend or remove that line" in error

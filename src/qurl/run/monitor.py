@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 from qurl.config import Config
 from qurl.config.schema import AlarmsConfig
-from qurl.errors import DataError, TrainingError
+from qurl.errors import TrainingError
 from qurl.run.assembly import Parts
-from qurl.run.directory import METRICS, Run
+from qurl.run.directory import Run
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3
@@ -336,16 +336,11 @@ MEANING = {
 """What the message of an alarm says about its action."""
 
 
-def _watched(row: Mapping[str, float | str]) -> dict[str, float]:
-    """The values of a row that some alarm reads; metrics.jsonl has "nan" for one."""
-    try:
-        values = {name: float(value) for name, value in row.items()}
-    except (TypeError, ValueError) as error:
-        where = f"step {row.get('step')} in {METRICS} of the run"
-        raise DataError(f"{where}: {error}; mend or remove that line") from error
+def _watched(row: Row) -> dict[str, float]:
+    """The values of a row that some alarm reads."""
     return {
         name: x
-        for name, x in values.items()
+        for name, x in row.items()
         if name in ("step", FALLEN_BACK) or name.endswith(WATCHED) or not math.isfinite(x)
     }
 

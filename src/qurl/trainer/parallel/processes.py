@@ -230,8 +230,10 @@ def _join_all(started: Started, size: int, device: str) -> Post:
     if not joined.done() or joined.exception():
         found = _find_cause(started.store, started.followers, size)
         if found is not None:
-            kind, cause = found
-            raise kind(f"{cause}, before all ranks had joined")
+            # Not RankLost, after which the command starts again: torch cannot, in this process.
+            raise TrainingError(
+                f"{found[1]}, before all ranks had joined. The same command starts again"
+            )
     return joined.result()
 
 

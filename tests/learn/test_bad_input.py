@@ -688,6 +688,36 @@ def test_an_engine_that_cannot_be_built_is_named(train, folder, monkeypatch):
     assert "broken_engine.py, line 2)" in error
 
 
+def test_a_part_that_cannot_take_its_state_back_costs_no_checkpoint(train, folder, monkeypatch):
+    """Its error does not advise to remove one, as that of a damaged checkpoint does."""
+    monkeypatch.syspath_prepend(folder)
+    (folder / "forgetful.py").write_text(FORGETFUL)
+    own = ("--sampling.select", "forgetful:Forgetful")
+    assert train(*own, "--steps", "1") == (0, "")
+    code, error = train(*own, "--steps", "2")
+    assert code == 2
+    reason = "ConfigError: the state of select.Forgetful failed: KeyError: 'count' ("
+    assert error.startswith(reason)
+    assert "forgetful.py, line 12)" in error
+    assert "Remove" not in error
+
+
+FORGETFUL = """\
+class Forgetful:
+    def __init__(self, setup):
+        self.taken = 0
+
+    def __call__(self, count, num_problems, num_taken, history, seed):
+        return list(range(count))
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["count"]
+"""
+
+
 def test_eval_tells_what_failed(train, folder, capsys):
     assert train("--save.every", "1") == (0, "")
     assert main(["eval", "run", "--task.reward", "nope:reward"]) == 2

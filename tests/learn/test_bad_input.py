@@ -564,10 +564,11 @@ def test_a_state_of_another_version(train, folder, one_step, change, reason):
 
 
 @pytest.mark.parametrize("value", ["abc", None, {"a": 1}])
-def test_a_row_with_something_other_than_numbers(train, folder, one_step, value):
+@pytest.mark.parametrize("eval_every", ["0", "1"])
+def test_a_row_with_something_other_than_numbers(train, folder, one_step, value, eval_every):
     path = folder / "run" / "metrics.jsonl"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"reward/mean": value}) + "\n")
-    code, error = train()
+    code, error = train("--eval.every", eval_every)
     assert code == 2
     assert error.startswith("DataError: step 0 in metrics.jsonl of the run: ")
     assert "; mend or remove that line" in error
@@ -685,6 +686,36 @@ def test_an_engine_that_cannot_be_built_is_named(train, folder, monkeypatch):
     assert code == 2
     assert error.startswith("ConfigError: rollout.engine failed: KeyError: 'weights' (")
     assert "broken_engine.py, line 2)" in error
+
+
+def test_a_part_that_cannot_take_its_state_back_costs_no_checkpoint(train, folder, monkeypatch):
+    """Its error does not advise to remove one, as that of a damaged checkpoint does."""
+    monkeypatch.syspath_prepend(folder)
+    (folder / "forgetful.py").write_text(FORGETFUL)
+    own = ("--sampling.select", "forgetful:Forgetful")
+    assert train(*own, "--steps", "1") == (0, "")
+    code, error = train(*own, "--steps", "2")
+    assert code == 2
+    reason = "ConfigError: the state of select.Forgetful failed: KeyError: 'count' ("
+    assert error.startswith(reason)
+    assert "forgetful.py, line 12)" in error
+    assert "Remove" not in error
+
+
+FORGETFUL = """\
+class Forgetful:
+    def __init__(self, setup):
+        self.taken = 0
+
+    def __call__(self, count, num_problems, num_taken, history, seed):
+        return list(range(count))
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["count"]
+"""
 
 
 def test_eval_tells_what_failed(train, folder, capsys):

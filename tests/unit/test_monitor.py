@@ -507,6 +507,20 @@ def test_a_sampler_that_is_no_longer_the_unified_policy(folder, monkeypatch):
     assert max(shares[: event["step"]]) == 0 < event["value"] == shares[event["step"]]
 
 
+@pytest.mark.parametrize(
+    "age",
+    [
+        ["--rollout.ahead", "1"],
+        ["--sampling.replay", "recent", "--correction.mode", "decoupled"],
+    ],
+)
+def test_the_age_of_rollouts_is_no_gap_of_the_unified_policy(folder, age):
+    flags = [*write_reward(folder, LETTERS), *DRIFTING, "--algo.cap", "1.2", *age]
+    assert run(*flags, "--quant.unified", "true") == 0
+    assert any(row["rollout_corr/rollout_is_ratio_fraction_high"] > 0 for row in rows(folder))
+    assert "unified_gap" not in {event["name"] for event in alarms(folder)}
+
+
 def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
     """Interrupted after any step, it goes on as the uninterrupted run did."""
     flags = [*write_reward(folder, LETTERS), *DRIFTING, "--alarms.mismatch_growth", "full"]

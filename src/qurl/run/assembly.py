@@ -361,8 +361,8 @@ def _resume(
     for split, saved in state.get("fingerprints", {}).items():
         if saved and prints.get(split, saved) != saved:
             run.warn(effects[split])
+    hooks.load_state_dict(state.get("hooks", {}))
     with naming_unreadable(checkpoint):
-        hooks.load_state_dict(state.get("hooks", {}))
         stream.load_state_dict(state)
         if tracker is not None:
             tracker.load_state_dict(state["tracker"])

@@ -140,16 +140,16 @@ class Run(AbstractContextManager["Run"]):
                 "run goes on with the same weights, and its curves have a gap"
             )
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, float]]:
         """What has been logged so far of the steps that are complete."""
         path = self.path / METRICS
         found = iter_jsonl(path) if path.exists() else ()
-        return [row for row in found if row["step"] != self.reopened]
+        return [_as_numbers(row) for row in found if row["step"] != self.reopened]
 
     def find_row(self, step: int) -> dict[str, float]:
         """What was logged of a step; empty if nothing was."""
         row = next((row for row in self.rows() if row["step"] == step), {})
-        return {name: float(value) for name, value in row.items() if name != "step"}
+        return {name: value for name, value in row.items() if name != "step"}
 
     def reopen(self, step: int) -> None:
         """Let `log` replace the row of the last step, and forget what its evaluation has left.
@@ -249,6 +249,15 @@ def check_logs(path: Path) -> None:
         if (path / name).is_file():
             for _ in iter_jsonl(path / name):
                 pass
+
+
+def _as_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a row of metrics.jsonl, which has "nan" for one."""
+    try:
+        return {name: float(value) for name, value in row.items()}
+    except (TypeError, ValueError) as error:
+        where = f"step {row['step']} in {METRICS} of the run"
+        raise DataError(f"{where}: {error}; mend or remove that line") from error
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

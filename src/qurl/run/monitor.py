@@ -10,15 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from qurl.config import Config
 from qurl.config.schema import AlarmsConfig
-from qurl.errors import DataError, TrainingError
+from qurl.errors import TrainingError
 from qurl.run.assembly import Parts
-from qurl.run.directory import METRICS, Run
+from qurl.run.directory import Run
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3
@@ -48,12 +47,11 @@ class Alarm:
     watch: Watch
     threshold: str = ""
     """Key of `[alarms]`; empty for an alarm without a threshold."""
-    needs: str = ""
-    """Key of the recipe without which there is nothing to watch."""
+    applies: Callable[[Config], bool] = lambda config: True
+    """Whether a recipe gives it something to watch."""
 
     def is_wanted(self, config: Config) -> bool:
-        has_cause = not self.needs or attrgetter(self.needs)(config)
-        return has_cause and getattr(config.alarms, self.name) != "off"
+        return self.applies(config) and getattr(config.alarms, self.name) != "off"
 
     def find(self, rows: Sequence[Row], config: AlarmsConfig) -> Finding | None:
         return self.watch(rows, config.window, self.limit(config))
@@ -100,7 +98,7 @@ def stays(
     side: Literal["above", "below"],
     words: str,
     window: int = 0,
-    needs: str = "",
+    applies: Callable[[Config], bool] = Alarm.applies,
 ) -> Alarm:
     """An alarm on a metric on one side of the threshold in each of the last `window` rows."""
     sign = 1 if side == "above" else -1
@@ -112,7 +110,13 @@ def stays(
             return None
         return Finding(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
 
-    return Alarm(name, (metric,), watch, f"{name}_{side}", needs)
+    return Alarm(name, (metric,), watch, f"{name}_{side}", applies)
+
+
+def is_one_flow(config: Config) -> bool:
+    """Whether sampler and policy should agree on each token: same codes, of the same weights."""
+    is_fresh = not config.rollout.ahead and config.sampling.replay == "off"
+    return config.quant.unified and is_fresh
 
 
 def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> Alarm:
@@ -214,7 +218,7 @@ ALARMS = (
         "sampler and policy differ, which quant.unified should prevent. Set correction.mode = "
         "'decoupled', run qurl doctor, and report it",
         window=1,
-        needs="quant.unified",
+        applies=is_one_flow,
     ),
     Alarm("grader_timeouts", ("timeouts",), graders_time_out, "grader_timeouts_above"),
     stays(
@@ -336,16 +340,11 @@ MEANING = {
 """What the message of an alarm says about its action."""
 
 
-def _watched(row: Mapping[str, float | str]) -> dict[str, float]:
-    """The values of a row that some alarm reads; metrics.jsonl has "nan" for one."""
-    try:
-        values = {name: float(value) for name, value in row.items()}
-    except (TypeError, ValueError) as error:
-        where = f"step {row.get('step')} in {METRICS} of the run"
-        raise DataError(f"{where}: {error}; mend or remove that line") from error
+def _watched(row: Row) -> dict[str, float]:
+    """The values of a row that some alarm reads."""
     return {
         name: x
-        for name, x in values.items()
+        for name, x in row.items()
         if name in ("step", FALLEN_BACK) or name.endswith(WATCHED) or not math.isfinite(x)
     }
 

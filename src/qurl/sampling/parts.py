@@ -143,7 +143,8 @@ class Hooks:
         """Give each part its saved state; one that was not there before starts afresh."""
         for name, part in self._with("load_state_dict").items():
             if (label := _label(name, part)) in state:
-                part.load_state_dict(state[label])
+                with naming_failures(f"the state of {label}"):
+                    part.load_state_dict(state[label])
 
     def _with(self, method: str) -> dict[str, Any]:
         parts = {f.name: getattr(self, f.name) for f in fields(self)}

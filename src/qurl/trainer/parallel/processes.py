@@ -214,10 +214,11 @@ def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -
 def _join_all(started: Started, size: int, device: str) -> Post:
     """`join` as the leader; raises at once if another rank ends, for which torch would wait."""
     joined: Future[Post] = Future()
+    own = started.store.clone()  # a store that waits in one thread answers no other
 
     def call() -> None:
         try:
-            joined.set_result(join(started.store, 0, size, device, started.gpu))
+            joined.set_result(join(own, 0, size, device, started.gpu))
         except BaseException as error:
             joined.set_exception(error)
 
@@ -229,8 +230,10 @@ def _join_all(started: Started, size: int, device: str) -> Post:
     if not joined.done() or joined.exception():
         found = _find_cause(started.store, started.followers, size)
         if found is not None:
-            kind, cause = found
-            raise kind(f"{cause}, before all ranks had joined")
+            # Not RankLost, after which the command starts again: torch cannot, in this process.
+            raise TrainingError(
+                f"{found[1]}, before all ranks had joined. The same command starts again"
+            )
     return joined.result()
 
 

@@ -24,10 +24,7 @@ from qurl.run.directory import read_jsonl
 
 IS_LONG = settings().max_examples > 100  # `make test-chaos`
 KILLS, FULL_DISKS = (50, 20) if IS_LONG else (4, 4)
-TINY = TINY_RUN | {
-    "save.every": 3,
-    "alarms.no_signal": "off",
-}
+TINY = TINY_RUN | {"save.every": 3, "alarms.no_signal": "off"}
 CLOCKS = ("timing_s/", "perf/", "sync/seconds")
 
 

@@ -22,12 +22,7 @@ from qurl.train import train
 
 SRC = Path(__file__).parents[2] / "src"
 STEPS = 9
-TINY = TINY_RUN | {
-    "steps": STEPS,
-    "save.every": 2,
-    "eval.every": 3,
-    "eval.problems": 10,
-}
+TINY = TINY_RUN | {"steps": STEPS, "save.every": 2, "eval.every": 3, "eval.problems": 10}
 ARMS = {
     "dapo, int8, UAQ, reference": {
         "algo.name": "dapo",

@@ -13,12 +13,7 @@ from qurl.config import load_config
 from qurl.run.directory import read_jsonl
 from qurl.train import train
 
-TINY = TINY_RUN | {
-    "steps": 4,
-    "save.every": 2,
-    "eval.every": 2,
-    "eval.problems": 10,
-}
+TINY = TINY_RUN | {"steps": 4, "save.every": 2, "eval.every": 2, "eval.problems": 10}
 pytestmark = pytest.mark.xdist_group("fork")  # one original for all tests
 CLOCKS = ("timing_s/", "perf/", "sync/seconds")
 

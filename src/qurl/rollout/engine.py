@@ -119,10 +119,7 @@ class QueueStream:
 
 
 def list_asked(
-    problems: Sequence[Problem],
-    sizes: Sequence[int],
-    params: SamplingParams,
-    earlier: Earlier = (),
+    problems: Sequence[Problem], sizes: Sequence[int], params: SamplingParams, earlier: Earlier = ()
 ) -> list[Asked]:
     """What the arguments of `Stream.submit` ask for, problem by problem."""
     sizes = sizes or [params.group_size] * len(problems)

@@ -241,7 +241,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
 
 def fail_on_rank_1(post, number):
     """Rank 1 dies in the midst of an update, while rank 0 waits for its gradients."""
-    learner = post.held["learner"]
+    learner = post.learner
     if post.ranks.rank == 1:
         real, calls = learner.policy.score, []
 

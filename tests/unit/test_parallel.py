@@ -253,7 +253,7 @@ def test_checkpoints_of_replicas_are_those_of_one(workers, tmp_path):
 
 @torch.no_grad()
 def change_one_bit_on_rank_1(post):
-    weight = post.held["learner"].policy.model.model.norm.weight
+    weight = post.learner.policy.model.model.norm.weight
     weight[3] += post.ranks.rank * 2.0**-23
 
 
@@ -462,7 +462,7 @@ def listen(post):
         codes, scale = layer.weight.coded.codes, layer.weight.coded.scale
         seen[name] = codes.float(), scale.clone()
 
-    for name, layer in post.held["learner"].policy.model.named_modules():
+    for name, layer in post.learner.policy.model.named_modules():
         if isinstance(layer, UnifiedLinear):
             layer.register_forward_pre_hook(functools.partial(keep, name))
 
@@ -659,7 +659,7 @@ def test_an_outline_has_all_but_the_numbers():
 
 def find_empty(post):
     """Names of tensors on this rank that have no numbers, whoever holds them."""
-    model = post.held["learner"].policy.model
+    model = post.learner.policy.model
     held = ((f"{n}.{k}", x) for n, m in model.named_modules() for k, x in vars(m).items())
     tensors = [*model.named_parameters(), *model.named_buffers(), *held]
     empty = [name for name, x in tensors if isinstance(x, torch.Tensor) and x.is_meta]
@@ -717,7 +717,7 @@ def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
 
 @torch.no_grad()
 def change_on_rank_1(post):
-    for weight in post.held["learner"].policy.model.parameters():
+    for weight in post.learner.policy.model.parameters():
         weight.to_local().add_(post.ranks.rank)
 
 
@@ -759,7 +759,7 @@ def count_saved(post, batch, shares):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        post.held["learner"].update(batch.select(share.rows), 0, share)
+        post.learner.update(batch.select(share.rows), 0, share)
     return Counter((dtype, tuple(shape)) for dtype, shape in found.values())
 
 

@@ -772,11 +772,7 @@ LAUNCHES = (
     Launch(
         "values of INT8 codes", partial(dequantize_rows, "int8"), {"dequantize_kernel": WIDE_LOADS}
     ),
-    Launch(
-        "rotation for training",
-        train_rotation,
-        {"rotate_pairs_kernel": WIDEST_LOADS},
-    ),
+    Launch("rotation for training", train_rotation, {"rotate_pairs_kernel": WIDEST_LOADS}),
     Launch(
         "rotation of keys that are rounded",
         partial(train_rotation, is_rounded=True),
@@ -803,11 +799,7 @@ LAUNCHES = (
         FLASH,
         targets=VARIANT,
     ),
-    Launch(
-        "gradients of attention",
-        partial(train_attention_gradients, QWEN2_7B),
-        FLASH_GRADIENTS,
-    ),
+    Launch("gradients of attention", partial(train_attention_gradients, QWEN2_7B), FLASH_GRADIENTS),
     Launch(
         "gradients of attention of small heads",
         partial(train_attention_gradients, QWEN2_05B),

@@ -22,6 +22,7 @@ from qurl.correction import importance_weights
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
 from qurl.run.assembly import initial_model
+from qurl.run.directory import read_jsonl
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
@@ -55,11 +56,19 @@ TINY_RUN = {
     "optim.lr": 1e-3,
 }
 """Keys of a run whose steps take a moment."""
+CLOCKS = ("timing_s/", "perf/", "sync/seconds")
+"""How names of metrics begin that are of one run alone."""
 
 
 def as_flags(keys: Mapping[str, Any]) -> list[str]:
     """Keys of a recipe as words of a command line."""
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def logged_rows(run_dir: Path, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, but for metrics whose names begin like this."""
+    found = read_jsonl(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(without)} for row in found]
 
 
 def completions(rollouts: Sequence[Rollout]) -> list[Completion]:

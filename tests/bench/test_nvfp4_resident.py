@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.nvfp4_resident import (
-    BLOCK,
-    SHAPES,
-    Walk,
-    programs_of_part,
-    share_of_time,
-    walks,
-)
+from benchmarks.nvfp4_resident import BLOCK, SHAPES, Walk, programs_of_part, share_of_time, walks
 
 ROOT = Path(__file__).parents[2]
 NUM_SMS, SHARED_BYTES = 132, 227 * 2**10  # of an H200

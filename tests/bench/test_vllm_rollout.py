@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.vllm_rollout import (
-    VllmContender,
-    fill_codes_,
-    import_vllm,
-    kv_bytes,
-    plan_vllm,
-)
+from benchmarks.vllm_rollout import VllmContender, fill_codes_, import_vllm, kv_bytes, plan_vllm
 from qurl.bench.judge import check_completions
 from qurl.bench.rollout import RolloutBench
 from qurl.bench.shapes import SHAPES
@@ -26,10 +20,7 @@ from qurl.types import Completion
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ({"quant": "int4"}, "not --quant int4"),
-        ({"quant": "none,int8"}, "one quant and one kv"),
-    ],
+    [({"quant": "int4"}, "not --quant int4"), ({"quant": "none,int8"}, "one quant and one kv")],
 )
 def test_refusals(flags, message):
     with pytest.raises(ConfigError, match=message):

@@ -10,6 +10,7 @@ from models import as_flags
 from safetensors.torch import load_file
 from test_learning import gain, run
 from test_resume import TINY, Interrupting, rows, run_until
+from torch.testing import assert_close
 
 from qurl.config import load_config
 from qurl.errors import EngineError
@@ -71,9 +72,7 @@ def trained(run_dir, num_rows=STEPS):
 def assert_same(one, other):
     for left, right in zip(trained(one), trained(other), strict=True):
         assert left == right
-    expected, found = weights(one), weights(other)
-    for name in expected:
-        assert torch.equal(expected[name], found[name]), name
+    assert_close(weights(other), weights(one), rtol=0, atol=0)
 
 
 class Elsewhere:

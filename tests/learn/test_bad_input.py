@@ -63,6 +63,18 @@ def train(capsys):
 
 
 @pytest.fixture
+def fails(train):
+    """What `qurl train recipe.toml ...` says that ends with this exit code."""
+
+    def run(*flags, code=1):
+        found, error = train(*flags)
+        assert found == code
+        return error
+
+    return run
+
+
+@pytest.fixture
 def llama(folder):
     """A folder with a tiny Llama whose context is 64 tokens, and the flags that train it."""
     tiny_policy().save(folder / "llama")
@@ -115,10 +127,9 @@ def test_the_recipe_itself_is_fine(train, folder):
     assert not (folder / "run" / "crash").exists()
 
 
-def test_unknown_key(train, folder):
+def test_unknown_key(fails, folder):
     (folder / "recipe.toml").write_text(RECIPE + "learning_rate = 1\n[quantization]\nbits = 8\n")
-    code, error = train()
-    assert code == 2
+    error = fails(code=2)
     assert "2 mistakes in recipe.toml" in error
     assert "optim.learning_rate = 1 is not a key; [optim] has lr, " in error
     assert "quantization = {'bits': 8} is not a key; the top level has steps" in error
@@ -131,21 +142,18 @@ def test_missing_recipe(capsys):
     assert error.startswith("ConfigError: there is no recipe and no run at other.toml")
 
 
-def test_missing_data(train, llama):
-    code, error = train(*llama, "--task.path", "elsewhere.jsonl")
-    assert code == 2
+def test_missing_data(fails, llama):
+    error = fails(*llama, "--task.path", "elsewhere.jsonl", code=2)
     assert error.startswith("DataError: data file elsewhere.jsonl does not exist")
 
 
-def test_missing_model(train, llama, folder):
-    code, error = train(*llama, "--model.path", str(folder / "elsewhere"))
-    assert code == 1
+def test_missing_model(fails, llama, folder):
+    error = fails(*llama, "--model.path", str(folder / "elsewhere"))
     assert error.startswith(f"ModelError: model.path = '{folder}/elsewhere' does not exist")
 
 
-def test_a_scratch_model_cannot_learn_from_a_file(train, llama):
-    code, error = train(*llama, "--model.path", "scratch")
-    assert code == 2
+def test_a_scratch_model_cannot_learn_from_a_file(fails, llama):
+    error = fails(*llama, "--model.path", "scratch", code=2)
     assert "model.path = 'scratch' needs a generated task to learn from, not 'file'" in error
 
 
@@ -160,23 +168,20 @@ def test_a_scratch_model_cannot_learn_from_a_file(train, llama):
         ('{"prompt": [], "answer": "42"}', "data.jsonl line 3: 'prompt' is empty"),
     ],
 )
-def test_a_bad_row_is_named_by_its_line(train, llama, folder, row, message):
+def test_a_bad_row_is_named_by_its_line(fails, llama, folder, row, message):
     good = '{"prompt": "6*7=", "answer": "42"}\n'
     (folder / "data.jsonl").write_text(good + good + row + "\n" + good)
-    code, error = train(*llama)
-    assert code == 2
+    error = fails(*llama, code=2)
     assert error.startswith("DataError: ")
     assert message in error
 
 
-def test_a_prompt_longer_than_allowed_or_than_the_context(train, llama, folder):
+def test_a_prompt_longer_than_allowed_or_than_the_context(fails, llama, folder):
     row = {"prompt": "1+" * 31 + "1=", "answer": "32"}  # 64 characters, as many as the context
     (folder / "data.jsonl").write_text(json.dumps(row) + "\n")
-    code, error = train(*llama, "--task.max-prompt-tokens", "50")
-    assert code == 2
+    error = fails(*llama, "--task.max-prompt-tokens", "50", code=2)
     assert "data.jsonl line 1: the prompt has 64 tokens, more than task.max_prompt_tokens" in error
-    code, error = train(*llama, "--run-dir", "other")
-    assert code == 2
+    error = fails(*llama, "--run-dir", "other", code=2)
     assert error.endswith(
         "data.jsonl line 1: the prompt has 64 tokens, more than max_position_embeddings - "
         "sampling.max_tokens = 64 - 4 = 60; change that, or set task.skip_long_prompts\n"
@@ -184,9 +189,8 @@ def test_a_prompt_longer_than_allowed_or_than_the_context(train, llama, folder):
     assert main(["validate", "recipe.toml", *llama]) == 2
 
 
-def test_completions_that_leave_no_room_for_a_prompt(train, llama):
-    code, error = train(*llama, "--sampling.max-tokens", "64")
-    assert code == 2
+def test_completions_that_leave_no_room_for_a_prompt(fails, llama):
+    error = fails(*llama, "--sampling.max-tokens", "64", code=2)
     assert error == (
         "ConfigError: sampling.max_tokens = 64 leaves no room for a prompt: the model's "
         "max_position_embeddings is 64; lower sampling.max_tokens\n"
@@ -233,7 +237,7 @@ def test_what_would_learn_nothing_is_refused_at_the_start(llama, folder, capsys,
     assert "has no tokenizer" in refused()
 
 
-def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
+def test_an_architecture_that_only_the_hf_engine_runs(train, fails, llama, folder):
     """Each message names the key that leads on, until the run works."""
     torch.manual_seed(0)
     shape = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -241,13 +245,11 @@ def test_an_architecture_that_only_the_hf_engine_runs(train, llama, folder):
     GPT2LMHeadModel(GPT2Config(**shape, **ends)).save_pretrained(folder / "gpt2")
     build_tokenizer().save_pretrained(folder / "gpt2")
     flags = [*llama, "--model.path", "gpt2", "--quant.track-rows", "0"]
-    code, error = train(*flags, "--run-dir", "a")
-    assert code == 1
+    error = fails(*flags, "--run-dir", "a")
     assert "ModelError: the local engine cannot run model_type = 'gpt2'" in error
     assert 'Set rollout.engine = "hf"' in error
     flags += ["--rollout.engine", "hf"]
-    code, error = train(*flags, "--run-dir", "b")
-    assert code == 1
+    error = fails(*flags, "--run-dir", "b")
     assert "ModelError: GPT2LMHeadModel has no layer named like q_proj" in error
     assert train(*flags, "--quant.format", "none") == (0, "")
     assert steps(folder) == [0, 1]
@@ -264,9 +266,8 @@ def grading_evidence(folder):
     return json.loads((crash / "grading.json").read_text()), (crash / "error.txt").read_text()
 
 
-def test_a_reward_that_is_nan(train, folder):
-    code, error = train(*write_reward(folder, "return float('nan')"))
-    assert code == 1
+def test_a_reward_that_is_nan(fails, folder):
+    error = fails(*write_reward(folder, "return float('nan')"))
     assert error.startswith("RewardError: reward 'mine:reward' failed: RewardError: the reward")
     assert "returned score = nan; it must be a finite number; it was grading" in error
     evidence, text = grading_evidence(folder)
@@ -278,9 +279,8 @@ def test_a_reward_that_is_nan(train, folder):
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
-def test_a_reward_that_raises(train, folder):
-    code, error = train(*write_reward(folder, "return {}['no such key']"))
-    assert code == 1
+def test_a_reward_that_raises(fails, folder):
+    error = fails(*write_reward(folder, "return {}['no such key']"))
     assert "reward 'mine:reward' failed: KeyError: 'no such key'; it was grading" in error
     evidence, _ = grading_evidence(folder)
     assert "mine.py" in evidence["traceback"]
@@ -316,31 +316,28 @@ def test_a_reward_that_raises_later_costs_one_step(train, folder):
     assert rewards[0] == rewards[1]
 
 
-def test_a_reward_that_always_hangs(train, folder):
+def test_a_reward_that_always_hangs(fails, folder):
     flags = write_reward(folder, "import time; time.sleep(60)")
-    code, error = train(*flags, "--task.grade_timeout", "0.1", "--batch.problems", "1")
-    assert code == 1
+    error = fails(*flags, "--task.grade_timeout", "0.1", "--batch.problems", "1")
     assert error.startswith("RewardTimeout: reward 'mine:reward' was killed on all 2 completions")
 
 
-def test_out_of_memory_says_what_to_lower(train, folder, monkeypatch):
+def test_out_of_memory_says_what_to_lower(fails, folder, monkeypatch):
     def score(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(qurl.trainer.policy.Policy, "score", score)
-    code, error = train()
-    assert code == 1
+    error = fails()
     assert error.startswith("TrainingError: the trainer ran out of GPU memory (CUDA out of memory)")
     assert "lower batch.microbatch_tokens = 16384 or rollout.kv_memory_frac = 0.8" in error
     assert len(alarms(folder)) == 1
 
 
-def test_a_reward_that_is_not_there(train):
+def test_a_reward_that_is_not_there(train, fails):
     code, error = train("--task.reward", "mine:reward", "--task.grade-workers", "1")
     assert code != 0
     assert "there is no module 'mine' in " in error
-    code, error = train("--task.reward", "f1")
-    assert code == 2
+    error = fails("--task.reward", "f1", code=2)
     assert (
         "task.reward = 'f1' is not one of auto, math, exact, countdown, code, gym:<name>" in error
     )
@@ -354,9 +351,8 @@ RUIN = ("--optim.lr", "1000", "--optim.weight-decay", "1e36")
 """The first update multiplies the weights by a number that overflows."""
 
 
-def test_a_loss_that_is_nan(train, folder):
-    code, error = train(*write_reward(folder, LETTERS), *RUIN)
-    assert code == 1
+def test_a_loss_that_is_nan(fails, folder):
+    error = fails(*write_reward(folder, LETTERS), *RUIN)
     assert error.startswith("TrainingError: the loss of step 0 is nan (actor/pg_clipfrac = ")
     assert "No update was made with it; the batch and the weights are in the crash folder" in error
     crash = folder / "run" / "crash" / "step-000000"
@@ -377,23 +373,20 @@ def test_a_loss_that_is_nan(train, folder):
     assert not (folder / "run" / "checkpoints").exists()
 
 
-def test_weights_that_are_ruined_do_not_sample(train, folder):
+def test_weights_that_are_ruined_do_not_sample(fails, folder):
     flags = [*write_reward(folder, LETTERS), *RUIN, "--batch.minibatches", "1"]
-    code, error = train(*flags)
-    assert code == 1
+    error = fails(*flags)
     assert error.startswith("SyncError: sync of version 1 failed on the canary prompt: the train")
 
 
-def test_dither_where_nothing_is_rounded(train):
-    code, error = train("--experimental.dither", "true")
-    assert code == 2
+def test_dither_where_nothing_is_rounded(fails):
+    error = fails("--experimental.dither", "true", code=2)
     assert error.startswith("ConfigError: experimental.dither = true, but the trainer computes in")
 
 
-def test_no_group_with_mixed_outcomes(train, folder):
+def test_no_group_with_mixed_outcomes(fails, folder):
     flags = write_reward(folder, "return 0.0")
-    code, error = train(*flags, "--algo.dynamic-sampling", "true", "--algo.max-gen-rounds", "2")
-    assert code == 1
+    error = fails(*flags, "--algo.dynamic-sampling", "true", "--algo.max-gen-rounds", "2")
     assert "dynamic sampling found 0 groups with mixed outcomes among 8" in error
     assert "4 are needed: the problems are too easy or too hard" in error
 
@@ -486,11 +479,10 @@ def test_a_damaged_checkpoint_is_left_out_aloud(train, folder, file):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_an_untrained_model_that_is_damaged(train, folder, one_step, file, capsys):
+def test_an_untrained_model_that_is_damaged(train, fails, folder, one_step, file, capsys):
     """It is the reference of the KL term, so that a run with other weights in it learns another."""
     flip_a_bit(folder / "run" / "initial" / file)
-    code, error = train()
-    assert code == 1
+    error = fails()
     reason = f"the untrained model in run/initial is damaged: {file} does not match its checksum"
     assert error.startswith(f"CheckpointError: {reason}. Restore it from a copy, or remove that")
     assert main(["validate", "recipe.toml"]) == 2
@@ -500,11 +492,10 @@ def test_an_untrained_model_that_is_damaged(train, folder, one_step, file, capsy
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "policy/model.safetensors", "checksums.json"])
-def test_a_run_whose_only_checkpoint_is_torn(train, folder, one_step, file, capsys):
+def test_a_run_whose_only_checkpoint_is_torn(fails, folder, one_step, file, capsys):
     torn = folder / "run" / "checkpoints" / "step-000001" / file
     torn.write_bytes(torn.read_bytes()[:100])
-    code, error = train()
-    assert code == 1
+    error = fails()
     assert error.startswith(
         "CheckpointError: no checkpoint is undamaged: run/checkpoints/step-0000"
     )
@@ -518,13 +509,12 @@ def test_a_run_whose_only_checkpoint_is_torn(train, folder, one_step, file, caps
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "state.pt", "policy/model.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"PK\x03\x04" + b"x" * 200])
-def test_a_damaged_checkpoint_without_checksums(train, folder, one_step, file, content):
+def test_a_damaged_checkpoint_without_checksums(fails, folder, one_step, file, content):
     """As versions before checksums wrote them."""
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     (checkpoint / "checksums.json").unlink()
     (checkpoint / file).write_bytes(content)
-    code, error = train()
-    assert code == 1
+    error = fails()
     assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
     assert "Remove that folder" in error
 
@@ -536,11 +526,10 @@ def test_a_damaged_checkpoint_without_checksums(train, folder, one_step, file, c
         {"fingerprints": None},
     ],
 )
-def test_a_state_that_no_run_writes(train, folder, one_step, change):
+def test_a_state_that_no_run_writes(fails, folder, one_step, change):
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     replace_state(checkpoint, **change)
-    code, error = train()
-    assert code == 1
+    error = fails()
     assert error.startswith("CheckpointError: checkpoint run/checkpoints/step-000001 cannot be")
     assert "its state.pt " in error
 
@@ -553,10 +542,9 @@ def test_a_state_that_no_run_writes(train, folder, one_step, change):
         ({"history": {}}, "it lacks 'num_taken'"),
     ],
 )
-def test_a_state_of_another_version(train, folder, one_step, change, reason):
+def test_a_state_of_another_version(fails, folder, one_step, change, reason):
     replace_state(folder / "run" / "checkpoints" / "step-000001", **change)
-    code, error = train()
-    assert code == 1
+    error = fails()
     assert error.startswith(
         f"CheckpointError: checkpoint run/checkpoints/step-000001 cannot be read: {reason}"
     )
@@ -565,11 +553,10 @@ def test_a_state_of_another_version(train, folder, one_step, change, reason):
 
 @pytest.mark.parametrize("value", ["abc", None, {"a": 1}])
 @pytest.mark.parametrize("eval_every", ["0", "1"])
-def test_a_row_with_something_other_than_numbers(train, folder, one_step, value, eval_every):
+def test_a_row_with_something_other_than_numbers(fails, folder, one_step, value, eval_every):
     path = folder / "run" / "metrics.jsonl"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"reward/mean": value}) + "\n")
-    code, error = train("--eval.every", eval_every)
-    assert code == 2
+    error = fails("--eval.every", eval_every, code=2)
     assert error.startswith("DataError: step 0 in metrics.jsonl of the run: ")
     assert "; mend or remove that line" in error
 
@@ -582,9 +569,8 @@ def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):
     assert warnings(folder)[0].startswith("step-000003 is damaged (policy is missing)")
 
 
-def test_another_recipe_in_the_same_run_dir(train, folder, one_step):
-    code, error = train("--optim.lr", "2e-3")
-    assert code == 2
+def test_another_recipe_in_the_same_run_dir(fails, folder, one_step):
+    error = fails("--optim.lr", "2e-3", code=2)
     assert "optim.lr: 0.001 there, 0.002 here" in error
 
 
@@ -678,12 +664,11 @@ def test_an_engine_that_fails_after_its_sync_costs_one_step(train, folder):
     assert checkpoints(folder) == ["step-000001"]
 
 
-def test_an_engine_that_cannot_be_built_is_named(train, folder, monkeypatch):
+def test_an_engine_that_cannot_be_built_is_named(fails, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     text = "def engine(model, tokenizer, **options):\n    return {}['weights']\n"
     (folder / "broken_engine.py").write_text(text)
-    code, error = train("--rollout.engine", "broken_engine:engine")
-    assert code == 2
+    error = fails("--rollout.engine", "broken_engine:engine", code=2)
     assert error.startswith("ConfigError: rollout.engine failed: KeyError: 'weights' (")
     assert "broken_engine.py, line 2)" in error
 
@@ -724,14 +709,13 @@ def test_eval_tells_what_failed(train, folder, capsys):
     assert "there is no module 'nope'" in capsys.readouterr().err
 
 
-def test_a_resume_that_fails_touches_nothing(train, llama, folder):
+def test_a_resume_that_fails_touches_nothing(train, fails, llama, folder):
     (folder / "held_out.jsonl").write_text('{"prompt": "6*8=", "answer": "48"}\n')
     flags = [*llama, "--task.eval_path", "held_out.jsonl", "--eval.every", "1"]
     assert train(*flags) == (0, "")
     before = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]
     (folder / "held_out.jsonl").unlink()
-    code, error = train(*flags, "--steps", "4")
-    assert code == 2
+    error = fails(*flags, "--steps", "4", code=2)
     assert "set task.eval_path to a file that is there" in error
     after = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]
     assert after == before

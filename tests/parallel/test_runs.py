@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from models import TINY_RUN, as_flags
+from models import TINY_RUN, as_flags, logged_rows
 from safetensors.torch import load_file
 from test_parallel import CLOSE, assert_close, batches, make, step, train, weights
 
@@ -104,11 +105,7 @@ def find_rank_1(pid):
     pytest.fail("the driver has no other rank")
 
 
-def rows(run_dir):
-    return [
-        {name: value for name, value in row.items() if not name.startswith(UNSTEADY)}
-        for row in read_jsonl(run_dir / "metrics.jsonl")
-    ]
+rows = partial(logged_rows, without=UNSTEADY)
 
 
 def assert_same_run(found, expected, tolerance=CLOSE):
@@ -244,7 +241,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
 
 def fail_on_rank_1(post, number):
     """Rank 1 dies in the midst of an update, while rank 0 waits for its gradients."""
-    learner = post.held["learner"]
+    learner = post.learner
     if post.ranks.rank == 1:
         real, calls = learner.policy.score, []
 

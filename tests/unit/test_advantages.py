@@ -5,14 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from qurl.advantages import (
-    ESTIMATORS,
-    compare,
-    gae,
-    group_advantages,
-    token_rewards,
-    whiten,
-)
+from qurl.advantages import ESTIMATORS, compare, gae, group_advantages, token_rewards, whiten
 from qurl.errors import ConfigError
 from qurl.types import Corrected
 
@@ -138,8 +131,7 @@ def test_outcome_lands_on_the_last_token_less_the_kl():
 
 def test_gae_in_a_batch():
     batch = compare(
-        _batch(values=torch.tensor([[0.0, 0.25, 0.5], [0.0, 0.5, 0.0]]).double()),
-        ESTIMATORS["gae"],
+        _batch(values=torch.tensor([[0.0, 0.25, 0.5], [0.0, 0.5, 0.0]]).double()), ESTIMATORS["gae"]
     )
     assert batch.advantages.flatten().tolist() == pytest.approx([0, 0.75, 0.5, 0, -0.5, 0])
     assert batch.returns.flatten().tolist() == pytest.approx([0, 1.0, 1.0, 0, 0.0, 0])

@@ -5,6 +5,7 @@ import errno
 import pytest
 import torch
 from models import CPU, build_learner, full_disk, random_batch, recompute, tiny_policy
+from torch.testing import assert_close
 
 from qurl.config import ModelConfig, build_config
 from qurl.errors import CheckpointError
@@ -65,8 +66,7 @@ def test_a_resumed_learner_goes_on_to_the_bit(tmp_path):
         (learner.policy.model, resumed.policy.model),
         (learner.critic, resumed.critic),
     ):
-        for name, weight in ours.state_dict().items():
-            assert torch.equal(theirs.state_dict()[name], weight), name
+        assert_close(theirs.state_dict(), ours.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optim", [{}, {"moments": "8bit"}, {"name": "hadam", "moments": "fp16"}])

@@ -599,11 +599,7 @@ def test_validate_reads_the_logs_of_a_run(recipe, tmp_path, capsys):
         ("def a(*_): return 'x'", "sampling.select", "sampling.select returned x; it must return"),
         ("def a(*_): return None", "sampling.select", "sampling.select returned None; it must"),
         ("def a(*_): return None", "task.name", "task own:a drew None, not a qurl.tasks.Draft"),
-        (
-            "def a(texts, *_): return [1]",
-            "task.reward",
-            "the reward returned [1] for 2 texts",
-        ),
+        ("def a(texts, *_): return [1]", "task.reward", "the reward returned [1] for 2 texts"),
     ],
 )
 def test_validate_tries_parts_of_your_own(recipe, tmp_path, capsys, monkeypatch, code, key, reason):

@@ -236,10 +236,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "rollout.engine = 'sglang' is not one of local, hf, vllm, nor",
         ),
         ({"rollout": {"episode": "x"}}, "rollout.episode = 'x' is not empty, nor module:name"),
-        (
-            {"sampling": {"select": "x"}},
-            "sampling.select = 'x' is not one of shuffle, greso",
-        ),
+        ({"sampling": {"select": "x"}}, "sampling.select = 'x' is not one of shuffle, greso"),
         ({"algo": {"objective": "no_such:f"}}, "algo.objective = 'no_such:f': there is no module"),
         ({"task": {"name": "my.py:f"}}, "'my.py' is not the name of a module"),
         ({"sampling": {"group_size": 1}}, "algo.advantage = 'grpo' compares completions"),
@@ -277,11 +274,7 @@ def test_one_mistake_names_key_value_and_what_is_allowed(tree, message):
             "'auto' does not go with correction.batch_normalize, algo.kl_in_reward: they read",
         ),
         (
-            {
-                "rollout": {"ahead": 1},
-                "correction": {"mode": "auto"},
-                "quant": {"unified": True},
-            },
+            {"rollout": {"ahead": 1}, "correction": {"mode": "auto"}, "quant": {"unified": True}},
             "'auto' takes behav for prox, and rollout.ahead = 1 makes behav an update older than",
         ),
         ({"correction": {"icepop_low": 6}}, "icepop_low = 6.0 must lie below correction.icepop_h"),
@@ -515,11 +508,7 @@ def test_choices_that_need_no_warning():
         {"correction": {"mode": "auto"}, "quant": {"format": "none"}},
         {"algo": {"objective": "ppo_prox"}, "quant": {"unified": True}},
         {"rollout": {"ahead": 1}},
-        {
-            "rollout": {"ahead": 1},
-            "algo": {"objective": "ppo_behav"},
-            "quant": {"format": "none"},
-        },
+        {"rollout": {"ahead": 1}, "algo": {"objective": "ppo_behav"}, "quant": {"format": "none"}},
     ):
         assert not list(find_warnings(build_config(tree)))
 

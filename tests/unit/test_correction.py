@@ -182,9 +182,7 @@ def test_raw_and_truncated_are_both_reported():
 
 def test_metrics_of_unweighted_objectives_say_what_truncation_would_do():
     batch, metrics = correct_and_describe(
-        make_batch([[1.0, 1e-5], [1.0, 3.0]]),
-        veto=1e-4,
-        cap=OBJECTIVES["ppo_prox"].cap(2.0),
+        make_batch([[1.0, 1e-5], [1.0, 3.0]]), veto=1e-4, cap=OBJECTIVES["ppo_prox"].cap(2.0)
     )
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     assert metrics["rollout_corr/truncated_frac"] == 0.5  # what truncation would do

@@ -69,11 +69,7 @@ def test_the_choice_depends_on_the_position_alone():
 def test_a_mix_is_one_task_whose_problems_differ_by_id(folder):
     task = load_split(build_config({"task": MIXED}), "train")
     assert len(task) == 45
-    assert [task[i].id for i in (0, 5, -1)] == [
-        "a.jsonl/a-1",
-        "b.jsonl/b-1",
-        "b.jsonl/b-40",
-    ]
+    assert [task[i].id for i in (0, 5, -1)] == ["a.jsonl/a-1", "b.jsonl/b-1", "b.jsonl/b-40"]
     stream = ProblemStream(task, seed=0)
     problems = stream.take(64)
     assert Counter(p.extra["qurl_set"] for p in problems)["a.jsonl"] in (47, 48, 49)

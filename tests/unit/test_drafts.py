@@ -12,13 +12,7 @@ from qurl.config.rules import find_mistakes, find_warnings
 from qurl.errors import ConfigError, DataError
 from qurl.rollout import build_engine, canary
 from qurl.rollout.local.drafts import WINDOWS, Drafter, Pace
-from qurl.rollout.local.patterns import (
-    END,
-    LONGEST_PATTERN,
-    MOST_PLACES,
-    NUM_LEADING,
-    PatternIndex,
-)
+from qurl.rollout.local.patterns import END, LONGEST_PATTERN, MOST_PLACES, NUM_LEADING, PatternIndex
 from qurl.run.assembly import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.types import Problem, SamplingParams

@@ -11,12 +11,7 @@ from qurl.config import build_config
 from qurl.errors import DataError
 from qurl.rewards.grading import pass_at_k
 from qurl.rewards.reward import Grade
-from qurl.run.evaluation import (
-    evaluate,
-    mean_score,
-    print_results,
-    wilson_interval,
-)
+from qurl.run.evaluation import evaluate, mean_score, print_results, wilson_interval
 from qurl.seeds import derive_seed
 from qurl.types import Completion, Problem, Rollout
 

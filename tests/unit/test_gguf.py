@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
@@ -208,9 +209,7 @@ def test_weights_to_the_bit(converted, family, is_tied):
     model, _ = converted(expected)
     assert model.config.model_type == family
     assert model.config.rope_parameters["rope_theta"] == 500000.0
-    weights = model.state_dict()
-    assert weights.keys() == expected.state_dict().keys()
-    assert all(torch.equal(weights[name], w) for name, w in expected.state_dict().items())
+    assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 def test_quantized_weights(converted):

@@ -13,12 +13,7 @@ from qurl.quant.formats import (
     quantize,
     quantize_activation,
 )
-from qurl.quant.linear import (
-    QuantLinear,
-    linear,
-    matmul_codes,
-    quantized_copy,
-)
+from qurl.quant.linear import QuantLinear, linear, matmul_codes, quantized_copy
 
 transformers = pytest.importorskip("transformers")
 

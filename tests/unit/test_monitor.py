@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_policy
+from models import logged_rows, tiny_policy
 
 import qurl.train
 import qurl.trainer.learner
@@ -270,11 +270,7 @@ def alarms(folder, name="run"):
 
 
 def rows(folder, name="run"):
-    clocks = ("timing_s/", "perf/", "sync/seconds")
-    return [
-        {key: value for key, value in row.items() if not key.startswith(clocks)}
-        for row in read_jsonl(folder / name / "metrics.jsonl")
-    ]
+    return logged_rows(folder / name)
 
 
 def checkpoints(folder):

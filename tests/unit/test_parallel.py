@@ -254,7 +254,7 @@ def test_checkpoints_of_replicas_are_those_of_one(workers, tmp_path):
 
 @torch.no_grad()
 def change_one_bit_on_rank_1(post):
-    weight = post.held["learner"].policy.model.model.norm.weight
+    weight = post.learner.policy.model.model.norm.weight
     weight[3] += post.ranks.rank * 2.0**-23
 
 
@@ -359,8 +359,7 @@ def test_moments_in_8_bits_are_those_of_one(workers, tmp_path, shape, tops):
     workers.run(step_on_all_ranks, shape, range(2), None, first)
     step_in_8_bits(ALONE, shape, range(2, 4), first, second)
     found = workers.run(step_on_all_ranks, shape, range(4, 6), second)
-    for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not torch.equal(expected["weight"], make_wide(*shape).weight)
     states = torch.load(second / "optimizer.pt")["policy"]["state"].values()
     coded = next(state for state in states if "m_top" in state)
@@ -464,7 +463,7 @@ def listen(post):
         codes, scale = layer.weight.coded.codes, layer.weight.coded.scale
         seen[name] = codes.float(), scale.clone()
 
-    for name, layer in post.held["learner"].policy.model.named_modules():
+    for name, layer in post.learner.policy.model.named_modules():
         if isinstance(layer, UnifiedLinear):
             layer.register_forward_pre_hook(functools.partial(keep, name))
 
@@ -661,7 +660,7 @@ def test_an_outline_has_all_but_the_numbers():
 
 def find_empty(post):
     """Names of tensors on this rank that have no numbers, whoever holds them."""
-    model = post.held["learner"].policy.model
+    model = post.learner.policy.model
     held = ((f"{n}.{k}", x) for n, m in model.named_modules() for k, x in vars(m).items())
     tensors = [*model.named_parameters(), *model.named_buffers(), *held]
     empty = [name for name, x in tensors if isinstance(x, torch.Tensor) and x.is_meta]
@@ -719,7 +718,7 @@ def test_engines_sync_from_shards_as_from_the_whole(case, quant, workers):
 
 @torch.no_grad()
 def change_on_rank_1(post):
-    for weight in post.held["learner"].policy.model.parameters():
+    for weight in post.learner.policy.model.parameters():
         weight.to_local().add_(post.ranks.rank)
 
 
@@ -761,7 +760,7 @@ def count_saved(post, batch, shares):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        post.held["learner"].update(batch.select(share.rows), 0, share)
+        post.learner.update(batch.select(share.rows), 0, share)
     return Counter((dtype, tuple(shape)) for dtype, shape in found.values())
 
 

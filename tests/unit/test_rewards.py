@@ -126,6 +126,12 @@ def test_wrong_answers(text, truth):
     assert grade_math(text, truth) == 0.0
 
 
+def printed(program):
+    """What a program of its own process prints."""
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_a_loaded_grader_has_nothing_left_to_import():
     """Else the first answers of each process would take as long as all others."""
     program = """if True:
@@ -138,10 +144,7 @@ def test_a_loaded_grader_has_nothing_left_to_import():
         assert grade(r"\\boxed{x < 7}", "(7,9)", {}) == 0
         print(sorted(set(sys.modules) - before))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert printed(program) == "[]"
 
 
 @pytest.mark.parametrize("memory", ["8.0", "None"])
@@ -153,10 +156,7 @@ def test_a_lower_limit_of_the_system_holds(memory):
         with GradingPool("math", workers=1, memory={memory}) as pool:
             print(pool.grade([("7", "7", {{}})])[0].score)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "1.0"
+    assert printed(program) == "1.0"
 
 
 def test_a_forked_process_grades_too():
@@ -168,10 +168,7 @@ def test_a_forked_process_grades_too():
             pairs = [(str(i), str(i // 2 * 2)) for i in range(6)]
             print(pool.starmap_async(grade_math, pairs).get(60))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str([1.0, 0.0] * 3)
+    assert printed(program) == str([1.0, 0.0] * 3)
 
 
 def test_an_endless_comparison_is_killed_and_the_next_one_works():

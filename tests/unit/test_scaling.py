@@ -39,12 +39,7 @@ FAMILIES = {
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1]}),
 }
-OPTIONS = [
-    {},
-    {"o_proj": True},
-    {"down_proj": True},
-    {"o_proj": True, "down_proj": True},
-]
+OPTIONS = [{}, {"o_proj": True}, {"down_proj": True}, {"o_proj": True, "down_proj": True}]
 
 
 def build(family, dtype=torch.float32):

@@ -141,10 +141,7 @@ def test_without_triton(capsys, monkeypatch):
     ("args", "message"),
     [
         (["--model", "7B,8B"], "'8B' is not one of tiny, 0.5B"),
-        (
-            ["--kind", "int8,fp8-block"],
-            "'fp8-block' is not one of int8, fp8, fp8-unified",
-        ),
+        (["--kind", "int8,fp8-block"], "'fp8-block' is not one of int8, fp8, fp8-unified"),
         (["--tokens", "48"], "'48' is not one of 16, 32, 64"),
         ([], "measures kernels of a GPU, and there is none here"),
     ],

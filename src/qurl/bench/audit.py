@@ -97,10 +97,7 @@ class Audit:
 
     def check(self) -> None:
         """Raise if a flag makes no sense."""
-        choices = {
-            "formats": ("none", *FORMATS),
-            "objectives": tuple(OBJECTIVES),
-        }
+        choices = {"formats": ("none", *FORMATS), "objectives": tuple(OBJECTIVES)}
         for flag, allowed in choices.items():
             for value in getattr(self, flag):
                 if value not in allowed:

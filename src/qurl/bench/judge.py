@@ -15,6 +15,7 @@ from qurl.errors import EngineError
 from qurl.quant import dequantize, get_format, quantize
 from qurl.quant.linear import projections
 from qurl.rollout.canary import canary_bound
+from qurl.rollout.engine import token_logprobs
 from qurl.trainer.head import apply_head, autocast
 from qurl.trainer.policy import hidden_states
 from qurl.types import Completion, Problem
@@ -88,11 +89,8 @@ def score_completion(model: Any, problem: Problem, completion: Completion) -> Te
     with widen, autocast(parameter.device, parameter.dtype):
         states = hidden_states(model, ids, parameter.dtype)[0, first - 1 : -1]  # [T, H]
         pieces = zip(states.split(LOGITS_CHUNK), ids[0, first:].split(LOGITS_CHUNK), strict=True)
-        scores = [
-            apply_head(model, piece).float().log_softmax(-1).gather(-1, targets[:, None])
-            for piece, targets in pieces
-        ]
-    return torch.cat(scores).squeeze(-1)
+        scores = [token_logprobs(apply_head(model, piece), targets) for piece, targets in pieces]
+    return torch.cat(scores)
 
 
 def check_completions(groups: Groups, workload: Workload) -> None:

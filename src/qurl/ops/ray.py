@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from qurl.errors import EngineError, MissingExtra
+from qurl.errors import EngineError
+from qurl.plugins import import_extra
 
 CONNECT_SECONDS = 10.0
 HERE = ("", "local")
@@ -74,10 +75,7 @@ def _in_short(error: Exception) -> str:
 
 def connect(address: str) -> Any:
     """Join the cluster at this address, or start Ray on this machine; returns the module."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise MissingExtra("ray", "ray", "parallel.engines or parallel.address") from error
+    ray = import_extra("ray", "ray", "ray", "parallel.engines or parallel.address")
     if ray.is_initialized():
         return ray
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -14,15 +14,7 @@ from typing import Any
 import math_verify
 import sympy
 
-from qurl.answers import (
-    bare,
-    find_answer,
-    is_sentence,
-    is_words,
-    last_tagged,
-    normalise,
-    to_latex,
-)
+from qurl.answers import bare, find_answer, is_sentence, is_words, last_tagged, normalise, to_latex
 
 # It would warn that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ from qurl.quant import get_format
 from qurl.quant.kv import KVRounding
 from qurl.quant.linear import full_precision
 from qurl.quant.shipment import Chunk, Packing, Shipment
-from qurl.rollout.engine import Engine, context_length
+from qurl.rollout.engine import Engine, context_length, token_logprobs
 
 _LENGTH = 32
 
@@ -50,8 +50,8 @@ def score_with(model: Any, token_ids: Sequence[int], quant: str = "none") -> Ten
     # A compiled model would be compiled again for this one short prompt.
     eager = torch.compiler.set_stance("force_eager")
     with evaluating(model, quant), full_precision(model, KVRounding), eager:
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return token_logprobs(logits, ids[0, 1:])
 
 
 class ModelShipment:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from qurl.errors import DataError, EngineError
@@ -119,10 +120,7 @@ class QueueStream:
 
 
 def list_asked(
-    problems: Sequence[Problem],
-    sizes: Sequence[int],
-    params: SamplingParams,
-    earlier: Earlier = (),
+    problems: Sequence[Problem], sizes: Sequence[int], params: SamplingParams, earlier: Earlier = ()
 ) -> list[Asked]:
     """What the arguments of `Stream.submit` ask for, problem by problem."""
     sizes = sizes or [params.group_size] * len(problems)
@@ -146,6 +144,12 @@ def _take(rollouts: list[Rollout], problem: Problem) -> Rollout:
         if tuple(rollout.problem.prompt_ids) == tuple(problem.prompt_ids):
             return replace(rollouts.pop(index), problem=problem)
     return rollouts.pop(0)
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int] | Tensor) -> Tensor:
+    """Log-probs [T] of tokens under logits [T, V]."""
+    index = torch.as_tensor(token_ids, device=logits.device)
+    return logits.float().log_softmax(-1).gather(-1, index[:, None]).squeeze(-1)
 
 
 def close(engine: Any) -> None:

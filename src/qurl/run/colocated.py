@@ -25,7 +25,6 @@ from qurl.rollout.engine import Asked, QueueStream, Stream, check_prompts, gener
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.local.requests import LengthHistory
 from qurl.trainer.batches import level
-from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.processes import Post, Workers
 from qurl.trainer.parallel.shipping import ShardShipment
 from qurl.types import Problem, Rollout, SamplingParams, SyncReport
@@ -83,7 +82,7 @@ class ColocatedEngines:
                     self._lengths.record(rollout.problem, longest)
                     yield self._shelves.adopt(rollout) if self._shelves else rollout
 
-        model = self._workers.post.held["learner"].policy.model
+        model = self._workers.post.learner.policy.model
         return QueueStream(params, play, lambda problems: check_prompts(problems, params, model))
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class ColocatedEngines:
 
 
 def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
-    learner: Learner = post.held["learner"]
+    learner = post.learner
     policy = learner.policy
     with post.ranks.agreeing(QurlError):
         if not learner.is_replica:
@@ -111,7 +110,7 @@ def _build(post: Post, key: str, quant: str, options: dict[str, Any]) -> None:
 
 
 def _sync(post: Post, key: str, version: int) -> SyncReport:
-    learner: Learner = post.held["learner"]
+    learner = post.learner
     source = learner.policy.model if learner.is_replica else ShardShipment.alike(post)
     with post.ranks.agreeing(QurlError):
         return post.held[key].sync(source, version=version)

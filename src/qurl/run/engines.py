@@ -82,7 +82,7 @@ def _open_fleet(config: Config, run: Run) -> Fleet:
         timeout=parallel.timeout,
         device=device,
         carrier=choose_carrier(config, len(gpus)),
-        notify=lambda message: run.event("warning", message),
+        notify=run.warn,
     )
 
 

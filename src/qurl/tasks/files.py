@@ -115,12 +115,7 @@ class FileTask:
 
 
 def read_rows(
-    path: Path,
-    reward: str,
-    rewards: Mapping[str, str],
-    *,
-    path_key: str,
-    first: int | None = None,
+    path: Path, reward: str, rewards: Mapping[str, str], *, path_key: str, first: int | None = None
 ) -> list[Row]:
     """The first rows of a file, or all, checked. An id that repeats gets its row number too."""
     check_file(path, path_key)

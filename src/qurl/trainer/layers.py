@@ -225,12 +225,7 @@ class _Heads:
     """
 
     def __init__(
-        self,
-        layer: Any,
-        qkv: Tensor,
-        norms: Sequence[Tensor],
-        rotations: Rotations,
-        eps: float,
+        self, layer: Any, qkv: Tensor, norms: Sequence[Tensor], rotations: Rotations, eps: float
     ) -> None:
         attention = layer.self_attn
         cos, sin = (x.flatten(0, 1).contiguous() for x in rotations)  # [B T or T, D]

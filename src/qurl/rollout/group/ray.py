@@ -14,12 +14,7 @@ CONCURRENCY = 8
 
 
 def starter(
-    address: str,
-    logs: Path,
-    *,
-    threads: int = 0,
-    gpus: Sequence[int] = (),
-    reserves: bool = False,
+    address: str, logs: Path, *, threads: int = 0, gpus: Sequence[int] = (), reserves: bool = False
 ) -> Start:
     """A function that starts the worker of a number, each with a log of its own.
 

@@ -17,7 +17,7 @@ from qurl.ops.device import default_dtype
 from qurl.ops.target import Target
 from qurl.quant.shipment import Packing, Shipment
 from qurl.rollout.canary import Yardstick, as_shipment, canary_bound, canary_ids, verify
-from qurl.rollout.engine import Asked, check_prompts, generate
+from qurl.rollout.engine import Asked, check_prompts, generate, token_logprobs
 from qurl.rollout.local.cache import CacheMemory, CacheOptions, PagePool
 from qurl.rollout.local.decoder import choose_ops, decode_sequence, prefill
 from qurl.rollout.local.drafts import DraftCounts, Drafter, Pace, check_earlier
@@ -160,7 +160,7 @@ class LocalEngine:
     def _score(self, token_ids: Sequence[int], *prefill_options: Any) -> Tensor:
         self.weights.extend_rotations_(len(token_ids))
         hidden = prefill(self._ops, [token_ids], *prefill_options)
-        return _logprobs(self._ops.head(hidden[:-1]), token_ids[1:])
+        return token_logprobs(self._ops.head(hidden[:-1]), token_ids[1:])
 
     def generate(self, problems: Sequence[Problem], params: SamplingParams) -> list[Rollout]:
         """`params.group_size` completions of each problem, in order."""
@@ -262,7 +262,7 @@ class LocalEngine:
             self.memory.set_range_(sample)
         logits = decode_sequence(self._ops, self.memory.make_small(len(ids) - 1), ids[:-1])
         bound = canary_bound(rounded, *dtypes, kv=self.kv)
-        judge(_logprobs(logits, ids[1:]), bound=bound, path="decoded with the KV cache")
+        judge(token_logprobs(logits, ids[1:]), bound=bound, path="decoded with the KV cache")
         (self._sync if isinstance(source, nn.Module) else self._receiver).check(version)
         return gap
 
@@ -290,9 +290,3 @@ def _check_options(kv: str, max_batch: int, cache: CacheOptions, target: Target)
             f"quant.kv = 'fp8' needs a GPU of compute capability 8.9 or later, and {target.name} "
             f"has {capability}; set quant.kv = 'none'"
         )
-
-
-def _logprobs(logits: Tensor, targets: Sequence[int]) -> Tensor:
-    """Log-probs [T] of tokens under logits [T, V]."""
-    index = torch.tensor(targets, device=logits.device)
-    return logits.float().log_softmax(-1).gather(-1, index[:, None]).squeeze(-1)

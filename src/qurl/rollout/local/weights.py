@@ -130,9 +130,7 @@ class Weights:
         body, num_layers = model.model, self.arch.num_layers
         self.layers = [
             self._allocate_layer(
-                layer,
-                window,
-                None if is_full(index, num_layers, full_layers) else self.format,
+                layer, window, None if is_full(index, num_layers, full_layers) else self.format
             )
             for index, (layer, window) in enumerate(
                 zip(body.layers, self.arch.windows, strict=True)

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from qurl.advantages import Estimator, known_advantages
 from qurl.errors import QurlError
 from qurl.trainer.batches import Row, Share, pad_rows
-from qurl.trainer.learner import Learner
 from qurl.trainer.parallel.processes import Post, Workers
 from qurl.types import Batch, Corrected, Scored, Trainable, Trained
 
@@ -56,7 +55,7 @@ def deal_rows(
 
 def _take_rows(post: Post, num_rows: int, bundle: int) -> None:
     numbers, rows, dropped = post.scatter("dealt")
-    device = post.held["learner"].policy.device
+    device = post.learner.policy.device
     with post.ranks.agreeing(QurlError):
         batch = pad_rows(rows).replace(bundle=bundle).to(device)
     post.held["shelf"].drop(dropped)
@@ -66,17 +65,17 @@ def _take_rows(post: Post, num_rows: int, bundle: int) -> None:
 
 def recompute(post: Post, step: int) -> None:
     stages = post.held["stages"]
-    stages[Scored] = _learner(post).recompute(stages[Batch], step, post.held["share"])
+    stages[Scored] = post.learner.recompute(stages[Batch], step, post.held["share"])
 
 
 def correct(post: Post) -> None:
     stages = post.held["stages"]
-    stages[Corrected] = _learner(post).correct(stages[Scored])
+    stages[Corrected] = post.learner.correct(stages[Scored])
 
 
 def compare(post: Post, advantage: Estimator) -> None:
     stages = post.held["stages"]
-    stages[Trainable] = _learner(post).compare(stages[Corrected], advantage)
+    stages[Trainable] = post.learner.compare(stages[Corrected], advantage)
 
 
 def compare_known(post: Post, advantages: Tensor) -> None:
@@ -95,13 +94,13 @@ def take_compared(post: Post, advantages: Tensor, returns: Tensor) -> None:
 
 def update(post: Post, step: int) -> tuple[int, dict[str, float]]:
     stages = post.held["stages"]
-    stages[Trained], metrics = _learner(post).update(stages[Trainable], step, post.held["share"])
+    stages[Trained], metrics = post.learner.update(stages[Trainable], step, post.held["share"])
     return post.ranks.total(stages[Trained].num_tokens), metrics
 
 
 def describe(post: Post, stage: type[Trainable]) -> dict[str, float]:
     stages = post.held["stages"]
-    return _learner(post).describe(stages[stage], stages[Batch])
+    return post.learner.describe(stages[stage], stages[Batch])
 
 
 def fetch(post: Post, stage: type[Batch], rows: Tensor) -> Batch | None:
@@ -128,7 +127,3 @@ def _join(parts: Sequence[tuple[Tensor, Batch]], rows: Tensor) -> Batch:
         tensors[name] = torch.cat(columns)[order]
     ids = [id for batch in batches for id in batch.problem_ids]
     return batches[0].replace(**tensors, problem_ids=[ids[place] for place in order.tolist()])
-
-
-def _learner(post: Post) -> Learner:
-    return post.held["learner"]

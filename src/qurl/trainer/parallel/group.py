@@ -200,12 +200,12 @@ def _open_shelf(post: Post) -> list[Address]:
 
 
 def _round_kv(post: Post, scale: Tensor, center: Tensor) -> None:
-    device = post.held["learner"].policy.device
-    post.held["learner"].round_kv_(KVScales(scale.to(device), center.to(device)))
+    device = post.learner.policy.device
+    post.learner.round_kv_(KVScales(scale.to(device), center.to(device)))
 
 
 def _save(post: Post, folder: Path) -> None:
-    learner: Learner = post.held["learner"]
+    learner = post.learner
     gather_whole(post)
     critic: dict[str, Tensor] = {}
     for name, weight in learner.critic.state_dict().items() if learner.critic is not None else ():
@@ -225,7 +225,7 @@ def _save(post: Post, folder: Path) -> None:
 
 def _load(post: Post, folder: Path) -> None:
     try:
-        post.held["learner"].load(folder)
+        post.learner.load(folder)
     except UNREADABLE as error:
         raise CheckpointError(str(error) or type(error).__name__) from error
 
@@ -237,7 +237,7 @@ def _watch(post: Post, tracker: UpdateTracker) -> None:
 def _measure(post: Post, number: Snapshot) -> dict[str, float]:
     tracker: UpdateTracker = post.held["tracker"]
     with post.ranks.agreeing(QurlError):
-        metrics = tracker.measure(post.held["learner"].policy.model)
+        metrics = tracker.measure(post.learner.policy.model)
     _remember(post, number)
     return metrics
 
@@ -256,5 +256,5 @@ def _collect(post: Post, number: Snapshot) -> dict[str, Tensor]:
 
 def _load_tracker(post: Post, number: Snapshot, state: Mapping[str, Tensor]) -> None:
     with post.ranks.agreeing(QurlError):
-        post.held["tracker"].load_share(state, post.held["learner"].policy.model)
+        post.held["tracker"].load_share(state, post.learner.policy.model)
     _remember(post, number)

@@ -24,7 +24,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ import torch.multiprocessing as multiprocessing
 from qurl.errors import ConfigError, QurlError, RankLost, TrainingError
 from qurl.ops.shelf import Traffic
 from qurl.trainer.ranks import Ranks
+
+if TYPE_CHECKING:  # a process begins before it needs one
+    from qurl.trainer.learner import Learner
 
 LOCALHOST = "127.0.0.1"
 STARTED = "qurl/started"
@@ -63,6 +66,11 @@ class Post:
     held: dict[str, Any] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     """Pickled bytes that the leader sends, each message once, and receives."""
+
+    @property
+    def learner(self) -> Learner:
+        """The learner of this rank, once it has one."""
+        return self.held["learner"]
 
     def gather(self, item: Any) -> list[Any]:
         """The items of all ranks on the leader, in their order; nothing on the others."""

@@ -28,7 +28,7 @@ class ReplicaGroup(LearnerGroup):
     def __init__(self, workers: Workers, make: Callable[[], Learner]) -> None:
         """`make` loads the learner; every rank calls it."""
         workers.run(_build, make)
-        self.workers, self._learner = workers, workers.post.held["learner"]
+        self.workers, self._learner = workers, workers.post.learner
         self.policy, self.device = self._learner.policy, self._learner.device
         self.shelves = open_shelves(workers)
 

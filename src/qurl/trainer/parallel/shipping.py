@@ -21,7 +21,6 @@ from qurl.quant.kv import KVRounding
 from qurl.quant.linear import full_precision
 from qurl.quant.shipment import Chunk, Packing, as_saved, bucket, find_weight, names_by_layer
 from qurl.trainer.coded import own_rows
-from qurl.trainer.learner import Learner
 from qurl.trainer.packing import BatchLayout, Packed
 from qurl.trainer.parallel.processes import Post
 from qurl.trainer.policy import Policy
@@ -34,7 +33,7 @@ class ShardShipment:
     def __init__(self, post: Post, run: Callable[..., Any]) -> None:
         """`run(function, *arguments)` calls `function(post, *arguments)` on all ranks."""
         self._post, self._run = post, run
-        self.dtype = _policy(post).compute_dtype
+        self.dtype = post.learner.policy.compute_dtype
 
     @classmethod
     def alike(cls, post: Post) -> ShardShipment:
@@ -42,22 +41,17 @@ class ShardShipment:
         return cls(post, lambda function, *arguments: function(post, *arguments))
 
     def pack(self, packing: Packing) -> Iterator[Chunk]:
-        layers = names_by_layer(_policy(self._post).model, packing.unties)
+        layers = names_by_layer(self._post.learner.policy.model, packing.unties)
         return bucket(self._run(pack_layer, names, packing) for names in layers)
 
     def score(self, token_ids: Sequence[int], quant: str) -> Tensor:
         return self._run(score_canary, list(token_ids), quant)
 
 
-def _policy(post: Post) -> Policy:
-    learner: Learner = post.held["learner"]
-    return learner.policy
-
-
 @torch.no_grad()
 def pack_layer(post: Post, names: Sequence[str], packing: Packing) -> Chunk:
     """These weights, whole on every rank, as an engine wants them."""
-    model = _policy(post).model
+    model = post.learner.policy.model
     coded = packing.coded_names(model)
     packed = Chunk()
     for name in names:
@@ -99,7 +93,7 @@ def gather_whole(post: Post) -> None:
     """Write the whole weights into the copy of rank 0, one after the other."""
     whole = post.held["whole"].model if post.ranks.rank == 0 else None
     targets = {} if whole is None else dict(whole.named_parameters())
-    for name, parameter in _policy(post).model.named_parameters():
+    for name, parameter in post.learner.policy.model.named_parameters():
         found = gather(parameter.detach())
         if targets:
             targets[name].copy_(found)
@@ -108,7 +102,7 @@ def gather_whole(post: Post) -> None:
 def score_canary(post: Post, token_ids: list[int], quant: str) -> Tensor:
     """Log-probs [T - 1] of tokens 1.. under the policy; for engines that do not quantize, in full
     precision."""
-    policy = _policy(post)
+    policy = post.learner.policy
     is_coded = any(isinstance(m, UnifiedLinear) for m in policy.model.modules())
     if quant != "none" or not is_coded:
         return _score(policy, token_ids, quant)

@@ -222,7 +222,8 @@ def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -
 def _join_all(started: Started, size: int, device: str) -> Post:
     """`join` as the leader; raises at once if another rank ends, for which torch would wait."""
     joined: Future[Post] = Future()
-    own = started.store.clone()  # a store that waits in one thread answers no other
+    # A store that waits in one thread answers no other. Torch's stubs lack the method.
+    own = started.store.clone()  # type: ignore[attr-defined]
 
     def call() -> None:
         try:

@@ -96,4 +96,4 @@ def is_sentence(answer: str) -> bool:
 
 def is_words(answer: str) -> bool:
     """Is a normalised answer a word such as "yes" or "Evelyn", in which case does not matter?"""
-    return bool(re.fullmatch(r"[A-Za-z'-]{3,}|no", answer, re.IGNORECASE))
+    return bool(re.fullmatch(r"(?=.*[a-z]{3})[a-z][a-z'-]+|no", answer, re.IGNORECASE))

@@ -76,6 +76,9 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("\\boxed{6·10⁻²}", "0.06"),
         ("\\boxed{(-∞, 3]}", "(-\\infty,3]"),
         ("\\boxed{0.5}", "½"),
+        ("\\boxed{-yx}", "-xy"),
+        ("\\boxed{a-c-b}", "a-b-c"),
+        ("\\boxed{X-axis}", "\\text{x-axis}"),
     ],
 )
 def test_right_answers(text, truth):

@@ -1,7 +1,9 @@
 """Killed at any moment and resumed, a run gives the same metrics and weights, to the bit."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -79,23 +81,29 @@ def weights(run_dir):
 
 
 def run_until(words, run_dir, num_rows, number=signal.SIGKILL):
-    """Start the command, signal it as soon as metrics.jsonl has `num_rows` rows; its exit code."""
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qurl", "train", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    """Start the command, signal it as soon as metrics.jsonl has `num_rows` rows; its exit code.
+
+    Its process is a fork of one that has imported torch and done nothing else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qurl.train", "transformers.models.llama.modeling_llama"])
+    command = {"args": ("qurl",), "kwargs": {"run_name": "__main__"}, "daemon": True}
+    process = context.Process(target=runpy.run_module, **command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["qurl", "train", *words])
+        process.start()
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_rows:
-            process.send_signal(number)
-            process.communicate(timeout=60)
-            return process.returncode
-        time.sleep(0.005)
-    pytest.fail(f"the run ended before row {num_rows}: {process.communicate()[1].decode()[-2000:]}")
+    try:
+        while time.monotonic() < deadline and process.is_alive():
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_rows:
+                os.kill(process.pid, number)
+                process.join(60)
+                return process.exitcode
+            time.sleep(0.005)
+        pytest.fail(f"the run did not reach row {num_rows}; exit code {process.exitcode}")
+    finally:
+        process.kill()
 
 
 @pytest.mark.learn

@@ -5,14 +5,18 @@ import math
 
 import pytest
 import torch
+from models import CPU
 
 from qurl.bench import run_audit
 from qurl.bench.audit import HEAD, Auditor, Finding, row_of
 from qurl.bench.gradients import Moments, Sketcher, group_of
 from qurl.cli import main
+from qurl.config import load_config
 from qurl.errors import ConfigError
 from qurl.losses import policy_loss
+from qurl.run.assembly import initial_model
 
+pytestmark = pytest.mark.xdist_group("audit")  # one warm start for all tests
 ACTIONS, CHUNKS, SAMPLES = 5, 64, 4000
 
 
@@ -179,7 +183,21 @@ def test_bad_flags_are_refused(tmp_path):
             run_audit([str(tmp_path), "--at", "1", flag])
 
 
-def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Makes a run of one step from the demo's model, which is made once; its folder."""
+    recipe = "recipes/arithmetic-cpu.toml"
+    model = initial_model(load_config(recipe), tmp_path_factory.mktemp("start"), CPU)
+
+    def run(folder, *flags):
+        words = ["--steps", "1", "--run-dir", str(folder / "run"), "--eval.every", "0"]
+        assert main(["train", recipe, "--model.path", str(model), *words, *flags]) == 0
+        return folder / "run"
+
+    return run
+
+
+def test_a_run_is_audited(train, tmp_path, capsys, monkeypatch):
     """Every number of updates starts from the weights and moments of the checkpoint."""
     starts, update = [], Auditor._update
 
@@ -191,11 +209,8 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
         update(self, *args)
 
     monkeypatch.setattr(Auditor, "_update", watched)
-    run = tmp_path / "run"
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
-    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
-    words += ["--quant.format", "int4"]
-    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    run = train(tmp_path, *sizes, "--quant.format", "int4")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     words = ["--at", "1", "--problems", "16", "--chunks", "4", "--updates", "0", "2", "2"]
     assert main(["audit", str(run), *words]) == 0
@@ -214,13 +229,11 @@ def test_a_run_is_audited(tmp_path, capsys, monkeypatch):
     assert "saved to" in capsys.readouterr().out
 
 
-def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
+def test_the_same_rollouts_are_judged_by_several_advantages(train, tmp_path):
     """At a checkpoint of PPO, whose own group has one completion."""
-    run, out = tmp_path / "run", tmp_path / "audit.json"
+    out = tmp_path / "audit.json"
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "1"]
-    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
-    ppo = ["--algo.name", "ppo", "--algo.advantage", "gae"]
-    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes, *ppo]) == 0
+    run = train(tmp_path, *sizes, "--algo.name", "ppo", "--algo.advantage", "gae")
     words = [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--out", str(out)]
     words += ["--formats", "int4", "--objectives", "ppo_prox", "decoupled"]
     advantages = ["--advantages", "gae", "grpo"]
@@ -238,7 +251,7 @@ def test_the_same_rollouts_are_judged_by_several_advantages(tmp_path):
     assert {entry["settings"]["group"] for entry in entries} == {4}
 
 
-def test_the_actor_is_as_noisy_as_in_the_runs_next_step(tmp_path, monkeypatch):
+def test_the_actor_is_as_noisy_as_in_the_runs_next_step(train, tmp_path, monkeypatch):
     """Only the target's rollouts are those of the policy itself."""
     noises, sample = [], Auditor._sample
 
@@ -249,11 +262,10 @@ def test_the_actor_is_as_noisy_as_in_the_runs_next_step(tmp_path, monkeypatch):
         return graded
 
     monkeypatch.setattr(Auditor, "_sample", watched)
-    run, out = tmp_path / "run", tmp_path / "audit.json"
+    out = tmp_path / "audit.json"
     sizes = ["--batch.problems", "4", "--batch.minibatches", "1", "--sampling.group-size", "4"]
-    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
     noise = ["--quant.noise", "aqn", "--systems.aqn.start", "0.05", "--systems.aqn.end", "0.05"]
-    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes, *noise]) == 0
+    run = train(tmp_path, *sizes, *noise)
     words = [str(run), "--at", "1", "--problems", "4", "--chunks", "4", "--updates", "1"]
     run_audit([*words, "--objectives", "tis", "--out", str(out)])
     purposes = ["estimate none", "estimate int8", "train", "target"]
@@ -264,21 +276,18 @@ def test_the_actor_is_as_noisy_as_in_the_runs_next_step(tmp_path, monkeypatch):
     assert not target.any()
 
 
-def test_a_run_of_more_mini_batches_than_problems_is_audited(tmp_path, capsys):
-    run, out = tmp_path / "run", tmp_path / "audit.json"
+def test_a_run_of_more_mini_batches_than_problems_is_audited(train, tmp_path, capsys):
+    out = tmp_path / "audit.json"
     sizes = ["--batch.problems", "1", "--batch.minibatches", "2", "--sampling.group-size", "4"]
-    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
-    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    run = train(tmp_path, *sizes)
     words = [str(run), "--at", "1", "--problems", "4", "--chunks", "4", "--updates", "1"]
     run_audit([*words, "--formats", "none", "--objectives", "tis", "--out", str(out)])
     assert "saved to" in capsys.readouterr().out
 
 
-def test_an_advantage_that_the_run_cannot_compute_is_refused(tmp_path):
-    run = tmp_path / "run"
-    words = ["--steps", "1", "--run-dir", str(run), "--eval.every", "0", "--threads", "1"]
+def test_an_advantage_that_the_run_cannot_compute_is_refused(train, tmp_path):
     sizes = ["--batch.problems", "8", "--batch.minibatches", "2", "--sampling.group-size", "4"]
-    assert main(["train", "recipes/arithmetic-cpu.toml", *words, *sizes]) == 0
+    run = train(tmp_path, *sizes)
     audit = [str(run), "--at", "1", "--problems", "16", "--chunks", "4", "--advantages"]
     with pytest.raises(ConfigError, match="--advantages gae needs a critic, and the run has none"):
         run_audit([*audit, "gae"])

@@ -181,15 +181,7 @@ def test_quantized_copy_computes_with_codes(model):
 
 
 def test_fused_experts_are_not_left_out_in_silence():
-    config = transformers.MixtralConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
+    config = transformers.MixtralConfig(**SHAPE, num_local_experts=2)
     with pytest.raises(ModelError, match=r"experts in one tensor \(model.layers.0.mlp.experts"):
         quantized_copy(transformers.AutoModelForCausalLM.from_config(config), "int8")
 

@@ -78,15 +78,14 @@ def weights(run_dir):
     return load_file(policy) | extra
 
 
+def start(words, **streams):
+    command = [sys.executable, "-m", "qurl", "train", *words]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SRC)}, **streams)
+
+
 def run_until(words, run_dir, num_rows, number=signal.SIGKILL):
     """Start the command, signal it as soon as metrics.jsonl has `num_rows` rows; its exit code."""
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qurl", "train", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
@@ -274,12 +273,7 @@ def test_fewer_steps_than_were_trained_are_refused(tmp_path):
 def test_a_run_outlives_whoever_reads_its_output(tmp_path):
     """As with `qurl train ... 2>&1 | head`."""
     words = [*flags("ppo, fp8, dithered", tmp_path), "--steps", "3"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qurl", "train", *words],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     process.stdout.close()
     process.wait(timeout=90)

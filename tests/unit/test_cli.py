@@ -31,9 +31,9 @@ from qurl.trainer.policy import load_model
 SRC = str(Path(__file__).parents[2] / "src")
 
 
-def python(code, **options):
+def python(code, *words, **options):
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": SRC, "PATH": ""},
@@ -454,13 +454,7 @@ FAST = "import sys; from qurl.cli import main; code = main(sys.argv[1:]); print(
 
 def without_torch(folder, *words):
     """Exit code and stderr of a command that must not import torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAST, *words],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": SRC, "PATH": ""},
-        cwd=folder,
-    )
+    done = python(FAST, *words, cwd=folder)
     code, *modules = done.stdout.split()
     assert not set(modules) & {"torch", "transformers"}, done.stderr
     return int(code), done.stderr

@@ -206,7 +206,7 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
-def test_dry_run_checks_the_recipe(recipe, tmp_path, capsys):
+def test_dry_run_checks_the_recipe(recipe, capsys):
     code, message = fails(["train", str(recipe), "--dry-run", "--optim.lr", "-1"], capsys)
     assert code == 2
     assert "optim.lr = -1.0: must be greater than 0" in message
@@ -523,7 +523,7 @@ def test_a_nul_in_an_argument(capsys):
 
 
 @pytest.mark.parametrize("command", ["report", "export"])
-def test_a_file_that_may_not_be_written(tmp_path, capsys, monkeypatch, command):
+def test_a_file_that_may_not_be_written(capsys, monkeypatch, command):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "run/report.html")
 

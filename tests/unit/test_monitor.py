@@ -503,7 +503,7 @@ def test_a_sampler_that_is_no_longer_the_unified_policy(folder, monkeypatch):
     assert max(shares[: event["step"]]) == 0 < event["value"] == shares[event["step"]]
 
 
-def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
+def test_a_run_that_fell_back_resumes_in_full_precision(folder):
     """Interrupted after any step, it goes on as the uninterrupted run did."""
     flags = [*write_reward(folder, LETTERS), *DRIFTING, "--alarms.mismatch_growth", "full"]
     with pytest.MonkeyPatch.context() as patch:
@@ -521,7 +521,7 @@ def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
     assert "rollout/full_precision" not in rows(folder)[-1], "no longer asked for"
 
 
-def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):
+def test_an_error_that_nobody_foresaw_costs_one_step(folder):
     """It keeps its traceback, and the run is saved as it was before the step."""
     flags = write_reward(folder, LETTERS)
     assert run(*flags, "--run-dir", "whole", "--steps", "4") == 0

@@ -98,22 +98,9 @@ def full_disk(size: int) -> Iterator[None]:
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     """Two layers of width 32 over the character tokenizer, with weights large enough to matter."""
-    tokenizer = build_tokenizer()
     torch.manual_seed(seed)
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(shape | changes))).eval()
+    own = {"vocab_size": len(build_tokenizer()), "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | own | changes))).eval()
 
 
 def tiny_policy(seed: int = 0, model=None, **config) -> Policy:

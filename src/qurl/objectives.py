@@ -85,7 +85,7 @@ def with_facts(facts: Objective | Advantage) -> Callable[[Function], Function]:
     """Attach facts to a function, as `function.facts`."""
 
     def attach(function: Function) -> Function:
-        function.facts = facts  # type: ignore[attr-defined]
+        function.facts = facts
         return function
 
     return attach

@@ -426,7 +426,7 @@ class CountingTracker:
         self.steps.append("closed")
 
 
-def test_a_tracker_of_ones_own_hears_of_every_step(folder):
+def test_a_tracker_of_ones_own_hears_of_every_step():
     tracker = CountingTracker()
     qurl.train.train(load_config("recipe.toml"), trackers=[tracker])
     assert tracker.steps == [0, 1, "closed"]
@@ -569,7 +569,7 @@ def test_a_checkpoint_without_its_files_is_left_out_aloud(train, folder):
     assert warnings(folder)[0].startswith("step-000003 is damaged (policy is missing)")
 
 
-def test_another_recipe_in_the_same_run_dir(fails, folder, one_step):
+def test_another_recipe_in_the_same_run_dir(fails, one_step):
     error = fails("--optim.lr", "2e-3", code=2)
     assert "optim.lr: 0.001 there, 0.002 here" in error
 
@@ -636,7 +636,7 @@ def test_an_evaluation_stays_when_a_run_is_extended(train, folder):
     assert evaluated(folder) == [0, 2, 3, 4, 5]
 
 
-def test_an_evaluation_survives_a_step_that_fails(train, folder, monkeypatch):
+def test_an_evaluation_survives_a_step_that_fails(train, folder):
     flags = ["--eval.every", "2", "--eval.problems", "4"]
     assert train(*flags, "--steps", "3") == (0, "")
     with pytest.MonkeyPatch.context() as patch:
@@ -703,7 +703,7 @@ class Forgetful:
 """
 
 
-def test_eval_tells_what_failed(train, folder, capsys):
+def test_eval_tells_what_failed(train, capsys):
     assert train("--save.every", "1") == (0, "")
     assert main(["eval", "run", "--task.reward", "nope:reward"]) == 2
     assert "there is no module 'nope'" in capsys.readouterr().err

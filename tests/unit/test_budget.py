@@ -529,7 +529,7 @@ def validate_memory(flags):
     return recipe.check_memory()
 
 
-def test_validate_counts_all_ranks_of_a_cpu(capsys, monkeypatch):
+def test_validate_counts_all_ranks_of_a_cpu(monkeypatch):
     flags = ["--device", "cpu", "--parallel.trainers", "3", "--model.scratch.hidden_size", "32"]
     config = load_config(None, flags)
     peak = machine_memory(config, measure_model(config))

@@ -31,9 +31,9 @@ from qurl.trainer.policy import load_model
 SRC = str(Path(__file__).parents[2] / "src")
 
 
-def python(code, **options):
+def python(code, *words, **options):
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": SRC, "PATH": ""},
@@ -206,7 +206,7 @@ def test_dry_run_prints_and_does_nothing(recipe, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
 
 
-def test_dry_run_checks_the_recipe(recipe, tmp_path, capsys):
+def test_dry_run_checks_the_recipe(recipe, capsys):
     code, message = fails(["train", str(recipe), "--dry-run", "--optim.lr", "-1"], capsys)
     assert code == 2
     assert "optim.lr = -1.0: must be greater than 0" in message
@@ -454,13 +454,7 @@ FAST = "import sys; from qurl.cli import main; code = main(sys.argv[1:]); print(
 
 def without_torch(folder, *words):
     """Exit code and stderr of a command that must not import torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAST, *words],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": SRC, "PATH": ""},
-        cwd=folder,
-    )
+    done = python(FAST, *words, cwd=folder)
     code, *modules = done.stdout.split()
     assert not set(modules) & {"torch", "transformers"}, done.stderr
     return int(code), done.stderr
@@ -529,7 +523,7 @@ def test_a_nul_in_an_argument(capsys):
 
 
 @pytest.mark.parametrize("command", ["report", "export"])
-def test_a_file_that_may_not_be_written(tmp_path, capsys, monkeypatch, command):
+def test_a_file_that_may_not_be_written(capsys, monkeypatch, command):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "run/report.html")
 

@@ -238,13 +238,8 @@ class Hanging(EngineWorker):
 
 
 def test_an_engine_that_decodes_nothing_is_replaced(expected):
-    made = []
-
-    def make(threads):
-        made.append(Hanging(threads) if not made else EngineWorker(threads))
-        return made[-1]
-
-    yard = Yard(make)
+    kinds = iter([Hanging])
+    yard = Yard(lambda threads: next(kinds, EngineWorker)(threads))
     group = yard.group(tiny_llama(), timeout=1.5)
     group.sync(tiny_llama(), version=0)
     assert group.generate(PROBLEMS, PARAMS) == expected[0]
@@ -307,13 +302,8 @@ class Damaging(EngineWorker):
 
 
 def test_an_engine_that_fails_a_sync_is_not_sampled_from(expected):
-    made = []
-
-    def make(threads):
-        made.append(Damaging(threads) if not made else EngineWorker(threads))
-        return made[-1]
-
-    yard = Yard(make)
+    kinds = iter([Damaging])
+    yard = Yard(lambda threads: next(kinds, EngineWorker)(threads))
     group = yard.group(tiny_llama())
     group.sync(tiny_llama(), version=0)
     assert "a weight is not there; another is starting" in yard.events[0]

@@ -96,7 +96,7 @@ def test_an_existing_run_is_not_overwritten(original, capsys):
 
 
 @pytest.mark.parametrize("name", [".", "../run", "checkpoints/.."])
-def test_a_fork_of_the_present_folder_is_beside_it(original, monkeypatch, capsys, name):
+def test_a_fork_of_the_present_folder_is_beside_it(original, monkeypatch, name):
     monkeypatch.chdir(original)
     assert main(["fork", name, "--at", "2"]) == 0
     target = original.with_name("run-at-2")

@@ -26,23 +26,10 @@ from qurl.rollout.local.sync import WeightSync
 from qurl.rollout.local.weights import Weights
 from qurl.trainer.lora import adapters, add_adapters_
 from qurl.types import KVScales
-from tests.models import CPU, tiny_llama
+from tests.models import CPU, SHAPE, tiny_llama
 
 V = 61
-SHAPE = {
-    "vocab_size": V,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = SHAPE | {"vocab_size": V, "hidden_size": 96, "intermediate_size": 160, "head_dim": 24}
 """No size is a power of two, and with 128x128 tiles none is a multiple of a tile."""
 FORMATS = ["none", "int8", "fp8", "fp8-block", "nvfp4"]
 PAGE_SIZE = 2
@@ -55,12 +42,12 @@ PAGES = [[2, 5, 1], [4, 3]]
 @cache
 def make_model(name: str):
     if name == "llama":
-        model = tiny_llama(**SHAPE, attention_bias=True, mlp_bias=True)
+        model = tiny_llama(**SIZES, attention_bias=True, mlp_bias=True)
     else:
         torch.manual_seed(0)
         model = {
-            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
         }[name]()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias") or "norm" in parameter_name:
@@ -176,7 +163,7 @@ def test_with_an_fp8_cache(name, quant):
 @interpreted
 @pytest.mark.parametrize("quant", ["int8", "fp8-block"])
 def test_with_layers_in_full_precision(quant):
-    model = tiny_llama(**SHAPE | {"num_hidden_layers": 3}, attention_bias=True)
+    model = tiny_llama(**SIZES | {"num_hidden_layers": 3}, attention_bias=True)
     fused, reference = (run(model, quant, is_fused=f, full_layers=1) for f in (True, False))
     assert_near(fused, reference, quant)
     everywhere = run(model, quant, is_fused=False)

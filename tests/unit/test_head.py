@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from models import tiny_llama
+from models import SHAPE, tiny_llama
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -477,16 +477,6 @@ def test_the_function_is_the_same_with_kernels_and_without(
 
 
 # Heads
-
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize(

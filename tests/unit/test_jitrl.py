@@ -202,7 +202,7 @@ def test_returns_on_a_chain_rise_without_gradients():
     assert learned > 0.9
 
 
-def test_the_text_game(monkeypatch, capsys):
+def test_the_text_game(capsys):
     """Of 15 points; the released code finds the key and then always does what paid before."""
     game = importlib.import_module("examples.jitrl_text_game")
     game.main(episodes=40, seeds=2)

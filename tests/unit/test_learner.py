@@ -229,7 +229,7 @@ def test_a_corrected_kl_is_weighted():
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 15.0), ("k2", 112.5), ("k3", 10.0)])
-def test_only_k3_is_limited(monkeypatch, estimator, expected):
+def test_only_k3_is_limited(estimator, expected):
     """It alone grows exponentially; a limit would end the pull of the others."""
     config = make_config({"kl_coef": 0.5, "kl_estimator": estimator, "aggregation": "token-mean"})
     learner = make_learner(config, reference=tiny_policy().freeze_(), needs_prox=True)
@@ -349,7 +349,7 @@ def test_nan_stops_before_its_mini_batch(field, poisoned):
     assert_same(learner.policy.model, weights(healthy.policy.model), tolerance=1e-7)
 
 
-def test_an_infinite_gradient_carries_its_batch(monkeypatch):
+def test_an_infinite_gradient_carries_its_batch():
     learner = make_learner(make_config())
     batch = random_batch(learner.policy)
     before = weights(learner.policy.model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import SHAPE
 from torch import nn
 
 from qurl.errors import ModelError
@@ -135,15 +136,7 @@ def test_tokens_do_not_depend_on_their_batch():
 
 @pytest.fixture
 def model():
-    config = transformers.Qwen2Config(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
+    config = transformers.Qwen2Config(**SHAPE | {"intermediate_size": 64})
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -188,15 +181,7 @@ def test_quantized_copy_computes_with_codes(model):
 
 
 def test_fused_experts_are_not_left_out_in_silence():
-    config = transformers.MixtralConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
+    config = transformers.MixtralConfig(**SHAPE, num_local_experts=2)
     with pytest.raises(ModelError, match=r"experts in one tensor \(model.layers.0.mlp.experts"):
         quantized_copy(transformers.AutoModelForCausalLM.from_config(config), "int8")
 

@@ -517,7 +517,7 @@ def test_the_age_of_rollouts_is_no_gap_of_the_unified_policy(folder, age):
     assert "unified_gap" not in {event["name"] for event in alarms(folder)}
 
 
-def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
+def test_a_run_that_fell_back_resumes_in_full_precision(folder):
     """Interrupted after any step, it goes on as the uninterrupted run did."""
     flags = [*write_reward(folder, LETTERS), *DRIFTING, "--alarms.mismatch_growth", "full"]
     with pytest.MonkeyPatch.context() as patch:
@@ -535,7 +535,7 @@ def test_a_run_that_fell_back_resumes_in_full_precision(folder, monkeypatch):
     assert "rollout/full_precision" not in rows(folder)[-1], "no longer asked for"
 
 
-def test_an_error_that_nobody_foresaw_costs_one_step(folder, monkeypatch):
+def test_an_error_that_nobody_foresaw_costs_one_step(folder):
     """It keeps its traceback, and the run is saved as it was before the step."""
     flags = write_reward(folder, LETTERS)
     assert run(*flags, "--run-dir", "whole", "--steps", "4") == 0

@@ -376,7 +376,7 @@ def test_a_sample_that_is_none():
         parse_sample(b'{"tokens": 3}', config_of(), "samples.jsonl")
 
 
-def test_log_probs_that_are_not_finite_are_shown(tmp_path):
+def test_log_probs_that_are_not_finite_are_shown():
     found = parse(logp_prox=["nan", -0.5], advantages=["inf", 1.0])
     assert found["gaps"] == [-49.0, 0.0]
 

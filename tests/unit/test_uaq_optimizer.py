@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
+from models import tiny_llama
 from torch import Tensor
 
 from qurl.config import OptimConfig
 from qurl.quant import rescale_, unscale_
 from qurl.quant.scaling import learning_rate_scales
 from qurl.trainer.optimizer import apply_gradients, build_optimizer
-
-transformers = pytest.importorskip("transformers")
 
 STEPS = 40
 
@@ -107,19 +106,6 @@ def test_the_first_relative_update_grows_by_s_or_by_its_square(name, vectors):
     assert ratio == pytest.approx(expected[f"{name}_first_step_relative_update_ratio"], rel=1e-5)
 
 
-def _llama(dtype):
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-
-
 def _groups(model, lr, wd, eps, s):
     """AdamW's parameter groups of a plain model that trains as UAQ with s does."""
     fed = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
@@ -152,7 +138,7 @@ def _train_llama(model, groups, steps):
 )
 def test_a_llama_trains_the_same_both_ways(s, dtype, bound):
     lr, wd, eps = 1e-3, 0.1, 1e-6
-    start = _llama(dtype)
+    start = tiny_llama().to(dtype)
     plain, scaled = copy.deepcopy(start), rescale_(copy.deepcopy(start), s)
     _train_llama(plain, _groups(plain, lr, wd, eps, s), steps=10)
     _train_llama(scaled, _groups(scaled, lr, wd, eps, 1.0), steps=10)
@@ -165,7 +151,7 @@ def test_a_llama_trains_the_same_both_ways(s, dtype, bound):
 
 
 def test_the_trainers_optimizer_can_do_without_uaq():
-    s, config, start = 1.5, OptimConfig(weight_decay=0.1, eps=1e-6), _llama(torch.float64)
+    s, config, start = 1.5, OptimConfig(weight_decay=0.1, eps=1e-6), tiny_llama().double()
     plain, scaled = copy.deepcopy(start), rescale_(copy.deepcopy(start), s)
     tokens = torch.randint(0, 40, (4, 12), generator=torch.Generator().manual_seed(1))
     for model, scales in ((plain, learning_rate_scales(plain, s)), (scaled, {})):

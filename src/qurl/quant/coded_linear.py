@@ -44,7 +44,7 @@ class CodedLinear(nn.Linear):
         return Quantized(self.codes, self.scale, self.format, self.tensor_scale)  # type: ignore[arg-type]
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """W_hat + s B A [N, K] in FP32, computed whenever it is read."""
         base = decode(self.base)
         return base if self.adapter is None else self.adapter(base)
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
         return _scaled_product(x, layer.factor(x.dtype).T, layer.outer)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _scaled_product(dy, ctx.layer.factor(dy.dtype), ctx.layer.outer), None
 
 

@@ -80,7 +80,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: WatchServer  # type: ignore[assignment]
+    server: WatchServer
     protocol_version = "HTTP/1.1"
     timeout = 30
     """Seconds for a request to come in."""

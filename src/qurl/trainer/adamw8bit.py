@@ -32,7 +32,7 @@ class AdamW8bit(Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, *, clip: float = 1.0) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *, clip: float = 1.0) -> None:
         """Update with the gradients times `clip`, which saves a pass over them."""
         assert closure is None
         for group in self.param_groups:

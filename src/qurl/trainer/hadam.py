@@ -75,7 +75,7 @@ class HAdam(Optimizer):
         return self.param_groups[0]["scale"]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, *, clip: float = 1.0) -> bool:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *, clip: float = 1.0) -> bool:
         """Update with the gradients times `clip`; False if they were not finite, and S is halved.
 
         Gradients are checked only if they are scaled.

@@ -63,7 +63,7 @@ class PlainHead(NamedTuple):
         factor = self.logit_scale / scoring.temperature
         is_kept = scoring.keeps_gradients and not scoring.needs_entropy_grad
         others = (targets.contiguous(), factor, scoring, is_kept and torch.is_grad_enabled())
-        return _TokenScores.apply(states, self.weight, self.bias, *others)  # type: ignore[return-value]
+        return _TokenScores.apply(states, self.weight, self.bias, *others)
 
 
 def plain_head(model: nn.Module) -> PlainHead | None:
@@ -101,7 +101,7 @@ def score_tokens(
         checkpoint(_score_any_head, model, *chunk, scoring, use_reentrant=False)
         for chunk in zip(states.split(scoring.chunk), targets.split(scoring.chunk), strict=True)
     ]
-    logps, entropies = zip(*scores, strict=True)  # type: ignore[arg-type]
+    logps, entropies = zip(*scores, strict=True)
     return torch.cat(logps), torch.cat(entropies)
 
 

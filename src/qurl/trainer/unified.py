@@ -118,7 +118,7 @@ class UnifiedLinear(nn.Linear):
         weight = self.weight  # read once, because that merges an adapter
         factors = self.coder.code(x), self.coded_weight(weight)
         options = self.backward_mode, arithmetic_dtype(x)
-        return _Product.apply(x, weight, self.bias, *factors, *options)  # type: ignore[return-value]
+        return _Product.apply(x, weight, self.bias, *factors, *options)
 
     def coded_weight(self, weight: Tensor) -> Quantized:
         """The layer's weight in codes, made anew whenever it has changed."""

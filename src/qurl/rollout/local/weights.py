@@ -128,13 +128,10 @@ class Weights:
         self.has_shared_base = False
         """Whether the trainer's weights are frozen in these codes."""
         body, num_layers = model.model, self.arch.num_layers
+        whole = [is_full(index, num_layers, full_layers) for index in range(num_layers)]
         self.layers = [
-            self._allocate_layer(
-                layer, window, None if is_full(index, num_layers, full_layers) else self.format
-            )
-            for index, (layer, window) in enumerate(
-                zip(body.layers, self.arch.windows, strict=True)
-            )
+            self._allocate_layer(layer, window, None if is_whole else self.format)
+            for layer, window, is_whole in zip(body.layers, self.arch.windows, whole, strict=True)
         ]
         self.inv_freq = body.rotary_emb.inv_freq.to(device, torch.float32, copy=True)
         self.rope_scale = float(body.rotary_emb.attention_scaling)

@@ -41,7 +41,7 @@ class ReplicaGroup(LearnerGroup):
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 
-    def watch(self, tracker: UpdateTracker) -> UpdateTracker:  # type: ignore[override]
+    def watch(self, tracker: UpdateTracker) -> UpdateTracker:
         return self._learner.watch(tracker)
 
 

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, Advantage, with_facts
 from qurl.ops.pooling import Pool, alone, spreads
+from qurl.plugins import kind_of
 from qurl.types import Batch, Corrected, Scored, Trainable
 
 WHITEN_EPS = 1e-8
@@ -174,14 +176,21 @@ def compare(
 def _estimate(batch: Corrected, estimate: Estimator) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T], checked."""
     found = estimate(batch)
-    for tensor in found if isinstance(found, tuple) else (found,):
-        if not isinstance(tensor, Tensor) or tensor.shape != batch.mask.shape:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"advantage {getattr(estimate, '__name__', estimate)!r} returned {shape}; it must "
-                f"return a tensor of the shape of batch.mask, {tuple(batch.mask.shape)}, or two"
+    pair = found if isinstance(found, tuple) else (found, None)
+    name, shape = getattr(estimate, "__name__", repr(estimate)), tuple(batch.mask.shape)
+    for tensor in pair if isinstance(found, tuple) else pair[:1]:
+        is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if len(pair) != 2 or not is_number or tensor.shape != batch.mask.shape:
+            raise ConfigError(
+                f"advantage {name!r} returned {kind_of(found)}; it must return a floating-point "
+                f"tensor of the shape of batch.mask, {shape}, or two: advantages and returns"
             )
-    return (found, found + batch.values) if isinstance(found, Tensor) else found
+        # A critic may diverge; without one, nothing that is read can be to blame.
+        needs_critic = getattr(estimate, "facts", Advantage()).needs_critic
+        if not needs_critic and not tensor[batch.mask.bool()].isfinite().all():
+            raise ConfigError(f"advantage {name!r} returned NaN or infinity for trained tokens")
+    advantages, returns = pair
+    return advantages, advantages + batch.values if returns is None else returns
 
 
 def known_advantages(advantages: Tensor) -> Estimator:

@@ -176,21 +176,22 @@ def compare(
 def _estimate(batch: Corrected, estimate: Estimator) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T], checked."""
     found = estimate(batch)
-    pair = found if isinstance(found, tuple) else (found, None)
     name, shape = getattr(estimate, "__name__", repr(estimate)), tuple(batch.mask.shape)
-    for tensor in pair if isinstance(found, tuple) else pair[:1]:
-        is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if len(pair) != 2 or not is_number or tensor.shape != batch.mask.shape:
-            raise ConfigError(
-                f"advantage {name!r} returned {kind_of(found)}; it must return a floating-point "
-                f"tensor of the shape of batch.mask, {shape}, or two: advantages and returns"
-            )
-        # A critic may diverge; without one, nothing that is read can be to blame.
-        needs_critic = getattr(estimate, "facts", Advantage()).needs_critic
-        if not needs_critic and not tensor[batch.mask.bool()].isfinite().all():
-            raise ConfigError(f"advantage {name!r} returned NaN or infinity for trained tokens")
-    advantages, returns = pair
-    return advantages, advantages + batch.values if returns is None else returns
+    tensors = found if isinstance(found, tuple) else (found,)
+    is_pair = isinstance(found, Tensor) or len(tensors) == 2
+    if not is_pair or not all(
+        isinstance(x, Tensor) and x.is_floating_point() and x.shape == shape for x in tensors
+    ):
+        raise ConfigError(
+            f"advantage {name!r} returned {kind_of(found)}; it must return a floating-point "
+            f"tensor of the shape of batch.mask, {shape}, or two: advantages and returns"
+        )
+    # A critic may diverge; without one, nothing that is read can be to blame.
+    needs_critic = getattr(estimate, "facts", Advantage()).needs_critic
+    keep = batch.mask.bool()
+    if not needs_critic and not all(x[keep].isfinite().all() for x in tensors):
+        raise ConfigError(f"advantage {name!r} returned NaN or infinity for trained tokens")
+    return (found, found + batch.values) if isinstance(found, Tensor) else found
 
 
 def known_advantages(advantages: Tensor) -> Estimator:

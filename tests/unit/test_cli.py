@@ -600,6 +600,11 @@ def test_validate_reads_the_logs_of_a_run(recipe, tmp_path, capsys):
         ("def a(*_): return None", "sampling.select", "sampling.select returned None; it must"),
         ("def a(*_): return None", "task.name", "task own:a drew None, not a qurl.tasks.Draft"),
         (
+            "from qurl.tasks import Draft\ndef a(*_): return Draft('1+1=', 2)",
+            "task.name",
+            "its question and answer must be text",
+        ),
+        (
             "def a(texts, *_): return [1]",
             "task.reward",
             "the reward returned [1] for 2 texts",

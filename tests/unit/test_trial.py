@@ -62,6 +62,7 @@ def infinite(tokens):
         ({"advantage": lambda batch: batch.mask * torch.nan}, r"returned NaN or infinity"),
         ({"advantage": lambda batch: batch.reward}, r"algo.advantage failed: AttributeError"),
         ({"advantage": lambda batch: (batch.mask,) * 3}, r"or two: advantages and returns"),
+        ({"advantage": lambda batch: (batch.mask,)}, r"or two: advantages and returns"),
         ({"select": lambda count: []}, r"sampling.select: .* must take \(count, num_problems, "),
         ({"subselect": lambda batch: []}, r"batch.subselect: .* must take \(batch, advantages, "),
         ({"episode": lambda problem: iter(())}, r"rollout.episode: .* must take \(problem, token"),

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from qurl.errors import ConfigError
 from qurl.objectives import ADVANTAGES, Advantage, with_facts
 from qurl.ops.pooling import Pool, alone, spreads
+from qurl.plugins import kind_of
 from qurl.types import Batch, Corrected, Scored, Trainable
 
 WHITEN_EPS = 1e-8
@@ -174,13 +176,21 @@ def compare(
 def _estimate(batch: Corrected, estimate: Estimator) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T], checked."""
     found = estimate(batch)
-    for tensor in found if isinstance(found, tuple) else (found,):
-        if not isinstance(tensor, Tensor) or tensor.shape != batch.mask.shape:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"advantage {getattr(estimate, '__name__', estimate)!r} returned {shape}; it must "
-                f"return a tensor of the shape of batch.mask, {tuple(batch.mask.shape)}, or two"
-            )
+    name, shape = getattr(estimate, "__name__", repr(estimate)), tuple(batch.mask.shape)
+    tensors = found if isinstance(found, tuple) else (found,)
+    is_pair = isinstance(found, Tensor) or len(tensors) == 2
+    if not is_pair or not all(
+        isinstance(x, Tensor) and x.is_floating_point() and x.shape == shape for x in tensors
+    ):
+        raise ConfigError(
+            f"advantage {name!r} returned {kind_of(found)}; it must return a floating-point "
+            f"tensor of the shape of batch.mask, {shape}, or two: advantages and returns"
+        )
+    # A critic may diverge; without one, nothing that is read can be to blame.
+    needs_critic = getattr(estimate, "facts", Advantage()).needs_critic
+    keep = batch.mask.bool()
+    if not needs_critic and not all(x[keep].isfinite().all() for x in tensors):
+        raise ConfigError(f"advantage {name!r} returned NaN or infinity for trained tokens")
     return (found, found + batch.values) if isinstance(found, Tensor) else found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ def _run(args: list[str]) -> int:
         if args[0] not in COMMANDS:
             raise ConfigError(f"{args[0]!r} is not a command; use one of {', '.join(COMMANDS)}")
         if {"-h", "--help"} & set(args[1:]) and args[0] not in HELP_OF_THEIR_OWN:
-            print(HELP, end="")
+            print(help_of(args[0]), end="")
             return 0
         return COMMANDS[args[0]](args[1:])
     except QurlError as error:
@@ -107,6 +108,16 @@ def _run(args: list[str]) -> int:
         message = "interrupted; repeat the command to resume a training run that keeps checkpoints"
         print(message, file=sys.stderr)
         return 130
+
+
+def help_of(command: str) -> str:
+    """The part of the overview that is about one command."""
+    entries = re.split(r"^(?=  qurl )", HELP, flags=re.MULTILINE)[1:]
+    own = [entry.partition("\n\n")[0] for entry in entries if entry.split()[1] == command]
+    return (
+        "\n".join(entry.rstrip("\n") for entry in own)
+        + "\n\n  qurl --help     lists all commands\n"
+    )
 
 
 def recipes_command(args: list[str]) -> int:
@@ -330,7 +341,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
 }
 
 HELP_OF_THEIR_OWN = {"train", "eval", "validate", "bench", "tune", "audit"}
-"""Commands that list their flags; `--help` of the others prints the overview."""
+"""Commands that list their flags; `--help` of the others prints their part of the overview."""
 
 
 def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:

@@ -32,6 +32,7 @@ from qurl.correction import LOG_CLAMP, importance_weights
 from qurl.errors import ConfigError
 from qurl.objectives import OBJECTIVES, Objective, with_facts
 from qurl.ops.pooling import Pool, alone, spreads
+from qurl.plugins import kind_of, naming_failures
 
 Stats = dict[str, Tensor]
 
@@ -247,30 +248,41 @@ def policy_loss(
     logp = torch.where(keep, logp, 0.0)
     options = {"max_upper": acr_max_bound, "dual_clip": dual_clip, "symmetric": symmetric}
     terms = TokenTerms(ratio, logp, advantages, weight, shrink, keep, lower, upper, **options)
-    found = surrogate_of(terms)
-    surrogate, stats = (found, {}) if isinstance(found, Tensor) else found
-    _check_surrogate(_name(surrogate_of), surrogate, stats, ratio)
+    surrogate, stats = _call(surrogate_of, terms)
     loss = aggregate(-surrogate, mask, aggregation, horizon=horizon, denominator=denominator)
     return loss, {**stats, "actor/ppo_kl": _mean(logp_prox - logp, keep)}
 
 
-def _check_surrogate(name: str, surrogate: Tensor, stats: Stats, ratio: Tensor) -> None:
+def _call(surrogate_of: Surrogate, terms: TokenTerms) -> tuple[Tensor, Stats]:
+    """What an objective returns for these tokens, checked: it may be the user's own."""
+    name, ratio = f"objective {_name(surrogate_of)!r}", terms.ratio
+    if surrogate_of in SURROGATES.values():
+        return surrogate_of(terms)  # type: ignore[return-value]
+    with naming_failures(name):
+        found = surrogate_of(terms)
+    surrogate, stats = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    if not isinstance(surrogate, Tensor) or not isinstance(stats, Mapping):
+        raise ConfigError(
+            f"{name} returned {kind_of(found)}; it must return a tensor [B, T] of what is "
+            "maximised, or that and a dict of statistics"
+        )
     if surrogate.shape != ratio.shape:
-        raise ValueError(
-            f"objective {name!r} returned the shape {tuple(surrogate.shape)}; it must return one "
-            f"number per token, {tuple(ratio.shape)}"
+        raise ConfigError(
+            f"{name} returned the shape {tuple(surrogate.shape)}; it must return one number per "
+            f"token, {tuple(ratio.shape)}"
         )
     if ratio.requires_grad and not surrogate.requires_grad:
-        raise ValueError(
-            f"objective {name!r} returned numbers without a gradient; compute them from "
-            "tokens.ratio or tokens.logp, and do not detach these"
+        raise ConfigError(
+            f"{name} returned numbers without a gradient; compute them from tokens.ratio or "
+            "tokens.logp, and do not detach these"
         )
     for key, value in stats.items():
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"objective {name!r} returned {key!r} of shape {tuple(value.shape)}; a statistic "
-                "must be one number, such as a mean over tokens.keep"
+            raise ConfigError(
+                f"{name} returned {key!r} of shape {tuple(value.shape)}; a statistic must be one "
+                "number, such as a mean over tokens.keep"
             )
+    return surrogate, dict(stats)
 
 
 def facts_of(surrogate: Surrogate) -> Objective:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from qurl.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -29,6 +31,9 @@ class Objective:
     """That weight is capped at C."""
     is_widened: bool = False
     """The upper clip bound is divided by r where the weight was truncated."""
+
+    def __post_init__(self) -> None:
+        _check_one_of("against", self.against, "prox", "behav")
 
     def cap(self, cap: float | None) -> float | None:
         """C as this objective applies it: a weighted objective without truncation has none.
@@ -52,6 +57,14 @@ class Advantage:
     """What the advantage of a token depends on: the whole batch, the row of the token, or rewards,
     accuracies and groups, which give all trained tokens of a row the same one. With several
     trainers, a whole batch passes through the driver."""
+
+    def __post_init__(self) -> None:
+        _check_one_of("reads", self.reads, "batch", "rows", "outcomes")
+
+
+def _check_one_of(fact: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{fact} = {value!r} is not one of {', '.join(allowed)}")
 
 
 OBJECTIVES: Mapping[str, Objective] = {

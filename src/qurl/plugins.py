@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -88,6 +89,30 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
         raise MissingExtra(package, extra, purpose) from error
 
 
+def check_call(part: Callable[..., Any], key: str, *arguments: str) -> None:
+    """Refuse a function of yours, or the class of one, that cannot be called with these."""
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # a few built-in ones do not say what they take
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(part, "__qualname__", repr(part))
+        raise ConfigError(
+            f"{key}: {name}{signature} must take ({', '.join(arguments)}): {error}"
+        ) from None
+
+
+def kind_of(value: Any) -> str:
+    """What a part of yours returned, in a few words: a whole tensor would fill the screen."""
+    if (shape := getattr(value, "shape", None)) is not None:
+        return f"{type(value).__name__} {list(shape)} of {getattr(value, 'dtype', '?')}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(kind_of, value))})"
+    return "None" if value is None else type(value).__name__
+
+
 @contextmanager
 def naming_failures(key: str) -> Iterator[None]:
     """Say which part of a recipe failed, and where: code of yours may raise anything.
@@ -99,6 +124,8 @@ def naming_failures(key: str) -> Iterator[None]:
     except QurlError:
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which the trainer explains
+            raise
         *_, place = extract_tb(error.__traceback__)
         raise ConfigError(
             f"{key} failed: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"

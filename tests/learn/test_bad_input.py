@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -719,3 +720,51 @@ def test_a_resume_that_fails_touches_nothing(train, fails, llama, folder):
     assert "set task.eval_path to a file that is there" in error
     after = [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "evals.jsonl")]
     assert after == before
+
+
+OWN_ENGINE = """
+from dataclasses import replace
+from qurl.rollout import build_engine
+from qurl.rollout.engine import QueueStream, generate
+
+
+class Own:
+    def __init__(self, model, tokenizer, **options):
+        self.engine = build_engine("hf", model, tokenizer, **options)
+
+    def sync(self, source, *, version):
+        return self.engine.sync(source, version=version)
+
+    def score(self, token_ids):
+        return self.engine.score(token_ids)
+
+    def generate(self, problems, params):
+        return self.engine.generate(problems, params)
+
+    def stream(self, params):
+        def play(waiting):
+            for rollout in self.generate([asked.problem for asked in waiting], params):
+                group = rollout.completions
+                group = [replace(c, logprobs=[CHANGE for _ in c.logprobs]) for c in group]
+                yield replace(rollout, completions=group)
+
+        return QueueStream(params, play)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message", "evidence"),
+    [
+        ("1.0", 1, "= 1.0 is not the logarithm", "EngineError"),
+        ("1 / 0", 2, "the stream failed: ZeroDivisionError", "Traceback (most recent"),
+    ],
+)
+def test_an_engine_of_ones_own_that_errs_stops_the_run(
+    folder, train, monkeypatch, change, code, message, evidence
+):
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_engine", raising=False)
+    (folder / "own_engine.py").write_text(OWN_ENGINE.replace("CHANGE", change))
+    found, error = train("--rollout.engine", "own_engine:Own")
+    assert (found, message in error) == (code, True), error
+    assert evidence in (folder / "run/crash/step-000000/error.txt").read_text()

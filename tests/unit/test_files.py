@@ -213,7 +213,12 @@ def test_a_missing_file_says_what_to_do(name, path, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", b"a,b\n", "not one of .jsonl, .jsonl.gz, .json, .parquet"),
+        (
+            "x.csv",
+            b"a,b\n",
+            "not one of .jsonl, .*; `datasets` and pandas can write a CSV",
+        ),
+        ("x.txt", b"a,b\n", r"not one of .jsonl, .jsonl.gz, .json, .parquet$"),
         ("x.jsonl", b"\n", "it is empty"),
         ("x.jsonl", b'{"question": "\xff"}', "cannot be read: .*; save the file as UTF-8"),
         ("x.jsonl.gz", b"not gzip", "cannot be read"),

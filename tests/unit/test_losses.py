@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from qurl.errors import ConfigError
 from qurl.losses import (
     SURROGATES,
     aggregate,
@@ -258,6 +259,10 @@ def test_an_objective_of_ones_own():
             lambda t: (t.ratio, {"my/ratios": t.ratio[0]}),
             r"'mine' returned 'my/ratios' of shape \(2,\); a statistic must be one number",
         ),
+        (lambda t: None, r"'mine' returned None; it must return a tensor \[B, T\]"),
+        (lambda t: (t.ratio, {}, 1), r"'mine' returned \(Tensor \[1, 2\] of .*, dict, int\)"),
+        (lambda t: (t.ratio, [1]), r"'mine' returned \(Tensor .*, list\)"),
+        (lambda t: t.rato, r"'mine' failed: AttributeError: .* no attribute 'rato' \(.*line"),
     ],
 )
 def test_what_an_objective_may_not_return(returned, message):
@@ -266,7 +271,7 @@ def test_what_an_objective_may_not_return(returned, message):
         return returned(tokens)
 
     x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         policy_loss(x.clone().requires_grad_(), x, x, x, torch.ones(1, 2), objective=mine)
 
 

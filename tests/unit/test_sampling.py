@@ -511,3 +511,31 @@ def test_an_error_of_ours_within_a_part_is_left_as_it_is():
 def test_a_part_of_ones_own_that_raises_is_named():
     with pytest.raises(ConfigError, match=r"algo.advantage failed: ZeroDivision.*, line \d+"):
         naming_failures("algo.advantage")(lambda: 1 / 0)()
+
+
+@pytest.mark.parametrize("state", [lambda: 1, {"a": Numbers(1)}], ids=["lambda", "object"])
+def test_a_state_that_no_checkpoint_could_hold_is_refused_before_the_run(state):
+    class Remembers:
+        def __call__(self, *arguments):
+            return []
+
+        def state_dict(self):
+            return {"state": state}
+
+    with pytest.raises(ConfigError, match=r"state_dict of select\..*Remembers cannot be saved"):
+        Hooks(select=Remembers()).check_state()
+
+
+def test_a_method_of_a_part_that_raises_is_named():
+    class Observes:
+        def observe(self, step, graded, metrics):
+            raise KeyError("gone")
+
+        def metrics(self, trained):
+            return {"my/name": "text"}
+
+    hooks = Hooks(subselect=Observes())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"batch.subselect: observe failed: KeyError: 'gone'"):
+        hooks.observe(0, [], {})
+    with pytest.raises(ConfigError, match=r"batch.subselect: metrics failed: ValueError: .*text"):
+        hooks.metrics(lambda: None)  # type: ignore[arg-type, return-value]

@@ -143,6 +143,8 @@ def _take(rollouts: list[Rollout], problem: Problem) -> Rollout:
     for index, rollout in enumerate(rollouts):
         if tuple(rollout.problem.prompt_ids) == tuple(problem.prompt_ids):
             return replace(rollouts.pop(index), problem=problem)
+    if not rollouts:
+        raise EngineError(f"the stream ended without a rollout of problem {problem.id!r}")
     return rollouts.pop(0)
 
 

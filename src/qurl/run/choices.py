@@ -20,6 +20,7 @@ from qurl.plugins import is_users_own, load_plugin, name_of
 from qurl.rewards import Reward
 from qurl.rollout import Engine
 from qurl.rollout.episode import Episode
+from qurl.run.trial import SIGNATURES, check_signature, try_parts
 from qurl.sampling import Hooks, Selector, Setup, build_hooks
 from qurl.sampling.built_in import PARTS as SAMPLING_PARTS
 from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
@@ -78,10 +79,16 @@ class Choices:
             check_engine(given["engine"])
         if given["engine"] is not None:
             _check_factory(given["engine"])
+        for part, key in KEYS.items():
+            value = attrgetter(key)(config) if given[part] is None else given[part]
+            if key in SIGNATURES and isinstance(value, str) and is_users_own(value):
+                value = load_plugin(value, key)
+            check_signature(value, key)
         choices = cls(**given)
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
         check_combinations(config, "config", *choices.facts)
+        try_parts(choices.objective, choices.advantage, config)
         return choices
 
     def record_in(self, config: Config) -> Config:

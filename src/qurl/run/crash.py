@@ -54,7 +54,8 @@ def keep_evidence(config: Config, parts: Parts, run: Run, step: int) -> Iterator
 
 
 def _write_evidence(folder: Path, step: int, learner: AnyLearner, error: Exception) -> None:
-    is_foreseen = isinstance(error, QurlError)
+    # An error of ours with a cause may come from your own code, whose traceback you want.
+    is_foreseen = isinstance(error, QurlError) and error.__cause__ is None
     trace = [f"{type(error).__name__}: {error}\n"] if is_foreseen else format_exception(error)
     (folder / "error.txt").write_text("".join(trace))
     if isinstance(error, RewardError):

@@ -21,6 +21,7 @@ from qurl.rollout.group.engine import EngineGroup
 from qurl.rollout.group.fleet import Fleet
 from qurl.rollout.group.wire import Carrier
 from qurl.rollout.group.worker import EngineSpec
+from qurl.rollout.guard import GuardedEngine
 from qurl.rollout.local import LocalEngine
 from qurl.rollout.noise import noise_sigma
 from qurl.run.checkpoint import AnyLearner
@@ -157,10 +158,13 @@ def build_actor(
     if engine is not None:
         with naming_failures("rollout.engine"):
             actor = engine(policy.model, policy.tokenizer, quant=quant, **options)
+        check_engine(actor)
+        if not isinstance(actor, LocalEngine):
+            vocabulary = policy.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+            actor = GuardedEngine(actor, vocabulary)
     else:
         place = place or functools.partial(_here, rollout.engine)
         actor = place(policy, quant, options | _engine_options(config, quant, scales))
-    check_engine(actor)
     if config.quant.unified and quant == config.quant.format and isinstance(actor, LocalEngine):
         policy.adopt_codes_([layer.codes() for layer in actor.weights.layers])
     turns = (choices.episode if choices else None) or rollout.episode

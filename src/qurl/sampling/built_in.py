@@ -29,4 +29,6 @@ def build_hooks(setup: Setup, chosen: Mapping[str, Any]) -> Hooks:
         key.partition(".")[2]: build_part(key, chosen[key], built_in, setup)
         for key, built_in in PARTS.items()
     }
-    return Hooks(**built)
+    hooks = Hooks(**built)
+    hooks.check_state()
+    return hooks

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qurl.advantages import Estimator, known_advantages, sequence_advantages
 from qurl.errors import ConfigError
-from qurl.plugins import naming_failures
+from qurl.plugins import kind_of, naming_failures
 from qurl.sampling.parts import SubSelect
 from qurl.trainer.batches import pad
 from qurl.types import Graded
@@ -53,9 +53,15 @@ def _check(rows: Tensor, num_rows: int) -> None:
     is_index = isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() in (1, 2)
     if not is_index or not rows.numel() or not (0 <= int(rows.min()) <= int(rows.max()) < num_rows):
         raise ConfigError(
-            f"batch.subselect returned {rows}; it must return an int64 tensor of one or more rows "
-            f"from 0 to {num_rows - 1}, [n] or [n, k]"
+            f"batch.subselect returned {_describe(rows)}; it must return an int64 tensor of one or "
+            f"more rows from 0 to {num_rows - 1}, [n] or [n, k]"
         )
+
+
+def _describe(rows: Any) -> str:
+    if not isinstance(rows, Tensor) or not rows.numel():
+        return kind_of(rows)
+    return f"{kind_of(rows)} from {rows.min()} to {rows.max()}"
 
 
 def _check_advantages(kept: Tensor, rows: Tensor) -> None:
@@ -65,3 +71,5 @@ def _check_advantages(kept: Tensor, rows: Tensor) -> None:
             f"batch.subselect returned advantages {shape} for rows {tuple(rows.shape)}; it must "
             "return one for each row, such as advantages[rows]"
         )
+    if not kept.isfinite().all():
+        raise ConfigError("batch.subselect returned advantages with NaN or infinity")

@@ -17,14 +17,16 @@ object of such a class can also have
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from qurl.config import Config
-from qurl.errors import ConfigError
+from qurl.errors import ConfigError, first_line
 from qurl.plugins import is_users_own, load_plugin, naming_failures
 from qurl.sampling.history import History
 from qurl.sampling.stream import Selector, shuffle
@@ -123,32 +125,59 @@ class Hooks:
 
     def observe(self, step: int, graded: Sequence[Graded], metrics: Mapping[str, float]) -> None:
         """Tell the parts that want to know what a step sampled and measured."""
-        for part in self._with("observe").values():
-            part.observe(step, graded, metrics)
+        for name, part in self._with("observe").items():
+            with naming_failures(f"{_key(name)}: observe"):
+                part.observe(step, graded, metrics)
 
     def metrics(self, get_trained: Callable[[], Trained]) -> dict[str, float]:
         """The numbers of the parts. A batch on several ranks is gathered for those that read it."""
-        parts = self._with("metrics").values()
-        readers = [part for part in parts if getattr(part, "reads_batch", True)]
+        parts = self._with("metrics")
+        readers = [part for part in parts.values() if getattr(part, "reads_batch", True)]
         trained: Any = get_trained() if readers else None
         found: dict[str, float] = {}
-        for part in parts:
-            found |= part.metrics(trained)
+        for name, part in parts.items():
+            with naming_failures(f"{_key(name)}: metrics"):
+                found |= {name: float(value) for name, value in part.metrics(trained).items()}
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {_label(name, p): p.state_dict() for name, p in self._with("state_dict").items()}
+        found: dict[str, Any] = {}
+        for name, part in self._with("state_dict").items():
+            with naming_failures(f"{_key(name)}: state_dict"):
+                found[_label(name, part)] = part.state_dict()
+        return found
+
+    def check_state(self) -> None:
+        """Refuse a part whose state no checkpoint could hold, before there is something to save."""
+        for label, state in self.state_dict().items():
+            try:
+                torch.save(state, file := io.BytesIO())
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            except Exception as error:  # pickle raises many kinds
+                raise ConfigError(
+                    f"state_dict of {label} cannot be saved; it may hold only numbers, text, plain "
+                    f"containers and tensors: {first_line(error)}"
+                ) from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give each part its saved state; one that was not there before starts afresh."""
         for name, part in self._with("load_state_dict").items():
             if (label := _label(name, part)) in state:
+<<<<<<< HEAD
                 with naming_failures(f"the state of {label}"):
+=======
+                with naming_failures(f"{_key(name)}: load_state_dict"):
+>>>>>>> newcomer
                     part.load_state_dict(state[label])
 
     def _with(self, method: str) -> dict[str, Any]:
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: part for name, part in parts.items() if hasattr(part, method)}
+
+
+def _key(name: str) -> str:
+    """Key of the recipe that names a part."""
+    return "batch.subselect" if name == "subselect" else f"sampling.{name}"
 
 
 def _label(name: str, part: Any) -> str:
@@ -160,7 +189,8 @@ def build_part(key: str, part: Any, built_in: Mapping[str, Any], setup: Setup) -
     if isinstance(part, str):
         part = load_plugin(part, key) if is_users_own(part) else built_in[part]
     if isinstance(part, type):
-        part = part(setup)
+        with naming_failures(key):
+            part = part(setup)
     wanted = ("num_fresh", "merge") if key == "sampling.replay" else ("__call__",)
     if part is not None and (lacks := [name for name in wanted if not hasattr(part, name)]):
         raise ConfigError(f"{key}: {part!r} lacks {', '.join(lacks)} (qurl.sampling.parts)")

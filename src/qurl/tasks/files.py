@@ -148,7 +148,10 @@ def check_file(path: Path, path_key: str) -> None:
     if not os.access(path, os.R_OK):
         raise DataError(f"data file {path} cannot be read: no permission; {remedy}")
     if not path.name.endswith(FORMATS):
-        raise DataError(f"{path}: the format is not one of {', '.join(FORMATS)}")
+        hint = "; `datasets` and pandas can write a CSV file as JSON lines"
+        is_table = path.suffix.lower() in (".csv", ".tsv")
+        formats = ", ".join(FORMATS) + (hint if is_table else "")
+        raise DataError(f"{path}: the format is not one of {formats}")
 
 
 def read_columns(path: Path) -> Iterator[tuple[int, Any]]:

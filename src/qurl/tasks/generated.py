@@ -59,6 +59,10 @@ class GeneratedTask:
             draft = self.draw(index, attempt)
             if not isinstance(draft, Draft):
                 raise DataError(f"task {self.name} drew {draft!r}, not a qurl.tasks.Draft")
+            if not isinstance(draft.question, str) or not isinstance(draft.answer, str):
+                raise DataError(
+                    f"task {self.name} drew {draft!r}; its question and answer must be text"
+                )
             if split_of(draft.key or draft.question) != self.split:
                 continue
             messages = [{"role": "user", "content": draft.question}]

@@ -682,7 +682,7 @@ def test_a_part_that_cannot_take_its_state_back_costs_no_checkpoint(train, folde
     assert train(*own, "--steps", "1") == (0, "")
     code, error = train(*own, "--steps", "2")
     assert code == 2
-    reason = "ConfigError: the state of select.Forgetful failed: KeyError: 'count' ("
+    reason = "ConfigError: sampling.select: load_state_dict failed: KeyError: 'count' ("
     assert error.startswith(reason)
     assert "forgetful.py, line 12)" in error
     assert "Remove" not in error

@@ -595,20 +595,12 @@ def test_validate_reads_the_logs_of_a_run(recipe, tmp_path, capsys):
         ("def a(*_): return 'x'", "sampling.select", "sampling.select returned x; it must return"),
         ("def a(*_): return None", "sampling.select", "sampling.select returned None; it must"),
         ("def a(*_): return None", "task.name", "task own:a drew None, not a qurl.tasks.Draft"),
-<<<<<<< HEAD
-        ("def a(texts, *_): return [1]", "task.reward", "the reward returned [1] for 2 texts"),
-=======
         (
             "from qurl.tasks import Draft\ndef a(*_): return Draft('1+1=', 2)",
             "task.name",
             "its question and answer must be text",
         ),
-        (
-            "def a(texts, *_): return [1]",
-            "task.reward",
-            "the reward returned [1] for 2 texts",
-        ),
->>>>>>> newcomer
+        ("def a(texts, *_): return [1]", "task.reward", "the reward returned [1] for 2 texts"),
     ],
 )
 def test_validate_tries_parts_of_your_own(recipe, tmp_path, capsys, monkeypatch, code, key, reason):

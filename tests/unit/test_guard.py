@@ -55,6 +55,18 @@ def test_a_sound_engine_is_let_through():
     assert [r.problem.id for r in engine.generate(PROBLEMS, PARAMS)] == ["0", "1", "2"]
 
 
+def test_a_problem_may_be_asked_twice_but_not_answered_more_often():
+    twice = [PROBLEMS[0], PROBLEMS[0]]
+    with GuardedEngine(Scripted(), vocabulary=10).stream(PARAMS) as stream:
+        stream.submit(twice, (1, 3))
+        assert [len(r.completions) for r in stream] == [1, 3]
+    stream = GuardedEngine(Scripted(), vocabulary=10).stream(PARAMS)
+    stream._stream.submit(twice)  # type: ignore[attr-defined]
+    stream.submit(PROBLEMS[1:])
+    with pytest.raises(EngineError, match="a rollout of problem '0', which nothing asks for"):
+        list(stream)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,4 +1,4 @@
-"""Parts of one's own are called once before a model is loaded."""
+"""Parts of one's own are called once before anything is sampled."""
 
 import pytest
 import torch
@@ -7,13 +7,19 @@ from qurl.config import load_config
 from qurl.errors import ConfigError
 from qurl.objectives import Advantage, Objective, with_facts
 from qurl.run.choices import Choices
+from qurl.run.trial import try_advantage
 from qurl.sampling.parts import NoReplay
+from qurl.types import Problem
+
+TASK = [Problem(name, (1,), "right") for name in ("easy", "hard")]
 
 
 def choose(**parts):
     names = ("objective", "advantage", "engine", "task", "reward", "select", "episode", "budget")
     names = (*names, "thermostat", "replay", "subselect")
-    return Choices.of(load_config(None, []), *(parts.get(name) for name in names))
+    config = load_config(None, [])
+    choices = Choices.of(config, *(parts.get(name) for name in names))
+    try_advantage(choices.advantage, config, TASK)
 
 
 @with_facts(Objective())
@@ -38,8 +44,15 @@ class SoundSelector:
         pass
 
 
+def looking_up(batch):
+    """Accuracy less what a table says of each problem."""
+    table = torch.tensor([{"easy": 0.9, "hard": 0.1}[name] for name in batch.problem_ids])
+    return (batch.accuracies - table)[:, None] * batch.mask
+
+
 def test_sound_parts_pass():
     choose(objective=sound_objective, advantage=sound_advantage, select=SoundSelector)
+    choose(advantage=looking_up)
     choose(select=SoundSelector(None), replay=NoReplay(), budget=lambda indices, *others: [])
 
 
@@ -73,7 +86,7 @@ def infinite(tokens):
         ),
     ],
 )
-def test_a_mistake_is_refused_before_a_model_is_loaded(parts, message):
+def test_a_mistake_is_refused(parts, message):
     with pytest.raises(ConfigError, match=message):
         choose(**parts)
 

@@ -70,8 +70,8 @@ class GuardedEngine:
 class _GuardedStream:
     def __init__(self, stream: Stream, params: SamplingParams, vocabulary: int) -> None:
         self._stream, self._params, self._vocabulary = stream, params, vocabulary
-        self._sizes: dict[str, int] = {}
-        self._num_missing = 0
+        self._missing: dict[str, list[int]] = {}
+        """Completions that the rollouts of each problem still to come must have."""
 
     def submit(
         self, problems: Sequence[Problem], sizes: Sequence[int] = (), earlier: Earlier = ()
@@ -84,8 +84,8 @@ class _GuardedStream:
             else:  # engines need not know what nobody asks for
                 self._stream.submit(problems)
         sizes = sizes or [self._params.group_size] * len(problems)
-        self._sizes |= {p.id: size for p, size in zip(problems, sizes, strict=True)}
-        self._num_missing += len(problems)
+        for problem, size in zip(problems, sizes, strict=True):
+            self._missing.setdefault(problem.id, []).append(size)
 
     def __iter__(self) -> Iterator[Rollout]:
         rollouts = iter(self._stream)
@@ -99,15 +99,26 @@ class _GuardedStream:
                     f"rollout.engine: the stream gave {kind_of(rollout)}; it must give a "
                     "qurl.types.Rollout for each problem"
                 )
-            size = self._sizes.get(rollout.problem.id, len(rollout.completions))
-            _check(rollout, size, self._vocabulary)
-            self._num_missing -= 1
+            self._settle(rollout)
             yield rollout
-        if self._num_missing > 0:
+        if num_missing := sum(map(len, self._missing.values())):
             raise EngineError(
-                f"rollout.engine: the stream ended before {self._num_missing} of the problems "
-                "that were submitted had a rollout"
+                f"rollout.engine: the stream ended before {num_missing} of the problems that were "
+                "submitted had a rollout"
             )
+
+    def _settle(self, rollout: Rollout) -> None:
+        """Check a rollout against what was asked for; a problem may be asked more than once."""
+        sizes = self._missing.get(rollout.problem.id)
+        if not sizes:
+            raise EngineError(
+                f"rollout.engine: the stream gave a rollout of problem {rollout.problem.id!r}, "
+                "which nothing asks for"
+            )
+        found = len(rollout.completions)
+        size = found if found in sizes else sizes[0]
+        _check(rollout, size, self._vocabulary)
+        sizes.remove(size)
 
     def __enter__(self) -> Stream:
         with naming_failures("rollout.engine: the stream"):

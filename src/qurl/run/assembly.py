@@ -47,6 +47,7 @@ from qurl.run.inputs import lacks_answers
 from qurl.run.machine import describe_machine
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.splits import held_out_problems, load_split
+from qurl.run.trial import try_advantage
 from qurl.sampling import Hooks, ProblemStream, Sampled, Sampler, Setup
 from qurl.sampling.histopipe import check_repeats
 from qurl.seeds import derive_seed
@@ -160,6 +161,7 @@ def assemble(config: Config, run: Run, choices: Choices) -> Iterator[Parts]:
         learner = stack.enter_context(_open_learner(config, run, device, make))
         policy = learner.policy
         task, data, held_out = _load_data(config, policy, choices, run)
+        try_advantage(choices.advantage, config, task)
         prints = {split: getattr(part, "fingerprint", "") for split, part in data.items()}
         for note in (*policy.notes, *task.notes):
             run.warn(note)

@@ -20,7 +20,7 @@ from qurl.plugins import is_users_own, load_plugin, name_of
 from qurl.rewards import Reward
 from qurl.rollout import Engine
 from qurl.rollout.episode import Episode
-from qurl.run.trial import SIGNATURES, check_signature, try_parts
+from qurl.run.trial import SIGNATURES, check_signature, try_objective
 from qurl.sampling import Hooks, Selector, Setup, build_hooks
 from qurl.sampling.built_in import PARTS as SAMPLING_PARTS
 from qurl.sampling.parts import Budget, Replay, SubSelect, Thermostat
@@ -88,7 +88,7 @@ class Choices:
         if config.algo.kl_in_reward and choices.advantage is not critic_advantages:
             raise ConfigError("algo.kl_in_reward = true needs the built-in algo.advantage = 'gae'")
         check_combinations(config, "config", *choices.facts)
-        try_parts(choices.objective, choices.advantage, config)
+        try_objective(choices.objective, config)
         return choices
 
     def record_in(self, config: Config) -> Config:

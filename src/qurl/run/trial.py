@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, policy_loss
 from qurl.ops.device import pick_device
 from qurl.plugins import check_call, naming_failures
+from qurl.tasks import Task
 from qurl.types import Corrected
 
 _LENGTH = 8
 
 SIGNATURES = {
+    "algo.advantage": ("batch",),
     "rollout.episode": ("problem", "tokenizer"),
     "sampling.select": ("count", "num_problems", "num_taken", "history", "seed"),
     "sampling.budget": ("indices", "history", "group_size"),
@@ -51,25 +54,33 @@ def check_signature(part: Any, key: str) -> None:
             check_call(method, key, "self", *arguments)
 
 
-def try_parts(objective: Surrogate, advantage: Estimator, config: Config) -> None:
-    """Call an objective and an advantage of your own with a made-up batch."""
-    batch = _make_batch(config)
+def try_objective(objective: Surrogate, config: Config) -> None:
+    """Call an objective of your own with made-up tokens."""
+    if objective in SURROGATES.values():
+        return
+    check_call(objective, "algo.objective", "tokens")
+    batch = _make_batch(config, ["0"])
     advantages = torch.randn(batch.mask.shape, generator=_draw()).to(batch.mask) * batch.mask
-    if advantage not in ESTIMATORS.values():
-        check_call(advantage, "algo.advantage", "batch")
-        with naming_failures("algo.advantage"):
-            found = compare(batch, advantage)
-        values = torch.stack([found.advantages, found.returns])[:, batch.mask.bool()]
-        _check_finite(values, "algo.advantage", "numbers")
-    if objective not in SURROGATES.values():
-        check_call(objective, "algo.objective", "tokens")
-        logp = (0.9 * batch.logp_prox).requires_grad_()
-        logps = (logp, batch.logp_prox, batch.logp_behav)
-        options = {"cap": config.algo.cap, "aggregation": "token-mean"}
-        loss, _ = policy_loss(*logps, advantages, batch.mask, objective=objective, **options)
-        _check_finite(loss, "algo.objective", "a loss")
-        [gradient] = torch.autograd.grad(loss, logp)
-        _check_finite(gradient, "algo.objective", "a gradient")
+    logp = (0.9 * batch.logp_prox).requires_grad_()
+    logps = (logp, batch.logp_prox, batch.logp_behav)
+    options = {"cap": config.algo.cap, "aggregation": "token-mean"}
+    loss, _ = policy_loss(*logps, advantages, batch.mask, objective=objective, **options)
+    _check_finite(loss, "algo.objective", "a loss")
+    [gradient] = torch.autograd.grad(loss, logp)
+    _check_finite(gradient, "algo.objective", "a gradient")
+
+
+def try_advantage(advantage: Estimator, config: Config, task: Task) -> None:
+    """Call an advantage of your own with made-up completions of the task's first problems, whose
+    ids it may look up."""
+    if advantage in ESTIMATORS.values():
+        return
+    ids = [task[index].id for index in range(min(len(task), config.batch.problems))]
+    batch = _make_batch(config, ids)
+    with naming_failures("algo.advantage"):
+        found = compare(batch, advantage)
+    values = torch.stack([found.advantages, found.returns])[:, batch.mask.bool()]
+    _check_finite(values, "algo.advantage", "numbers")
 
 
 def _check_finite(values: Tensor, key: str, what: str) -> None:
@@ -84,7 +95,7 @@ def _draw() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _make_batch(config: Config) -> Corrected:
+def _make_batch(config: Config, problem_ids: Sequence[str]) -> Corrected:
     """As many rows as a step has, of short prompts and completions."""
     draw, group_size = _draw(), config.sampling.group_size
     num_rows = config.batch.problems * group_size
@@ -103,7 +114,7 @@ def _make_batch(config: Config) -> Corrected:
         rewards=rewards,
         accuracies=rewards.clone(),
         group=torch.arange(num_rows) // group_size,
-        problem_ids=[str(row // group_size) for row in range(num_rows)],
+        problem_ids=[problem_ids[row // group_size % len(problem_ids)] for row in range(num_rows)],
         temperature=config.sampling.temperature,
         logp_prox=logp_prox,
         logp_ref=logp_prox.clone(),

@@ -41,6 +41,7 @@ from qurl.run.inputs import check_model_path
 from qurl.run.rehearsal import compare_splits, rehearse
 from qurl.run.shape import empty_model, measure
 from qurl.run.splits import held_out_problems, load_split, spread_problems
+from qurl.run.trial import try_advantage
 from qurl.sampling import ProblemStream, Setup
 from qurl.sampling.histopipe import check_repeats
 from qurl.tasks.task import Task
@@ -240,7 +241,9 @@ class Recipe:
         check_repeats(self.config, len(task))
         problems = spread_problems(task, NUM_PROMPTS)
         setup = Setup(self.config, task, len(self.tokenizer or ()))
-        hooks = Choices.of(self.config).build_hooks(setup)
+        choices = Choices.of(self.config)
+        try_advantage(choices.advantage, self.config, task)
+        hooks = choices.build_hooks(setup)
         ProblemStream(task, self.config.seed, hooks.select).take(1)
         first = ""
         if self.tokenizer:

@@ -163,11 +163,7 @@ class Hooks:
         """Give each part its saved state; one that was not there before starts afresh."""
         for name, part in self._with("load_state_dict").items():
             if (label := _label(name, part)) in state:
-<<<<<<< HEAD
-                with naming_failures(f"the state of {label}"):
-=======
                 with naming_failures(f"{_key(name)}: load_state_dict"):
->>>>>>> newcomer
                     part.load_state_dict(state[label])
 
     def _with(self, method: str) -> dict[str, Any]:

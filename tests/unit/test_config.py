@@ -518,6 +518,8 @@ def test_files_that_are_no_recipe(recipe, tmp_path):
         load_config(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match=r"recipe\.toml is not valid TOML: .*line 2"):
         load_config(recipe("steps = 1\nseed 2\n"))
+    with pytest.raises(ConfigError, match=r"Invalid value .*line 2.*; text needs quotes"):
+        load_config(recipe("[quant]\nformat = int8\n"))
     recipe("").write_bytes(b"steps = 1 # \xff")
     with pytest.raises(ConfigError, match=r"recipe\.toml is not valid TOML: .* decode byte 0xff"):
         load_config(tmp_path / "recipe.toml")

@@ -93,5 +93,5 @@ def _read(config: Any, flags: Sequence[str]) -> Any:
         )
 
     options = {"config": (tyro.conf.FlagConversionOff,), "registry": registry}
-    texts = {"prog": "qurl COMMAND [RECIPE|RUN]", "description": DESCRIPTION}
+    texts = {"prog": "qurl train", "description": DESCRIPTION}
     return tyro.cli(type(config), **texts, default=config, args=flags, **options)

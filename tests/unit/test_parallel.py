@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from qurl.advantages import ESTIMATORS, critic_advantages
 from qurl.config import OptimConfig, build_config
 from qurl.errors import CheckpointError, ConfigError, ModelError, RankLost, TrainingError
-from qurl.objectives import ADVANTAGES, with_facts
+from qurl.objectives import ADVANTAGES, Advantage, with_facts
 from qurl.ops.shelf import shelve
 from qurl.quant import quantize, rescale_
 from qurl.quant.linear import projections
@@ -141,6 +141,7 @@ def step(learner, batch, number):
     sampled = dealt(learner, batch, number)
     scored = learner.recompute(sampled, number)
 
+    @with_facts(Advantage(needs_critic=True))
     def known(corrected):
         return batch.advantages * corrected.mask, corrected.mask * (number + 1)
 

@@ -149,7 +149,7 @@ Surrogate = Callable[[TokenTerms], Tensor | tuple[Tensor, Stats]]
 """An objective: per-token terms to what is maximised, [B, T], and statistics if it has any.
 
 Its facts are attached by `with_facts`. Statistics are scalars: means over the kept tokens, or
-maxima if their name contains "max".
+maxima or minima if "max" or "min" is a word of their name, as in "my/ratio_max".
 """
 
 

@@ -85,12 +85,12 @@ class Yard:
         self.handles.append(ThreadHandle(self._make(threads=1)))
         return self.handles[-1]
 
-    def group(self, model, size=2, quant="int8", max_batch=4, **options):
+    def group(self, model, size=2, quant="int8", max_batch=4, can_resync=True, **options):
         options = {"timeout": 20.0, "notify": self.events.append} | options
         self.fleet = Fleet(size, self.start, **options)
         engine_options = {"max_batch": max_batch, "deterministic": True}
         setup = (model.config, model.generation_config, None, quant, engine_options, "cpu")
-        return EngineGroup(self.fleet, EngineSpec("local", *setup))
+        return EngineGroup(self.fleet, EngineSpec("local", *setup), can_resync=can_resync)
 
 
 @pytest.fixture
@@ -171,6 +171,18 @@ def test_all_engines_die_and_their_replacements_go_on(yard, expected):
         found = {rollout.problem.id: rollout for rollout in stream}
     assert [found[problem.id] for problem in PROBLEMS] == expected[0]
     assert len(yard.handles) == 4
+
+
+def test_one_step_off_the_run_stops_if_all_engines_die(yard):
+    """The trainer has newer weights by then, so replacements cannot get those of this version."""
+    group = yard.group(tiny_llama(), can_resync=False)
+    group.sync(tiny_llama(), version=0)
+    with group.stream(PARAMS) as stream:
+        stream.submit(PROBLEMS)
+        for handle in list(yard.handles):
+            handle.kill()
+        with pytest.raises(EngineError, match="no engine is left that holds version 0"):
+            list(stream)
 
 
 def test_an_engine_that_dies_while_it_is_idle_is_not_asked(yard, expected):

@@ -247,6 +247,28 @@ def test_resuming_with_uaq(tmp_path):
     assert not hasattr(folded.model.config, "qurl_uaq")
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "save_steps": 4}])
+def test_a_resumed_run_continues_as_an_unbroken_one(tmp_path, changes):
+    """Evaluations sample too, and earlier ones are not repeated."""
+    data = Dataset.from_dict({"prompt": ["1+1="]})
+    settings = {
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+    }
+    settings |= changes
+    unbroken = trainer(tmp_path, given={"eval_dataset": data}, **settings)
+    unbroken.train()
+    resumed = trainer(tmp_path, given={"eval_dataset": data}, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{settings['save_steps']}"))
+    for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_uaq_with_a_reference_that_follows(tmp_path):
     """TRL averages the weights of reference and policy. Of one policy, that is the same policy."""
     tiny_llama().save_pretrained(tmp_path / "model")

@@ -16,6 +16,7 @@ import inspect
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,7 +63,8 @@ class QurlGRPOTrainer(GRPOTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
         self._meters = {"train": Meter(), "eval": Meter()}
-        self._num_rollouts, self._is_checkpointing = 0, False
+        self._num_rollouts: Counter[tuple[str, int]] = Counter()  # at each (mode, step)
+        self._is_checkpointing = False
         model = self._plain_model
         self._prepare(model)
         if self.args.sync_ref_model and self.ref_model is not None:
@@ -109,6 +111,13 @@ class QurlGRPOTrainer(GRPOTrainer):
                 stacklevel=3,
             )
 
+    def _next_seed(self) -> int:
+        """Seed of the next rollout; a resumed run draws what an unbroken one does."""
+        place = (self._mode, self.state.global_step)
+        self._num_rollouts[place] += 1
+        numbers = (self._num_rollouts[place], self.accelerator.process_index)
+        return derive_seed(self.args.seed, "trl", *place, *numbers)
+
     @named_as_options()
     def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: sync, then sample."""
@@ -118,12 +127,10 @@ class QurlGRPOTrainer(GRPOTrainer):
             raise ConfigError("the prompts hold images; the local engine samples from text alone")
         # Always: weights may also change between updates, by load_best_model_at_end for example.
         synced = self.engine.sync(self._plain_model, version=self.state.global_step)
-        self._num_rollouts += 1
-        place = (self.state.global_step, self._num_rollouts, self.accelerator.process_index)
         params = SamplingParams(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,
-            seed=derive_seed(self.args.seed, "trl", *place),
+            seed=self._next_seed(),
         )
         start = time.perf_counter()
         completions = sample(self.engine, prompt_ids, params)

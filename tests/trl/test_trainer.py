@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from qurl.errors import ConfigError, EngineError, ModelError, QurlError
 from qurl.integrations.trl import QurlGRPOTrainer, QurlOptions, sample
-from qurl.integrations.trl_options import ABSENT, ALLOWED
+from qurl.integrations.trl_options import ABSENT, ALLOWED, LEAST
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
 from qurl.tasks.tokenizer import build_tokenizer
@@ -308,6 +308,12 @@ def test_uaq_needs_fp32(tmp_path):
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold = 0.5 must be None"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
         ({"entropy_coef": 0.01}, "entropy_coef"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex = '"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0 must be None"),
+        ({"bf16_full_eval": True}, "bf16_full_eval = True must be False, because evaluate"),
+        ({"fp16_full_eval": True}, "fp16_full_eval = True must be False"),
+        ({"temperature": 0.0}, "temperature = 0.0 must be at least 1e-06"),
+        ({"max_completion_length": None}, "max_completion_length = None must be at least 1"),
         ({"delta": 1.1}, r"delta = 1.1 must exceed 1 \+ epsilon_high = 1.2"),
         ({"use_vllm": True, "top_p": 0.5}, "use_vllm = True .*; top_p = 0.5"),
     ],
@@ -419,6 +425,6 @@ def test_the_page(tmp_path):
 
 
 def test_the_page_names_all_that_is_refused():
-    for name in [*ALLOWED, *ABSENT]:
+    for name in [*ALLOWED, *ABSENT, *LEAST]:
         is_named = f"`{name}`" in PAGE or f"`{name}=" in PAGE
         assert is_named or name in NAMED_OTHERWISE, name

@@ -75,6 +75,20 @@ def test_trained_in_bf16(tmp_path):
     assert 1e-9 < row["rollout_corr/k3_kl"] < 0.01
 
 
+def test_mixed_precision_of_accelerates_launcher(tmp_path, monkeypatch):
+    """`accelerate launch --mixed_precision` counts where GRPOConfig has neither bf16 nor fp16."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert trainer(tmp_path).engine.weights.compute_dtype == torch.bfloat16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigError, match=r"torch.float16 \(mixed_precision = 'fp16'\), but"):
+        trainer(tmp_path)
+
+
+def test_a_model_in_fp16_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trained in torch.float16 .* load the model in float32"):
+        trainer(tmp_path, given={"model": tiny_llama().half()})
+
+
 def test_engine_options(tmp_path):
     """One layer at either end is neither quantized nor tracked."""
     options = QurlOptions(engine={"max_batch": 3, "full_layers": 1})

@@ -46,6 +46,8 @@ from qurl.types import Completion, Problem, SamplingParams
 __all__ = ["QurlGRPOTrainer", "QurlOptions"]
 
 GRPOTrainer: Any = import_extra("trl", "trl", "trl", "QurlGRPOTrainer").GRPOTrainer
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of accelerate's mixed precisions."""
 
 
 class QurlGRPOTrainer(GRPOTrainer):
@@ -70,7 +72,7 @@ class QurlGRPOTrainer(GRPOTrainer):
         if self.args.sync_ref_model and self.ref_model is not None:
             # TRL averages weights of the two: they must be scaled alike.
             self._prepare(self.accelerator.unwrap_model(self.ref_model))
-        dtype = torch.bfloat16 if self.args.bf16 else next(model.parameters()).dtype
+        dtype = self._computed_in()
         full_layers = self.options.engine.get("full_layers", 0)
         self._tracker = UpdateTracker(
             self.options.quant, QuantConfig.track_rows, dtype, full_layers
@@ -87,6 +89,18 @@ class QurlGRPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    def _computed_in(self) -> torch.dtype:
+        """Dtype that weights are rounded to when the trainer uses them."""
+        autocast = self.accelerator.mixed_precision  # GRPOConfig's, else its launcher's
+        dtype = MIXED.get(autocast, next(self._plain_model.parameters()).dtype)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"the model would be trained in {dtype} (mixed_precision = {autocast!r}), but the "
+                "engine computes in BF16 or FP32: set bf16 = True in GRPOConfig, and load the "
+                "model in float32 or bfloat16"
+            )
+        return dtype
 
     def _prepare(self, model: Any) -> None:
         """Apply UAQ, once, before the optimizer exists."""

@@ -89,6 +89,15 @@ def test_a_model_in_fp16_is_refused(tmp_path):
         trainer(tmp_path, given={"model": tiny_llama().half()})
 
 
+def test_dropout_is_off(tmp_path):
+    given = {"model": tiny_llama(attention_dropout=0.5)}
+    made = trainer(tmp_path, given=given, max_steps=2, logging_steps=1)
+    made.train()
+    first, _ = rows(made)
+    assert first["actor/ppo_kl"] == 0
+    assert first["rollout_corr/k3_kl"] < 0.01
+
+
 def test_engine_options(tmp_path):
     """One layer at either end is neither quantized nor tracked."""
     options = QurlOptions(engine={"max_batch": 3, "full_layers": 1})

@@ -41,6 +41,7 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import Engine, build_engine
 from qurl.seeds import derive_seed
 from qurl.trainer.meter import Meter
+from qurl.trainer.policy import disable_dropout_
 from qurl.types import Completion, Problem, SamplingParams
 
 __all__ = ["QurlGRPOTrainer", "QurlOptions"]
@@ -68,6 +69,7 @@ class QurlGRPOTrainer(GRPOTrainer):
         self._num_rollouts: Counter[tuple[str, int]] = Counter()  # at each (mode, step)
         self._is_checkpointing = False
         model = self._plain_model
+        disable_dropout_(model)  # the engine has none; TRL's disable_dropout misses F.dropout
         self._prepare(model)
         if self.args.sync_ref_model and self.ref_model is not None:
             # TRL averages weights of the two: they must be scaled alike.

@@ -190,6 +190,17 @@ def test_metrics_have_our_names(tmp_path):
     assert second["perf/rollout_tokens"] <= 24 * 8
 
 
+def test_an_update_is_measured_once(tmp_path):
+    """Two generations per update: the second has no update before it."""
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 3}
+    made = trainer(tmp_path, options=QurlOptions(objective="ppo_behav"), **settings)
+    measured, measure = [], made._tracker.measure
+    made._tracker.measure = lambda model: measured.append(measure(model)) or measured[-1]
+    made.train()
+    assert measured[0] == {}
+    assert [found["uaq/update_norm"] > 0 for found in measured[1:]] == [True, True]
+
+
 def test_maxima_are_maxima(tmp_path):
     """A row covers four micro-batches: its maximum is that of all of them."""
     seen = []

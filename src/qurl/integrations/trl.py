@@ -67,7 +67,7 @@ class QurlGRPOTrainer(GRPOTrainer):
             raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
         self._meters = {"train": Meter(), "eval": Meter()}
         self._num_rollouts: Counter[tuple[str, int]] = Counter()  # at each (mode, step)
-        self._is_checkpointing = False
+        self._is_checkpointing, self._tracked_step = False, -1
         model = self._plain_model
         disable_dropout_(model)  # the engine has none; TRL's disable_dropout misses F.dropout
         self._prepare(model)
@@ -160,7 +160,8 @@ class QurlGRPOTrainer(GRPOTrainer):
             "perf/rollout_tokens": float(num_tokens),
             "perf/rollout_tokens_per_s": num_tokens / seconds,
         }
-        if self._mode == "train":
+        if self._mode == "train" and self._tracked_step != self.state.global_step:
+            self._tracked_step = self.state.global_step
             metrics |= self._tracker.measure(self._plain_model)
         self._meters[self._mode].add(metrics)
         return {

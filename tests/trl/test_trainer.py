@@ -145,7 +145,7 @@ class Echo:
 
 def test_runs_of_different_lengths_keep_their_order():
     prompts = [[7], [7], [5, 1], [7], [5, 1], [5, 1]]
-    found = sample(Echo(), prompts, SamplingParams())
+    found = sample(Echo(), prompts, SamplingParams(), ["a", "a", "b", "a", "b", "b"])
     assert [c.token_ids for c in found] == [(7, 0), (7, 1), (5, 0), (7, 0), (5, 0), (5, 1)]
 
 
@@ -416,6 +416,16 @@ def test_a_cache_that_is_too_small_names_options_of_the_trainer(tmp_path):
     made = trainer(tmp_path, options=QurlOptions(engine={"kv_tokens": 4}))
     wanted = r"raise engine\['kv_tokens'\] or engine\['kv_memory_frac'\], or lower max_completion_l"
     with pytest.raises(EngineError, match=wanted):
+        made.train()
+
+
+def test_a_prompt_that_is_too_long_is_shown(tmp_path):
+    prompts = [[{"role": "user", "content": "Tell me: " + "1+" * 40}]]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    data = Dataset.from_dict({"prompt": prompts * 12})
+    made = trainer(tmp_path, given={"processing_class": tokenizer, "train_dataset": data})
+    with pytest.raises(EngineError, match=r"'0: Tell me: 1\+[1+]*\.\.\.': a prompt of 89 tok"):
         made.train()
 
 

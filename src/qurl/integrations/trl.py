@@ -49,6 +49,8 @@ __all__ = ["QurlGRPOTrainer", "QurlOptions"]
 GRPOTrainer: Any = import_extra("trl", "trl", "trl", "QurlGRPOTrainer").GRPOTrainer
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of accelerate's mixed precisions."""
+NUM_SHOWN = 60
+"""Characters of a prompt in an error."""
 
 
 class QurlGRPOTrainer(GRPOTrainer):
@@ -149,7 +151,7 @@ class QurlGRPOTrainer(GRPOTrainer):
             seed=self._next_seed(),
         )
         start = time.perf_counter()
-        completions = sample(self.engine, prompt_ids, params)
+        completions = sample(self.engine, prompt_ids, params, [shown(p) for p in prompts])
         seconds = time.perf_counter() - start
         num_tokens = sum(len(c.token_ids) for c in completions)
         metrics = {
@@ -261,18 +263,30 @@ class QurlGRPOTrainer(GRPOTrainer):
 
 
 def sample(
-    engine: Engine, prompt_ids: Sequence[Sequence[int]], params: SamplingParams
+    engine: Engine,
+    prompt_ids: Sequence[Sequence[int]],
+    params: SamplingParams,
+    texts: Sequence[str],
 ) -> list[Completion]:
-    """One completion per prompt. Equal neighbours are one problem, prefilled once."""
+    """One completion per prompt. Equal neighbours are one problem, prefilled once.
+
+    Errors of the engine name a problem by its row and text.
+    """
     runs = [list(run) for _, run in groupby(range(len(prompt_ids)), lambda row: prompt_ids[row])]
     found: dict[int, Completion] = {}
     for size in sorted({len(run) for run in runs}):
         firsts = [run[0] for run in runs if len(run) == size]
-        problems = [Problem(str(first), prompt_ids[first]) for first in firsts]
+        problems = [Problem(f"{row}: {texts[row]}", prompt_ids[row]) for row in firsts]
         rollouts = engine.generate(problems, replace(params, group_size=size))
         for first, rollout in zip(firsts, rollouts, strict=True):
             found |= enumerate(rollout.completions, start=first)
     return [found[row] for row in range(len(prompt_ids))]
+
+
+def shown(prompt: Any) -> str:
+    """The beginning of a prompt, or of its last message."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    return text if len(text) <= NUM_SHOWN else text[:NUM_SHOWN] + "..."
 
 
 def penalized(surrogate: Surrogate, kl: Tensor, beta: float, is_weighted: bool) -> Surrogate:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -170,6 +170,14 @@ def test_conversations(tmp_path):
     assert tokenizer.decode(found["prompt_ids"][0]) == "0+1="
     made.train()
     assert rows(made)[0]["rollout_corr/k3_kl"] < 0.01
+
+
+def test_a_streaming_dataset(tmp_path):
+    data = IterableDataset.from_generator(lambda: ({"prompt": f"{i}+1="} for i in range(24)))
+    made = trainer(tmp_path, Spy, given={"train_dataset": data}, max_steps=2)
+    made.train()
+    ((num_problems, params),) = made.asked
+    assert (num_problems, params.group_size) == (6, 4)
 
 
 def test_metrics_have_our_names(tmp_path):

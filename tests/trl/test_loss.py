@@ -125,7 +125,8 @@ class AgainstBehav(Both):
 
 @pytest.mark.parametrize("objective", ["decoupled", "tis", "acr"])
 def test_weighted_objectives(tmp_path, objective):
-    made = trainer(tmp_path, Weighted, QurlOptions(objective=objective, cap=CAP), epsilon=0.05)
+    options = QurlOptions(objective=objective, cap=CAP)
+    made = trainer(tmp_path, Weighted, options, epsilon=0.05, learning_rate=1e-3)
     made.train()
     made.check()
     last = made.state.log_history[-2]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from qurl.errors import ConfigError, EngineError, ModelError, QurlError
 from qurl.integrations.trl import QurlGRPOTrainer, QurlOptions, sample
-from qurl.integrations.trl_options import ABSENT, ALLOWED
+from qurl.integrations.trl_options import ABSENT, ALLOWED, LEAST
 from qurl.quant.formats import FORMATS
 from qurl.rollout import build_engine
 from qurl.tasks.tokenizer import build_tokenizer
@@ -75,6 +75,29 @@ def test_trained_in_bf16(tmp_path):
     assert 1e-9 < row["rollout_corr/k3_kl"] < 0.01
 
 
+def test_mixed_precision_of_accelerates_launcher(tmp_path, monkeypatch):
+    """`accelerate launch --mixed_precision` counts where GRPOConfig has neither bf16 nor fp16."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert trainer(tmp_path).engine.weights.compute_dtype == torch.bfloat16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigError, match=r"torch.float16 \(mixed_precision = 'fp16'\), but"):
+        trainer(tmp_path)
+
+
+def test_a_model_in_fp16_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trained in torch.float16 .* load the model in float32"):
+        trainer(tmp_path, given={"model": tiny_llama().half()})
+
+
+def test_dropout_is_off(tmp_path):
+    given = {"model": tiny_llama(attention_dropout=0.5)}
+    made = trainer(tmp_path, given=given, max_steps=2, logging_steps=1)
+    made.train()
+    first, _ = rows(made)
+    assert first["actor/ppo_kl"] == 0
+    assert first["rollout_corr/k3_kl"] < 0.01
+
+
 def test_engine_options(tmp_path):
     """One layer at either end is neither quantized nor tracked."""
     options = QurlOptions(engine={"max_batch": 3, "full_layers": 1})
@@ -122,7 +145,7 @@ class Echo:
 
 def test_runs_of_different_lengths_keep_their_order():
     prompts = [[7], [7], [5, 1], [7], [5, 1], [5, 1]]
-    found = sample(Echo(), prompts, SamplingParams())
+    found = sample(Echo(), prompts, SamplingParams(), ["a", "a", "b", "a", "b", "b"])
     assert [c.token_ids for c in found] == [(7, 0), (7, 1), (5, 0), (7, 0), (5, 0), (5, 1)]
 
 
@@ -149,6 +172,14 @@ def test_conversations(tmp_path):
     assert rows(made)[0]["rollout_corr/k3_kl"] < 0.01
 
 
+def test_a_streaming_dataset(tmp_path):
+    data = IterableDataset.from_generator(lambda: ({"prompt": f"{i}+1="} for i in range(24)))
+    made = trainer(tmp_path, Spy, given={"train_dataset": data}, max_steps=2)
+    made.train()
+    ((num_problems, params),) = made.asked
+    assert (num_problems, params.group_size) == (6, 4)
+
+
 def test_metrics_have_our_names(tmp_path):
     made = trainer(tmp_path, options=QurlOptions(cap=1.02))
     made.train()
@@ -165,6 +196,17 @@ def test_metrics_have_our_names(tmp_path):
             family = name.removesuffix(f"/{name.split('/')[-1]}") if name.count("/") > 1 else name
             assert family in METRICS or family.split("/")[1] in METRICS, name
     assert second["perf/rollout_tokens"] <= 24 * 8
+
+
+def test_an_update_is_measured_once(tmp_path):
+    """Two generations per update: the second has no update before it."""
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 3}
+    made = trainer(tmp_path, options=QurlOptions(objective="ppo_behav"), **settings)
+    measured, measure = [], made._tracker.measure
+    made._tracker.measure = lambda model: measured.append(measure(model)) or measured[-1]
+    made.train()
+    assert measured[0] == {}
+    assert [found["uaq/update_norm"] > 0 for found in measured[1:]] == [True, True]
 
 
 def test_maxima_are_maxima(tmp_path):
@@ -247,6 +289,28 @@ def test_resuming_with_uaq(tmp_path):
     assert not hasattr(folded.model.config, "qurl_uaq")
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "save_steps": 4}])
+def test_a_resumed_run_continues_as_an_unbroken_one(tmp_path, changes):
+    """Evaluations sample too, and earlier ones are not repeated."""
+    data = Dataset.from_dict({"prompt": ["1+1="]})
+    settings = {
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+    }
+    settings |= changes
+    unbroken = trainer(tmp_path, given={"eval_dataset": data}, **settings)
+    unbroken.train()
+    resumed = trainer(tmp_path, given={"eval_dataset": data}, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{settings['save_steps']}"))
+    for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_uaq_with_a_reference_that_follows(tmp_path):
     """TRL averages the weights of reference and policy. Of one policy, that is the same policy."""
     tiny_llama().save_pretrained(tmp_path / "model")
@@ -286,6 +350,12 @@ def test_uaq_needs_fp32(tmp_path):
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold = 0.5 must be None"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
         ({"entropy_coef": 0.01}, "entropy_coef"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex = '"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0 must be None"),
+        ({"bf16_full_eval": True}, "bf16_full_eval = True must be False, because evaluate"),
+        ({"fp16_full_eval": True}, "fp16_full_eval = True must be False"),
+        ({"temperature": 0.0}, "temperature = 0.0 must be at least 1e-06"),
+        ({"max_completion_length": None}, "max_completion_length = None must be at least 1"),
         ({"delta": 1.1}, r"delta = 1.1 must exceed 1 \+ epsilon_high = 1.2"),
         ({"use_vllm": True, "top_p": 0.5}, "use_vllm = True .*; top_p = 0.5"),
     ],
@@ -357,6 +427,16 @@ def test_a_cache_that_is_too_small_names_options_of_the_trainer(tmp_path):
         made.train()
 
 
+def test_a_prompt_that_is_too_long_is_shown(tmp_path):
+    prompts = [[{"role": "user", "content": "Tell me: " + "1+" * 40}]]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    data = Dataset.from_dict({"prompt": prompts * 12})
+    made = trainer(tmp_path, given={"processing_class": tokenizer, "train_dataset": data})
+    with pytest.raises(EngineError, match=r"'0: Tell me: 1\+[1+]*\.\.\.': a prompt of 89 tok"):
+        made.train()
+
+
 def test_a_warning_if_the_ratio_is_always_one(tmp_path):
     once = {"steps_per_generation": 2}
     with pytest.warns(UserWarning, match="R = pi / pi_prox is always 1"):
@@ -397,6 +477,6 @@ def test_the_page(tmp_path):
 
 
 def test_the_page_names_all_that_is_refused():
-    for name in [*ALLOWED, *ABSENT]:
+    for name in [*ALLOWED, *ABSENT, *LEAST]:
         is_named = f"`{name}`" in PAGE or f"`{name}=" in PAGE
         assert is_named or name in NAMED_OTHERWISE, name

@@ -16,6 +16,7 @@ import inspect
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,11 +41,16 @@ from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import Engine, build_engine
 from qurl.seeds import derive_seed
 from qurl.trainer.meter import Meter
+from qurl.trainer.policy import disable_dropout_
 from qurl.types import Completion, Problem, SamplingParams
 
 __all__ = ["QurlGRPOTrainer", "QurlOptions"]
 
 GRPOTrainer: Any = import_extra("trl", "trl", "trl", "QurlGRPOTrainer").GRPOTrainer
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of accelerate's mixed precisions."""
+NUM_SHOWN = 60
+"""Characters of a prompt in an error."""
 
 
 class QurlGRPOTrainer(GRPOTrainer):
@@ -62,13 +68,15 @@ class QurlGRPOTrainer(GRPOTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
         self._meters = {"train": Meter(), "eval": Meter()}
-        self._num_rollouts, self._is_checkpointing = 0, False
+        self._num_rollouts: Counter[tuple[str, int]] = Counter()  # at each (mode, step)
+        self._is_checkpointing, self._tracked_step = False, -1
         model = self._plain_model
+        disable_dropout_(model)  # the engine has none; TRL's disable_dropout misses F.dropout
         self._prepare(model)
         if self.args.sync_ref_model and self.ref_model is not None:
             # TRL averages weights of the two: they must be scaled alike.
             self._prepare(self.accelerator.unwrap_model(self.ref_model))
-        dtype = torch.bfloat16 if self.args.bf16 else next(model.parameters()).dtype
+        dtype = self._computed_in()
         full_layers = self.options.engine.get("full_layers", 0)
         self._tracker = UpdateTracker(
             self.options.quant, QuantConfig.track_rows, dtype, full_layers
@@ -85,6 +93,18 @@ class QurlGRPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    def _computed_in(self) -> torch.dtype:
+        """Dtype that weights are rounded to when the trainer uses them."""
+        autocast = self.accelerator.mixed_precision  # GRPOConfig's, else its launcher's
+        dtype = MIXED.get(autocast, next(self._plain_model.parameters()).dtype)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"the model would be trained in {dtype} (mixed_precision = {autocast!r}), but the "
+                "engine computes in BF16 or FP32: set bf16 = True in GRPOConfig, and load the "
+                "model in float32 or bfloat16"
+            )
+        return dtype
 
     def _prepare(self, model: Any) -> None:
         """Apply UAQ, once, before the optimizer exists."""
@@ -109,6 +129,13 @@ class QurlGRPOTrainer(GRPOTrainer):
                 stacklevel=3,
             )
 
+    def _next_seed(self) -> int:
+        """Seed of the next rollout; a resumed run draws what an unbroken one does."""
+        place = (self._mode, self.state.global_step)
+        self._num_rollouts[place] += 1
+        numbers = (self._num_rollouts[place], self.accelerator.process_index)
+        return derive_seed(self.args.seed, "trl", *place, *numbers)
+
     @named_as_options()
     def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: sync, then sample."""
@@ -118,15 +145,13 @@ class QurlGRPOTrainer(GRPOTrainer):
             raise ConfigError("the prompts hold images; the local engine samples from text alone")
         # Always: weights may also change between updates, by load_best_model_at_end for example.
         synced = self.engine.sync(self._plain_model, version=self.state.global_step)
-        self._num_rollouts += 1
-        place = (self.state.global_step, self._num_rollouts, self.accelerator.process_index)
         params = SamplingParams(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,
-            seed=derive_seed(self.args.seed, "trl", *place),
+            seed=self._next_seed(),
         )
         start = time.perf_counter()
-        completions = sample(self.engine, prompt_ids, params)
+        completions = sample(self.engine, prompt_ids, params, [shown(p) for p in prompts])
         seconds = time.perf_counter() - start
         num_tokens = sum(len(c.token_ids) for c in completions)
         metrics = {
@@ -137,7 +162,8 @@ class QurlGRPOTrainer(GRPOTrainer):
             "perf/rollout_tokens": float(num_tokens),
             "perf/rollout_tokens_per_s": num_tokens / seconds,
         }
-        if self._mode == "train":
+        if self._mode == "train" and self._tracked_step != self.state.global_step:
+            self._tracked_step = self.state.global_step
             metrics |= self._tracker.measure(self._plain_model)
         self._meters[self._mode].add(metrics)
         return {
@@ -237,18 +263,30 @@ class QurlGRPOTrainer(GRPOTrainer):
 
 
 def sample(
-    engine: Engine, prompt_ids: Sequence[Sequence[int]], params: SamplingParams
+    engine: Engine,
+    prompt_ids: Sequence[Sequence[int]],
+    params: SamplingParams,
+    texts: Sequence[str],
 ) -> list[Completion]:
-    """One completion per prompt. Equal neighbours are one problem, prefilled once."""
+    """One completion per prompt. Equal neighbours are one problem, prefilled once.
+
+    Errors of the engine name a problem by its row and text.
+    """
     runs = [list(run) for _, run in groupby(range(len(prompt_ids)), lambda row: prompt_ids[row])]
     found: dict[int, Completion] = {}
     for size in sorted({len(run) for run in runs}):
         firsts = [run[0] for run in runs if len(run) == size]
-        problems = [Problem(str(first), prompt_ids[first]) for first in firsts]
+        problems = [Problem(f"{row}: {texts[row]}", prompt_ids[row]) for row in firsts]
         rollouts = engine.generate(problems, replace(params, group_size=size))
         for first, rollout in zip(firsts, rollouts, strict=True):
             found |= enumerate(rollout.completions, start=first)
     return [found[row] for row in range(len(prompt_ids))]
+
+
+def shown(prompt: Any) -> str:
+    """The beginning of a prompt, or of its last message."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    return text if len(text) <= NUM_SHOWN else text[:NUM_SHOWN] + "..."
 
 
 def penalized(surrogate: Surrogate, kl: Tensor, beta: float, is_weighted: bool) -> Surrogate:

@@ -14,6 +14,7 @@ from qurl.errors import ConfigError, QurlError
 from qurl.integrations.loss import find_objective
 from qurl.losses import Surrogate, facts_of
 from qurl.quant.formats import FORMATS
+from qurl.types import COLDEST
 
 AGGREGATIONS = {
     "dapo": "token-mean",
@@ -25,6 +26,7 @@ AGGREGATIONS = {
 
 _IGNORED = "the engine does not sample like that"
 _NO_TERM = "the loss has no such term"
+_ROUNDS = "evaluate() would round the trained weights for good"
 ALLOWED: Mapping[str, tuple[Sequence[Any], str]] = {
     "loss_type": (tuple(AGGREGATIONS), "the others are no clipped surrogates of single tokens"),
     "importance_sampling_level": (("token",), "our objectives clip tokens, not sequences"),
@@ -37,13 +39,19 @@ ALLOWED: Mapping[str, tuple[Sequence[Any], str]] = {
     "repetition_penalty": ((1.0,), _IGNORED),
     "generation_kwargs": ((None, {}), _IGNORED),
     "cache_implementation": ((None,), _IGNORED),
+    "vllm_structured_outputs_regex": ((None,), _IGNORED),
+    "neftune_noise_alpha": ((None,), _IGNORED),
     "off_policy_mask_threshold": ((None,), _NO_TERM),
     "top_entropy_quantile": ((1.0,), _NO_TERM),
     "entropy_coef": ((0.0,), _NO_TERM),
     "use_adaptive_entropy": ((False,), _NO_TERM),
     "fp16": ((False,), "the engine computes in BF16 or FP32"),
+    "fp16_full_eval": ((False,), _ROUNDS),
+    "bf16_full_eval": ((False,), _ROUNDS),
 }
 """Fields of GRPOConfig: what they may be, and why."""
+LEAST = {"temperature": COLDEST, "max_completion_length": 1}
+"""Fields of GRPOConfig that must be numbers, and how large."""
 ABSENT = {
     "rollout_func": "the local engine is the rollout function",
     "tools": "completions are single turns",
@@ -124,6 +132,10 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
         if value not in allowed:
             listed = " or ".join(repr(x) for x in allowed)
             yield f"{name} = {value!r} must be {listed}, because {why}"
+    for name, least in LEAST.items():
+        value = getattr(args, name, least)
+        if value is None or not value >= least:
+            yield f"{name} = {value} must be at least {least:g}"
     if args is not None and args.delta is not None:
         upper = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
         if args.delta <= upper:

@@ -68,6 +68,7 @@ SOLVED = FLAT | {"reward/frac_all_correct": 1.0, "reward/mean": 1.0}
         ([FLAT, FLAT, VARIED], False),
         ([GROUPED] * 3, True),  # rewards differ between groups, which group advantages ignore
         ([SOLVED] * 3, False),  # nothing left to learn
+        ([FLAT | {"reward/std": math.nan}] + [FLAT] * 3, True),
     ],
 )
 def test_no_signal(rows, is_on):
@@ -108,6 +109,12 @@ def test_no_signal(rows, is_on):
         ("grader_timeouts", "reward/timeouts", [0.0, 2.0], 2.0),
         ("grader_timeouts", "eval/full/num_timeouts", [3.0], 3.0),
         ("grader_timeouts", "reward/timeouts", [2.0, 0.0], None),
+        # NaN is the affair of non_finite alone: neither high nor low, nor a part of the start
+        ("truncated", "response_length/clip_ratio", [math.nan] * 3, None),
+        ("unified_gap", "rollout_corr/rollout_is_ratio_fraction_high", [math.nan], None),
+        ("entropy_collapse", "actor/entropy", [math.nan] + [1.0] * 6, None),
+        ("entropy_collapse", "actor/entropy", [math.nan] + [1.0] * 3 + [0.01] * 3, 0.01),
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.01, math.nan], None),
     ],
 )
 def test_watches(name, metric, values, expected):
@@ -136,6 +143,9 @@ def test_a_fall_of_held_out_accuracy_beyond_its_interval():
     finding = find("held_out_collapse", [row(0.3), {}, row(0.35), row(0.30)])
     assert finding is not None
     assert finding.message.startswith("eval/full/accuracy fell from 35.0% (after step 2) to 30.0%")
+    early = find("held_out_collapse", [row(0.3) | {"step": -1}, row(0.1)])
+    assert early is not None
+    assert "fell from 30.0% (before training) to 10.0%" in early.message
     assert find("held_out_collapse", [row(0.3), row(0.1), {}]) is None, "only where it is measured"
 
 
@@ -312,6 +322,8 @@ def test_a_run_too_short_for_the_alarm_gets_a_word(folder):
     assert run(*write_reward(folder, "return 0.0"), "--steps", "2") == 0
     [event] = alarms(folder)
     assert (event["name"], event["action"], event["value"]) == ("no_signal", "warn", 2)
+    assert run("--run-dir", "one", *write_reward(folder, "return 0.0"), "--steps", "1") == 0
+    assert "no_signal, step 0: in the last step no reward" in alarms(folder, "one")[0]["message"]
     assert run("--run-dir", "other", *write_reward(folder, LETTERS), "--steps", "2") == 0
     assert not (folder / "other/events.jsonl").exists() or not alarms(folder, "other")
 

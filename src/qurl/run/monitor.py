@@ -61,8 +61,9 @@ class Alarm:
 
 
 def series(rows: Sequence[Row], metric: str) -> list[float]:
-    """All values of a metric, oldest first; none if the last row has none."""
-    return [row[metric] for row in rows if metric in row] if metric in rows[-1] else []
+    """All values of a metric but NaN, oldest first; none if the last row has none."""
+    values = [row.get(metric, math.nan) for row in rows]
+    return [x for x in values if not math.isnan(x)] if not math.isnan(values[-1]) else []
 
 
 def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | None:
@@ -70,23 +71,20 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
 
     A step whose answers are all right does not count: there is nothing left to learn.
     """
-    spreads = series(rows, "reward/std")
-    highs, lows = (series(rows, f"critic/advantages/{end}") for end in ("max", "min"))
-    solved = series(rows, "reward/frac_all_correct")
+    spread, solved = "reward/std", "reward/frac_all_correct"
+    high, low = "critic/advantages/max", "critic/advantages/min"
     steps = int(steps)
-    if not len(spreads) == len(highs) == len(lows) == len(solved) >= steps:
+    last = [row for row in rows if row.keys() >= {spread, solved, high, low}][-steps:]
+    if len(last) < steps or last[-1] is not rows[-1]:
         return None
-    flat = [
-        (spread == 0 or high == low) and right < 1
-        for spread, high, low, right in zip(spreads, highs, lows, solved, strict=True)
-    ]
-    if not all(flat[-steps:]):
+    if any(row[solved] == 1 or (row[spread] != 0 and row[high] != row[low]) for row in last):
         return None
     reward = rows[-1]["reward/mean"]
-    same = f"all {reward:.3g}" if spreads[-1] == 0 else "equal within each group"
+    same = f"all {reward:.3g}" if rows[-1][spread] == 0 else "equal within each group"
+    lasting = f"for {steps} steps" if steps > 1 else "in the last step"
     return Finding(
         float(steps),
-        f"for {steps} steps no reward differed from those it is compared with (they are {same}), "
+        f"{lasting} no reward differed from those it is compared with (they are {same}), "
         "so nothing is learned. Look at the answers in samples.jsonl: the task may be too hard or "
         "too easy, or the reward may not accept the form of the answers",
     )
@@ -161,7 +159,8 @@ def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Findin
         scored = [row for row in rows if metric in row]
         best, last = max(scored, key=lambda row: row[metric]), rows[-1]
         if metric.startswith("eval/") and last[f"{metric}_high"] < best[f"{metric}_low"]:
-            fall = f"{metric} fell from {best[metric]:.1%} (after step {best['step']:g})"
+            after = f"after step {best['step']:g}" if best["step"] >= 0 else "before training"
+            fall = f"{metric} fell from {best[metric]:.1%} ({after})"
             return Finding(last[metric], f"{fall} to {last[metric]:.1%}, beyond its 95 % interval")
     return None
 
@@ -303,8 +302,8 @@ class Monitor:
 
     def _look_back(self, step: int) -> None:
         """At the end of a run too short for `no_signal`: a word if no step had a signal."""
-        num_steps = len(series(self._rows, "reward/std"))
-        is_short = num_steps < self._config.alarms.no_signal_steps
+        num_steps = len([row for row in self._rows if "reward/std" in row])
+        is_short = 0 < num_steps < self._config.alarms.no_signal_steps
         if is_short and (finding := lacks_signal(self._rows, 0, num_steps)):
             self._sound(ALARMS[0], step, "warn", finding)
 

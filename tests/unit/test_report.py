@@ -274,6 +274,21 @@ def test_a_long_run_is_thinned_and_keeps_evaluations(tmp_path, monkeypatch):
     assert shown["seconds"]["rollout"] == 60.0, "all steps count"
 
 
+def test_of_many_events_alarms_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_EVENTS", 3)
+    run = open_run(tmp_path / "run")
+    kinds = ["checkpoint", "alarm", "fallback", "warning", "alarm", "checkpoint"]
+    for step, kind in enumerate(kinds):
+        run.event(kind, "...", step=step)
+    update = RunReader(run.path).read()
+    assert [(event["kind"], event["step"]) for event in update["events"]] == [
+        ("alarm", 1),
+        ("warning", 3),
+        ("alarm", 4),
+    ]
+    assert update["num_events"] == 6
+
+
 def test_many_samples_are_spread_evenly(tmp_path, monkeypatch):
     run = open_run(tmp_path / "run", steps=100)
     for step in range(100):

@@ -607,3 +607,4 @@ def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
 def test_differences_of_recipes():
     configs = [{"a": 1, "b": [1], "run_dir": "x"}, {"a": 1, "b": [2], "run_dir": "y", "c": None}]
     assert find_differences(configs) == {"b": ["[1]", "[2]"], "c": ["absent", "None"]}
+    assert find_differences([{"a": "\u202ex"}, {"a": "y"}]) == {"a": ["⟨U+202E⟩x", "y"]}

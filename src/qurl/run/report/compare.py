@@ -9,6 +9,7 @@ from typing import Any
 from qurl.run.directory import is_among
 from qurl.run.intervals import paired_difference, unpaired_difference
 from qurl.run.report.reader import RunReader
+from qurl.run.report.samples import printable
 from qurl.run.report.verdict import Facts
 
 FILES = ("task.eval_path", "task.eval_sets")
@@ -30,7 +31,7 @@ def compare(runs: Sequence[RunReader]) -> dict[str, Any] | None:
 def find_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """{"quant.format": ["none", "int8"], ...}; run_dir differs anyway."""
     keys = dict.fromkeys(key for config in configs for key in config if key != "run_dir")
-    table = {key: [str(config.get(key, "absent")) for config in configs] for key in keys}
+    table = {key: [printable(str(c.get(key, "absent"))) for c in configs] for key in keys}
     return {key: values for key, values in table.items() if len(set(values)) > 1}
 
 

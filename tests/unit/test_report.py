@@ -496,6 +496,22 @@ def test_a_falling_reward_and_accuracy_are_seen():
     assert verdict["title"] == "Needs attention"
 
 
+def test_evaluations_of_other_problems_are_not_compared():
+    evals = [outcomes("full", 0, "01"), outcomes("full", 3, "011")]
+    _, checks = judged([row(0)], evals=evals)
+    assert checks["Does it answer new problems better?"] == (
+        "info",
+        "66.7% after 3 steps; the first evaluation had 2 problems, this one 3.",
+    )
+
+
+def test_times_that_are_not_finite_are_left_out():
+    broken = {"timing_s/rollout": -math.inf, "timing_s/step": math.inf}
+    _, checks = judged([row(0), row(1, **broken)])
+    # rollout 2, update 1 and 1, the rest of the first step 1
+    assert checks["Where does the time go?"][1].startswith("Rollouts 40%, updates 40%, other 20%.")
+
+
 def test_a_cost_of_quantization_is_seen():
     evals = [outcomes("full", 5, "1" * 90 + "0" * 10), outcomes("int8", 5, "1" * 60 + "0" * 40)]
     _, checks = judged([row(0)], evals=evals)

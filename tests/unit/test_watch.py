@@ -15,6 +15,7 @@ from qurl.cli import main
 from qurl.config import Config
 from qurl.errors import ConfigError, DataError
 from qurl.run.directory import Run
+from qurl.run.report.reader import RunReader
 from qurl.run.watch import WatchServer
 
 
@@ -161,6 +162,23 @@ def test_several_runs_and_their_comparison(run, tmp_path):
         message = next(messages(ask(server, "/events")))
         assert [update["name"] for update in message["updates"]] == ["run", "other"]
         assert message["comparison"]["differences"] == {"seed": ["0", "1"]}
+
+
+def test_pages_that_open_together_are_read_in_turn(run, monkeypatch):
+    real, now, most = RunReader.read, [], []
+
+    def read(reader):
+        now.append(reader)
+        most.append(len(now))
+        time.sleep(0.02)
+        now.remove(reader)
+        return real(reader)
+
+    monkeypatch.setattr(RunReader, "read", read)
+    with serving(run.path) as server:
+        streams = [ask(server, "/events") for _ in range(3)]
+        assert all(next(messages(stream))["updates"] for stream in streams)
+    assert max(most) == 1
 
 
 def test_disorder_is_told_once_and_mended(run):

@@ -59,6 +59,7 @@ class WatchServer(ThreadingHTTPServer):
         self.token = "" if self.is_local else secrets.token_urlsafe(24)
         self.is_closing = threading.Event()
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
+        self.reading = threading.Lock()  # in turn: a long run takes much memory while it is read
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -155,8 +156,9 @@ class Handler(BaseHTTPRequestHandler):
         while not self.server.is_closing.is_set():
             message: dict[str, Any] | None = None
             try:
-                runs = runs or open_runs(self.server.run_dirs)
-                updates = [(index, run.read()) for index, run in enumerate(runs)]
+                with self.server.reading:
+                    runs = runs or open_runs(self.server.run_dirs)
+                    updates = [(index, run.read()) for index, run in enumerate(runs)]
                 new = [update | {"index": index} for index, update in updates if update]
                 if new:
                     message, told = {"updates": new, "comparison": compare(runs)}, None

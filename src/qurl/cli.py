@@ -6,6 +6,7 @@ import functools
 import io
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -250,7 +251,7 @@ def fork_command(args: list[str]) -> int:
     from qurl.run.fork import fork
 
     target = fork(Path(rest[0]), int(step), rest[1:])
-    print(f"{target}\ncontinue with: qurl train {target}")
+    print(f"{target}\ncontinue with: qurl train {shlex.quote(str(target))}")
     return 0
 
 

@@ -33,9 +33,9 @@ def fork(original, target, *flags, step="2"):
 
 def test_without_a_changed_key_it_repeats_the_run(original, tmp_path, capsys):
     before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
-    target = tmp_path / "same"
+    target = tmp_path / "the same"
     assert fork(original, target) == 0
-    assert capsys.readouterr().out == f"{target}\ncontinue with: qurl train {target}\n"
+    assert capsys.readouterr().out == f"{target}\ncontinue with: qurl train '{target}'\n"
     assert [row["step"] for row in logged_rows(target)] == [-1, 0, 1]
     assert main(["train", str(target)]) == 0
     assert logged_rows(target) == logged_rows(original)

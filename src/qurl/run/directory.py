@@ -20,6 +20,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections import defaultdict
@@ -354,7 +355,8 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
     raise ConfigError(
         f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
         f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change. "
-        f"To change more, make a new run from a checkpoint: qurl fork {path} --at STEP"
+        "To change more, make a new run from a checkpoint: "
+        f"qurl fork {shlex.quote(str(path))} --at STEP"
     )
 
 

@@ -65,6 +65,18 @@ def test_a_changed_key_changes_what_comes_after_it(original, tmp_path):
     assert json.loads((target / "config.json").read_text())["optim"]["lr"] == 2e-3
 
 
+@pytest.mark.parametrize("flags", [["--eval.problems", "12"], ["--seed", "1"]])
+def test_other_held_out_problems_start_with_the_fork(original, tmp_path, flags):
+    """Earlier answers were to other problems: a fall from them would be a false alarm."""
+    target = tmp_path / "harder"
+    assert fork(original, target, *flags, "--steps", "2") == 0
+    assert not (target / "evals.jsonl").exists()
+    assert main(["train", str(target)]) == 0
+    marks = [("eval/full/accuracy" in row, "reward/mean" in row) for row in logged_rows(target)]
+    assert marks == [(False, False), (False, True), (True, True)]
+    assert {record["step"] for record in read_jsonl(target / "evals.jsonl")} == {2}
+
+
 def test_rollouts_of_another_precision(original, tmp_path):
     """Blocks of rows are watched then, which the tracker's snapshot does not hold."""
     target = tmp_path / "blocks"

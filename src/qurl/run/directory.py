@@ -219,6 +219,15 @@ def forget_steps(path: Path, step: int) -> tuple[int, int]:
     return _drop(path / METRICS, first)
 
 
+def forget_evaluations(path: Path) -> None:
+    """Drop all held-out results of the run at `path`, which is to answer other problems."""
+    (path / EVALS).unlink(missing_ok=True)
+    rows = read_jsonl(path / METRICS) if (path / METRICS).exists() else []
+    with replacing(path / METRICS) as file:
+        for row in rows:
+            file.write(_line({k: v for k, v in row.items() if not k.startswith("eval/")}))
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All records of a file without a torn last line."""
     return list(iter_jsonl(path))

@@ -90,6 +90,9 @@ def test_no_signal(rows, is_on):
         ("reward_collapse", "reward/mean", [0.0, 0.4, 0.5, 0.6, 0.1, 0.2, 0.24], 0.48),
         ("reward_collapse", "reward/mean", [0.0, 0.4, 0.5, 0.6, 0.1, 0.25, 0.2], None),
         ("reward_collapse", "reward/mean", [-0.4, -0.5, -0.6, -1.0, -1.0, -1.0], None),
+        # a reward so rare that even the best three steps have one without it
+        ("reward_collapse", "reward/mean", [0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0], None),
+        ("reward_collapse", "reward/mean", [0.0, 0.1, 0.1, 0.2, 0.0, 0.0, 0.0], 0.0),
         # the start is the first three steps: 0.05 * (1 + 2 + 3) / 3 = 0.1
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 9.0, 0.09, 0.08, 0.02], 0.01),
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 0.1, 0.08, 0.02], None),

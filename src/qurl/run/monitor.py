@@ -121,6 +121,7 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
     """An alarm on less than `threshold` times the metric's start in each of the last `window` rows.
 
     The start is the mean of the first `window` rows; `is_best` takes the best such mean instead.
+    Rows as low as some of that start, such as steps without a rare reward, are no collapse.
     """
 
     def watch(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
@@ -129,8 +130,9 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
         if len(earlier) < window:
             return None
         starts = range(len(earlier) - window + 1 if is_best else 1)
-        level = max(fmean(earlier[i : i + window]) for i in starts)
-        if level <= 0 or max(last) >= threshold * level:
+        start = max((earlier[i : i + window] for i in starts), key=fmean)
+        level = fmean(start)
+        if level <= 0 or max(last) >= min(threshold * level, *start):
             return None
         share, of = last[-1] / level, "best" if is_best else "first"
         known = f"{share:.2g} of the mean of its {of} {window} steps ({level:.3g})"

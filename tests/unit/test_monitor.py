@@ -149,6 +149,10 @@ def test_a_fall_of_held_out_accuracy_beyond_its_interval():
     early = find("held_out_collapse", [row(0.3) | {"step": -1}, row(0.1)])
     assert early is not None
     assert "fell from 30.0% (before training) to 10.0%" in early.message
+    # Three evaluations: z = 2.24 for 1.96, so a fall of 0.05 passes 0.0457, but not with sixty:
+    # 3.34 / 1.96 * 0.04 = 0.068.
+    assert find("held_out_collapse", [row(0.35), row(0.30)] + [row(0.33)] * 57 + [row(0.3)]) is None
+    assert find("held_out_collapse", [row(0.35)] + [row(0.33)] * 58 + [row(0.28)]) is not None
     assert find("held_out_collapse", [row(0.3), row(0.1), {}]) is None, "only where it is measured"
 
 

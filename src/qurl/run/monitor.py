@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple
 
 from qurl.config import Config
@@ -18,6 +18,7 @@ from qurl.config.schema import AlarmsConfig
 from qurl.errors import TrainingError
 from qurl.run.assembly import Parts
 from qurl.run.directory import Run
+from qurl.run.intervals import Z
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3
@@ -156,14 +157,22 @@ def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Findin
 
 
 def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
-    """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap."""
+    """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap.
+
+    The best of many is high by luck, so intervals are widened for as many comparisons (Bonferroni).
+    """
     for metric in (name for name in rows[-1] if name.endswith("/accuracy")):
         scored = [row for row in rows if metric in row]
         best, last = max(scored, key=lambda row: row[metric]), rows[-1]
-        if metric.startswith("eval/") and last[f"{metric}_high"] < best[f"{metric}_low"]:
+        if not metric.startswith("eval/") or best is last:
+            continue
+        wider = NormalDist().inv_cdf(1 - 0.025 / (len(scored) - 1)) / Z
+        margins = best[metric] - best[f"{metric}_low"] + last[f"{metric}_high"] - last[metric]
+        if best[metric] - last[metric] > wider * margins:
             after = f"after step {best['step']:g}" if best["step"] >= 0 else "before training"
-            fall = f"{metric} fell from {best[metric]:.1%} ({after})"
-            return Finding(last[metric], f"{fall} to {last[metric]:.1%}, beyond its 95 % interval")
+            fall = f"{metric} fell from {best[metric]:.1%} ({after}) to {last[metric]:.1%}"
+            chance = f"more than chance explains in {len(scored)} evaluations"
+            return Finding(last[metric], f"{fall}, {chance}")
     return None
 
 

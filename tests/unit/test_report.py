@@ -14,6 +14,7 @@ import pytest
 
 import qurl.run.report.reader as reader_module
 import qurl.run.report.samples as samples_module
+from qurl.cli import main
 from qurl.config import Config
 from qurl.config.schema import TaskConfig
 from qurl.errors import DataError
@@ -197,6 +198,15 @@ def test_a_run_without_steps_has_a_report(tmp_path):
     shown = Page(write_report(open_run(tmp_path / "new").path)).data["runs"][0]
     assert (shown["columns"], shown["samples"]) == ({}, [])
     assert shown["verdict"]["title"] == "Nothing to judge yet"
+
+
+def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
+    place = tmp_path / "nowhere" / "page.html"
+    assert main(["report", str(run.path), "--out", str(place)]) == 2
+    assert capsys.readouterr().err == (
+        f"DataError: cannot write {place}: No such file or directory; choose another file with "
+        "--out FILE.html\n"
+    )
 
 
 def test_a_directory_that_is_no_run(tmp_path):

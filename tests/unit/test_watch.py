@@ -231,7 +231,7 @@ def test_a_directory_that_is_no_run(tmp_path):
 
 
 def test_a_port_in_use(run):
-    with serving(run.path) as server, pytest.raises(ConfigError, match="cannot be used"):
+    with serving(run.path) as server, pytest.raises(ConfigError, match="leave --port out to get"):
         WatchServer([run.path], port=server.server_address[1])
 
 
@@ -242,7 +242,7 @@ def test_a_port_in_use(run):
         (["watch", "--port", "x", "run"], "--port x is not a port"),
         (["watch", "--port", "70000", "run"], "--port 70000 is not a port"),
         (["watch", "run", "--host"], "--host needs an address"),
-        (["watch", "--nonsense"], "expected RUN, got --nonsense"),
+        (["watch", "--nonsense"], "expected RUN, got --nonsense; --nonsense is no flag of this"),
         (["watch", "run", "--host", "no.such.host.invalid"], "is not a run directory"),
         (["report"], "expected RUN, got nothing"),
         (["report", "run", "--out"], "--out needs the name of a file"),

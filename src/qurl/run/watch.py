@@ -65,7 +65,10 @@ class WatchServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {host} --port {port} cannot be used: {error}") from error
+            raise ConfigError(
+                f"--host {host} --port {port} cannot be used: {error}; give others, or leave "
+                "--port out to get any that is free"
+            ) from error
         name = f"[{host}]" if ":" in host else host
         query = f"?token={self.token}" if self.token else ""
         self.url = f"http://{name}:{self.server_address[1]}/{query}"

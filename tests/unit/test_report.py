@@ -621,7 +621,11 @@ def test_untrained_models_are_not_compared(tmp_path):
     runs = open_runs(paths)
     for run in runs:
         run.read()
-    assert compare(runs)["verdicts"] == []
+    said = {
+        "level": "info",
+        "text": "a and b have no evaluation of trained weights at a common step.",
+    }
+    assert compare(runs)["verdicts"] == [said]
     assert compare(runs[:1]) is None
 
 

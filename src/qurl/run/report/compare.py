@@ -62,7 +62,8 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
         )
         level = ("good" if change.value > 0 else "bad") if change.is_clear else "info"
         verdicts.append({"level": level, "text": text})
-    return verdicts
+    text = f"{first.name} and {second.name} have no evaluation of trained weights at a common step."
+    return verdicts or [{"level": "info", "text": text}]
 
 
 def _has_same_problems(first: RunReader, second: RunReader) -> bool:

@@ -160,19 +160,11 @@ function showComparison(comparison, runs) {
   if (!comparison) return;
   const names = runs.map((run) => run.name);
   const heading = (text) => el("h3", {}, text);
-  const verdicts = comparison.verdicts.length
-    ? el(
-        "ul",
-        { class: "checks card", style: { padding: "0", overflow: "hidden" } },
-        comparison.verdicts.map(({ level, text }) =>
-          el("li", {}, icon(level), el("span", {}, text)),
-        ),
-      )
-    : el(
-        "p",
-        { class: "soft" },
-        "These runs have no evaluation of trained weights at a common step.",
-      );
+  const verdicts = el(
+    "ul",
+    { class: "checks card", style: { padding: "0", overflow: "hidden" } },
+    comparison.verdicts.map(({ level, text }) => el("li", {}, icon(level), el("span", {}, text))),
+  );
   const say = (name) => (name.startsWith("effective sample size") ? share : shown);
   const rows = Object.keys(comparison.numbers[0])
     .filter((name) => comparison.numbers.some((row) => row[name] != null))

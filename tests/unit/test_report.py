@@ -616,6 +616,15 @@ def test_runs_on_named_sets_have_the_problems_of_their_files(tmp_path, sets, see
     assert ("the same problems" in verdict["text"]) == are_same
 
 
+def test_runs_with_different_numbers_of_problems(tmp_path):
+    runs = open_runs([evaluated(tmp_path / "a", "1100"), evaluated(tmp_path / "b", "110")])
+    for run in runs:
+        run.read()
+    [verdict] = compare(runs)["verdicts"]
+    assert "50.0% → 66.7%" in verdict["text"]
+    assert "; 4 and 3 held-out problems, different problems)" in verdict["text"]
+
+
 def test_untrained_models_are_not_compared(tmp_path):
     paths = [evaluated(tmp_path / "a", "10"), open_run(tmp_path / "b").path]
     runs = open_runs(paths)

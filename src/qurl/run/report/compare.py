@@ -53,12 +53,13 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
         better = "better" if change.value > 0 else "worse"
         told = f"is {better} than" if change.is_clear else "cannot be told apart from"
         value, low, high = (100 * z for z in change)
+        number = " and ".join(map(str, dict.fromkeys((len(x), len(y)))))
         kind = "the same problems" if is_paired else "different problems"
         precision = a if a == b else f"{b} against {a}"
         text = (
             f"{second.name} {told} {first.name} ({precision}, step {step}): "
             f"{statistics.fmean(x):.1%} → {statistics.fmean(y):.1%}, {value:+.1f} points "
-            f"(95%: {low:+.1f} to {high:+.1f}; {len(y)} held-out problems, {kind})."
+            f"(95%: {low:+.1f} to {high:+.1f}; {number} held-out problems, {kind})."
         )
         level = ("good" if change.value > 0 else "bad") if change.is_clear else "info"
         verdicts.append({"level": level, "text": text})

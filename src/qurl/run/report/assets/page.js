@@ -261,7 +261,7 @@ function showEvents(runs) {
     summary,
     el("div", { class: "card" }, table(head, rows, { class: "data events" })),
     total > events.length
-      ? el("p", { class: "soft" }, `${events.length} of ${total}: alarms first, then warnings.`)
+      ? el("p", { class: "soft" }, `${events.length} of ${total}; alarms and warnings are left out last.`)
       : "",
   );
 }

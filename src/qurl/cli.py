@@ -6,6 +6,7 @@ import functools
 import io
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qurl.bench import run_audit, run_bench, run_tuner
-from qurl.errors import ConfigError, DataError, QurlError, RankLost
+from qurl.errors import ConfigError, DataError, QurlError, RankLost, TrainingError
 
 Default = TypeVar("Default", str, None)
 
@@ -250,7 +251,7 @@ def fork_command(args: list[str]) -> int:
     from qurl.run.fork import fork
 
     target = fork(Path(rest[0]), int(step), rest[1:])
-    print(f"{target}\ncontinue with: qurl train {target}")
+    print(f"{target}\ncontinue with: qurl train {shlex.quote(str(target))}")
     return 0
 
 
@@ -260,8 +261,11 @@ def report_command(args: list[str]) -> int:
     out, args = _option("--out", args)
     if out == "":
         raise ConfigError("--out needs the name of a file")
-    with _file_errors():
-        print(write_report(*_at_least_one(args, "RUN"), out=out))
+    try:
+        with _file_errors():
+            print(write_report(*_at_least_one(args, "RUN"), out=out))
+    except TrainingError as error:
+        raise DataError(f"{error}; choose another file with --out FILE.html") from error
     return 0
 
 
@@ -391,5 +395,7 @@ def _at_least_one(args: list[str], name: str) -> list[str]:
 def _exactly(args: list[str], *names: str) -> list[str]:
     if len(args) != len(names) or any(a.startswith("-") for a in args):
         expected = " ".join(names) or "no arguments"
-        raise ConfigError(f"expected {expected}, got {' '.join(args) or 'nothing'}")
+        flags = [a for a in args if a.startswith("-")]
+        wrong = f"; {flags[0]} is no flag of this command, or comes twice" if flags else ""
+        raise ConfigError(f"expected {expected}, got {' '.join(args) or 'nothing'}{wrong}")
     return args

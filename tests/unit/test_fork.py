@@ -33,9 +33,9 @@ def fork(original, target, *flags, step="2"):
 
 def test_without_a_changed_key_it_repeats_the_run(original, tmp_path, capsys):
     before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
-    target = tmp_path / "same"
+    target = tmp_path / "the same"
     assert fork(original, target) == 0
-    assert capsys.readouterr().out == f"{target}\ncontinue with: qurl train {target}\n"
+    assert capsys.readouterr().out == f"{target}\ncontinue with: qurl train '{target}'\n"
     assert [row["step"] for row in logged_rows(target)] == [-1, 0, 1]
     assert main(["train", str(target)]) == 0
     assert logged_rows(target) == logged_rows(original)
@@ -63,6 +63,18 @@ def test_a_changed_key_changes_what_comes_after_it(original, tmp_path):
     assert event["changes"] == {"optim.lr": [1e-3, 2e-3]}
     assert (event["source"], event["step"]) == (str(original), 2)
     assert json.loads((target / "config.json").read_text())["optim"]["lr"] == 2e-3
+
+
+@pytest.mark.parametrize("flags", [["--eval.problems", "12"], ["--seed", "1"]])
+def test_other_held_out_problems_start_with_the_fork(original, tmp_path, flags):
+    """Earlier answers were to other problems: a fall from them would be a false alarm."""
+    target = tmp_path / "harder"
+    assert fork(original, target, *flags, "--steps", "2") == 0
+    assert not (target / "evals.jsonl").exists()
+    assert main(["train", str(target)]) == 0
+    marks = [("eval/full/accuracy" in row, "reward/mean" in row) for row in logged_rows(target)]
+    assert marks == [(False, False), (False, True), (True, True)]
+    assert {record["step"] for record in read_jsonl(target / "evals.jsonl")} == {2}
 
 
 def test_rollouts_of_another_precision(original, tmp_path):

@@ -68,6 +68,7 @@ SOLVED = FLAT | {"reward/frac_all_correct": 1.0, "reward/mean": 1.0}
         ([FLAT, FLAT, VARIED], False),
         ([GROUPED] * 3, True),  # rewards differ between groups, which group advantages ignore
         ([SOLVED] * 3, False),  # nothing left to learn
+        ([FLAT | {"reward/std": math.nan}] + [FLAT] * 3, True),
     ],
 )
 def test_no_signal(rows, is_on):
@@ -89,6 +90,9 @@ def test_no_signal(rows, is_on):
         ("reward_collapse", "reward/mean", [0.0, 0.4, 0.5, 0.6, 0.1, 0.2, 0.24], 0.48),
         ("reward_collapse", "reward/mean", [0.0, 0.4, 0.5, 0.6, 0.1, 0.25, 0.2], None),
         ("reward_collapse", "reward/mean", [-0.4, -0.5, -0.6, -1.0, -1.0, -1.0], None),
+        # a reward so rare that even the best three steps have one without it
+        ("reward_collapse", "reward/mean", [0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0], None),
+        ("reward_collapse", "reward/mean", [0.0, 0.1, 0.1, 0.2, 0.0, 0.0, 0.0], 0.0),
         # the start is the first three steps: 0.05 * (1 + 2 + 3) / 3 = 0.1
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 9.0, 0.09, 0.08, 0.02], 0.01),
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 0.1, 0.08, 0.02], None),
@@ -108,6 +112,12 @@ def test_no_signal(rows, is_on):
         ("grader_timeouts", "reward/timeouts", [0.0, 2.0], 2.0),
         ("grader_timeouts", "eval/full/num_timeouts", [3.0], 3.0),
         ("grader_timeouts", "reward/timeouts", [2.0, 0.0], None),
+        # NaN is the affair of non_finite alone: neither high nor low, nor a part of the start
+        ("truncated", "response_length/clip_ratio", [math.nan] * 3, None),
+        ("unified_gap", "rollout_corr/rollout_is_ratio_fraction_high", [math.nan], None),
+        ("entropy_collapse", "actor/entropy", [math.nan] + [1.0] * 6, None),
+        ("entropy_collapse", "actor/entropy", [math.nan] + [1.0] * 3 + [0.01] * 3, 0.01),
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.01, math.nan], None),
     ],
 )
 def test_watches(name, metric, values, expected):
@@ -136,6 +146,13 @@ def test_a_fall_of_held_out_accuracy_beyond_its_interval():
     finding = find("held_out_collapse", [row(0.3), {}, row(0.35), row(0.30)])
     assert finding is not None
     assert finding.message.startswith("eval/full/accuracy fell from 35.0% (after step 2) to 30.0%")
+    early = find("held_out_collapse", [row(0.3) | {"step": -1}, row(0.1)])
+    assert early is not None
+    assert "fell from 30.0% (before training) to 10.0%" in early.message
+    # Three evaluations: z = 2.24 for 1.96, so a fall of 0.05 passes 0.0457, but not with sixty:
+    # 3.34 / 1.96 * 0.04 = 0.068.
+    assert find("held_out_collapse", [row(0.35), row(0.30)] + [row(0.33)] * 57 + [row(0.3)]) is None
+    assert find("held_out_collapse", [row(0.35)] + [row(0.33)] * 58 + [row(0.28)]) is not None
     assert find("held_out_collapse", [row(0.3), row(0.1), {}]) is None, "only where it is measured"
 
 
@@ -312,6 +329,8 @@ def test_a_run_too_short_for_the_alarm_gets_a_word(folder):
     assert run(*write_reward(folder, "return 0.0"), "--steps", "2") == 0
     [event] = alarms(folder)
     assert (event["name"], event["action"], event["value"]) == ("no_signal", "warn", 2)
+    assert run("--run-dir", "one", *write_reward(folder, "return 0.0"), "--steps", "1") == 0
+    assert "no_signal, step 0: in the last step no reward" in alarms(folder, "one")[0]["message"]
     assert run("--run-dir", "other", *write_reward(folder, LETTERS), "--steps", "2") == 0
     assert not (folder / "other/events.jsonl").exists() or not alarms(folder, "other")
 

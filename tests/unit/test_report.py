@@ -14,6 +14,7 @@ import pytest
 
 import qurl.run.report.reader as reader_module
 import qurl.run.report.samples as samples_module
+from qurl.cli import main
 from qurl.config import Config
 from qurl.config.schema import TaskConfig
 from qurl.errors import DataError
@@ -199,6 +200,15 @@ def test_a_run_without_steps_has_a_report(tmp_path):
     assert shown["verdict"]["title"] == "Nothing to judge yet"
 
 
+def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
+    place = tmp_path / "nowhere" / "page.html"
+    assert main(["report", str(run.path), "--out", str(place)]) == 2
+    assert capsys.readouterr().err == (
+        f"DataError: cannot write {place}: No such file or directory; choose another file with "
+        "--out FILE.html\n"
+    )
+
+
 def test_a_directory_that_is_no_run(tmp_path):
     with pytest.raises(DataError, match=r"is not a run directory: it has no config\.json"):
         write_report(tmp_path)
@@ -272,6 +282,21 @@ def test_a_long_run_is_thinned_and_keeps_evaluations(tmp_path, monkeypatch):
     assert shown["columns"]["step"] == [0, 3, 6, 7, 9, 12, 15, 18, 21, 24, 27, 29]
     assert shown["columns"]["seconds"][-1] == 120.0
     assert shown["seconds"]["rollout"] == 60.0, "all steps count"
+
+
+def test_of_many_events_alarms_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_EVENTS", 3)
+    run = open_run(tmp_path / "run")
+    kinds = ["checkpoint", "alarm", "fallback", "warning", "alarm", "checkpoint"]
+    for step, kind in enumerate(kinds):
+        run.event(kind, "...", step=step)
+    update = RunReader(run.path).read()
+    assert [(event["kind"], event["step"]) for event in update["events"]] == [
+        ("alarm", 1),
+        ("warning", 3),
+        ("alarm", 4),
+    ]
+    assert update["num_events"] == 6
 
 
 def test_many_samples_are_spread_evenly(tmp_path, monkeypatch):
@@ -481,6 +506,22 @@ def test_a_falling_reward_and_accuracy_are_seen():
     assert verdict["title"] == "Needs attention"
 
 
+def test_evaluations_of_other_problems_are_not_compared():
+    evals = [outcomes("full", 0, "01"), outcomes("full", 3, "011")]
+    _, checks = judged([row(0)], evals=evals)
+    assert checks["Does it answer new problems better?"] == (
+        "info",
+        "66.7% after 3 steps; the first evaluation had 2 problems, this one 3.",
+    )
+
+
+def test_times_that_are_not_finite_are_left_out():
+    broken = {"timing_s/rollout": -math.inf, "timing_s/step": math.inf}
+    _, checks = judged([row(0), row(1, **broken)])
+    # rollout 2, update 1 and 1, the rest of the first step 1
+    assert checks["Where does the time go?"][1].startswith("Rollouts 40%, updates 40%, other 20%.")
+
+
 def test_a_cost_of_quantization_is_seen():
     evals = [outcomes("full", 5, "1" * 90 + "0" * 10), outcomes("int8", 5, "1" * 60 + "0" * 40)]
     _, checks = judged([row(0)], evals=evals)
@@ -575,12 +616,25 @@ def test_runs_on_named_sets_have_the_problems_of_their_files(tmp_path, sets, see
     assert ("the same problems" in verdict["text"]) == are_same
 
 
+def test_runs_with_different_numbers_of_problems(tmp_path):
+    runs = open_runs([evaluated(tmp_path / "a", "1100"), evaluated(tmp_path / "b", "110")])
+    for run in runs:
+        run.read()
+    [verdict] = compare(runs)["verdicts"]
+    assert "50.0% → 66.7%" in verdict["text"]
+    assert "; 4 and 3 held-out problems, different problems)" in verdict["text"]
+
+
 def test_untrained_models_are_not_compared(tmp_path):
     paths = [evaluated(tmp_path / "a", "10"), open_run(tmp_path / "b").path]
     runs = open_runs(paths)
     for run in runs:
         run.read()
-    assert compare(runs)["verdicts"] == []
+    said = {
+        "level": "info",
+        "text": "a and b have no evaluation of trained weights at a common step.",
+    }
+    assert compare(runs)["verdicts"] == [said]
     assert compare(runs[:1]) is None
 
 
@@ -592,3 +646,4 @@ def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
 def test_differences_of_recipes():
     configs = [{"a": 1, "b": [1], "run_dir": "x"}, {"a": 1, "b": [2], "run_dir": "y", "c": None}]
     assert find_differences(configs) == {"b": ["[1]", "[2]"], "c": ["absent", "None"]}
+    assert find_differences([{"a": "\u202ex"}, {"a": "y"}]) == {"a": ["⟨U+202E⟩x", "y"]}

@@ -15,6 +15,7 @@ from qurl.cli import main
 from qurl.config import Config
 from qurl.errors import ConfigError, DataError
 from qurl.run.directory import Run
+from qurl.run.report.reader import RunReader
 from qurl.run.watch import WatchServer
 
 
@@ -163,6 +164,23 @@ def test_several_runs_and_their_comparison(run, tmp_path):
         assert message["comparison"]["differences"] == {"seed": ["0", "1"]}
 
 
+def test_pages_that_open_together_are_read_in_turn(run, monkeypatch):
+    real, now, most = RunReader.read, [], []
+
+    def read(reader):
+        now.append(reader)
+        most.append(len(now))
+        time.sleep(0.02)
+        now.remove(reader)
+        return real(reader)
+
+    monkeypatch.setattr(RunReader, "read", read)
+    with serving(run.path) as server:
+        streams = [ask(server, "/events") for _ in range(3)]
+        assert all(next(messages(stream))["updates"] for stream in streams)
+    assert max(most) == 1
+
+
 def test_disorder_is_told_once_and_mended(run):
     config = (run.path / "config.json").read_text()
     with serving(run.path) as server:
@@ -213,7 +231,7 @@ def test_a_directory_that_is_no_run(tmp_path):
 
 
 def test_a_port_in_use(run):
-    with serving(run.path) as server, pytest.raises(ConfigError, match="cannot be used"):
+    with serving(run.path) as server, pytest.raises(ConfigError, match="leave --port out to get"):
         WatchServer([run.path], port=server.server_address[1])
 
 
@@ -224,7 +242,7 @@ def test_a_port_in_use(run):
         (["watch", "--port", "x", "run"], "--port x is not a port"),
         (["watch", "--port", "70000", "run"], "--port 70000 is not a port"),
         (["watch", "run", "--host"], "--host needs an address"),
-        (["watch", "--nonsense"], "expected RUN, got --nonsense"),
+        (["watch", "--nonsense"], "expected RUN, got --nonsense; --nonsense is no flag of this"),
         (["watch", "run", "--host", "no.such.host.invalid"], "is not a run directory"),
         (["report"], "expected RUN, got nothing"),
         (["report", "run", "--out"], "--out needs the name of a file"),

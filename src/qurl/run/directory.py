@@ -20,6 +20,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections import defaultdict
@@ -218,6 +219,15 @@ def forget_steps(path: Path, step: int) -> tuple[int, int]:
     return _drop(path / METRICS, first)
 
 
+def forget_evaluations(path: Path) -> None:
+    """Drop all held-out results of the run at `path`, which is to answer other problems."""
+    (path / EVALS).unlink(missing_ok=True)
+    rows = read_jsonl(path / METRICS) if (path / METRICS).exists() else []
+    with replacing(path / METRICS) as file:
+        for row in rows:
+            file.write(_line({k: v for k, v in row.items() if not k.startswith("eval/")}))
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All records of a file without a torn last line."""
     return list(iter_jsonl(path))
@@ -354,7 +364,8 @@ def find_changes(path: Path, config: Config) -> dict[str, list[Any]] | None:
     raise ConfigError(
         f"run_dir = {str(path)!r} holds a run with another recipe:\n{lines}\n"
         f"Choose another run_dir, or keep these keys; only {', '.join(CHANGEABLE)} may change. "
-        f"To change more, make a new run from a checkpoint: qurl fork {path} --at STEP"
+        "To change more, make a new run from a checkpoint: "
+        f"qurl fork {shlex.quote(str(path))} --at STEP"
     )
 
 

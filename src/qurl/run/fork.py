@@ -28,11 +28,13 @@ from qurl.run.directory import (
     METRICS,
     SAMPLES,
     compare_recipes,
+    forget_evaluations,
     forget_steps,
     is_among,
     log_event,
 )
 from qurl.run.inputs import check_inputs
+from qurl.run.report.compare import PROBLEMS
 
 FIXED = (
     *("model.path", "model.scratch", "model.lora_rank", "model.lora_alpha"),
@@ -73,6 +75,9 @@ def fork(source: Path, step: int, flags: Sequence[str]) -> Path:
             if (source / name).exists():
                 shutil.copy2(source / name, folder / name)
         forget_steps(folder, step)
+        has_files = config.task.eval_path or config.task.eval_sets
+        if any(is_among(key, PROBLEMS if has_files else (*PROBLEMS, "seed")) for key in changes):
+            forget_evaluations(folder)
         (folder / CONFIG).write_text(to_json(config), encoding="utf-8")
         listed = ", ".join(f"{key} {a!r} -> {b!r}" for key, (a, b) in changes.items())
         message = f"forked from {source} at step {step}; changed: {listed or 'nothing'}"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple
 
 from qurl.config import Config
@@ -18,6 +18,7 @@ from qurl.config.schema import AlarmsConfig
 from qurl.errors import TrainingError
 from qurl.run.assembly import Parts
 from qurl.run.directory import Run
+from qurl.run.intervals import Z
 
 Row = Mapping[str, float]
 MISMATCH_FLOOR = 1e-3
@@ -61,8 +62,9 @@ class Alarm:
 
 
 def series(rows: Sequence[Row], metric: str) -> list[float]:
-    """All values of a metric, oldest first; none if the last row has none."""
-    return [row[metric] for row in rows if metric in row] if metric in rows[-1] else []
+    """All values of a metric but NaN, oldest first; none if the last row has none."""
+    values = [row.get(metric, math.nan) for row in rows]
+    return [x for x in values if not math.isnan(x)] if not math.isnan(values[-1]) else []
 
 
 def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | None:
@@ -70,23 +72,20 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
 
     A step whose answers are all right does not count: there is nothing left to learn.
     """
-    spreads = series(rows, "reward/std")
-    highs, lows = (series(rows, f"critic/advantages/{end}") for end in ("max", "min"))
-    solved = series(rows, "reward/frac_all_correct")
+    spread, solved = "reward/std", "reward/frac_all_correct"
+    high, low = "critic/advantages/max", "critic/advantages/min"
     steps = int(steps)
-    if not len(spreads) == len(highs) == len(lows) == len(solved) >= steps:
+    last = [row for row in rows if row.keys() >= {spread, solved, high, low}][-steps:]
+    if len(last) < steps or last[-1] is not rows[-1]:
         return None
-    flat = [
-        (spread == 0 or high == low) and right < 1
-        for spread, high, low, right in zip(spreads, highs, lows, solved, strict=True)
-    ]
-    if not all(flat[-steps:]):
+    if any(row[solved] == 1 or (row[spread] != 0 and row[high] != row[low]) for row in last):
         return None
     reward = rows[-1]["reward/mean"]
-    same = f"all {reward:.3g}" if spreads[-1] == 0 else "equal within each group"
+    same = f"all {reward:.3g}" if rows[-1][spread] == 0 else "equal within each group"
+    lasting = f"for {steps} steps" if steps > 1 else "in the last step"
     return Finding(
         float(steps),
-        f"for {steps} steps no reward differed from those it is compared with (they are {same}), "
+        f"{lasting} no reward differed from those it is compared with (they are {same}), "
         "so nothing is learned. Look at the answers in samples.jsonl: the task may be too hard or "
         "too easy, or the reward may not accept the form of the answers",
     )
@@ -123,6 +122,7 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
     """An alarm on less than `threshold` times the metric's start in each of the last `window` rows.
 
     The start is the mean of the first `window` rows; `is_best` takes the best such mean instead.
+    Rows as low as some of that start, such as steps without a rare reward, are no collapse.
     """
 
     def watch(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
@@ -131,8 +131,9 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
         if len(earlier) < window:
             return None
         starts = range(len(earlier) - window + 1 if is_best else 1)
-        level = max(fmean(earlier[i : i + window]) for i in starts)
-        if level <= 0 or max(last) >= threshold * level:
+        start = max((earlier[i : i + window] for i in starts), key=fmean)
+        level = fmean(start)
+        if level <= 0 or max(last) >= min(threshold * level, *start):
             return None
         share, of = last[-1] / level, "best" if is_best else "first"
         known = f"{share:.2g} of the mean of its {of} {window} steps ({level:.3g})"
@@ -156,13 +157,22 @@ def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Findin
 
 
 def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
-    """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap."""
+    """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap.
+
+    The best of many is high by luck, so intervals are widened for as many comparisons (Bonferroni).
+    """
     for metric in (name for name in rows[-1] if name.endswith("/accuracy")):
         scored = [row for row in rows if metric in row]
         best, last = max(scored, key=lambda row: row[metric]), rows[-1]
-        if metric.startswith("eval/") and last[f"{metric}_high"] < best[f"{metric}_low"]:
-            fall = f"{metric} fell from {best[metric]:.1%} (after step {best['step']:g})"
-            return Finding(last[metric], f"{fall} to {last[metric]:.1%}, beyond its 95 % interval")
+        if not metric.startswith("eval/") or best is last:
+            continue
+        wider = NormalDist().inv_cdf(1 - 0.025 / (len(scored) - 1)) / Z
+        margins = best[metric] - best[f"{metric}_low"] + last[f"{metric}_high"] - last[metric]
+        if best[metric] - last[metric] > wider * margins:
+            after = f"after step {best['step']:g}" if best["step"] >= 0 else "before training"
+            fall = f"{metric} fell from {best[metric]:.1%} ({after}) to {last[metric]:.1%}"
+            chance = f"more than chance explains in {len(scored)} evaluations"
+            return Finding(last[metric], f"{fall}, {chance}")
     return None
 
 
@@ -303,8 +313,8 @@ class Monitor:
 
     def _look_back(self, step: int) -> None:
         """At the end of a run too short for `no_signal`: a word if no step had a signal."""
-        num_steps = len(series(self._rows, "reward/std"))
-        is_short = num_steps < self._config.alarms.no_signal_steps
+        num_steps = len([row for row in self._rows if "reward/std" in row])
+        is_short = 0 < num_steps < self._config.alarms.no_signal_steps
         if is_short and (finding := lacks_signal(self._rows, 0, num_steps)):
             self._sound(ALARMS[0], step, "warn", finding)
 

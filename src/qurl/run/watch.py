@@ -59,12 +59,16 @@ class WatchServer(ThreadingHTTPServer):
         self.token = "" if self.is_local else secrets.token_urlsafe(24)
         self.is_closing = threading.Event()
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
+        self.reading = threading.Lock()  # in turn: a long run takes much memory while it is read
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {host} --port {port} cannot be used: {error}") from error
+            raise ConfigError(
+                f"--host {host} --port {port} cannot be used: {error}; give others, or leave "
+                "--port out to get any that is free"
+            ) from error
         name = f"[{host}]" if ":" in host else host
         query = f"?token={self.token}" if self.token else ""
         self.url = f"http://{name}:{self.server_address[1]}/{query}"
@@ -155,8 +159,9 @@ class Handler(BaseHTTPRequestHandler):
         while not self.server.is_closing.is_set():
             message: dict[str, Any] | None = None
             try:
-                runs = runs or open_runs(self.server.run_dirs)
-                updates = [(index, run.read()) for index, run in enumerate(runs)]
+                with self.server.reading:
+                    runs = runs or open_runs(self.server.run_dirs)
+                    updates = [(index, run.read()) for index, run in enumerate(runs)]
                 new = [update | {"index": index} for index, update in updates if update]
                 if new:
                     message, told = {"updates": new, "comparison": compare(runs)}, None

@@ -9,6 +9,7 @@ from typing import Any
 from qurl.run.directory import is_among
 from qurl.run.intervals import paired_difference, unpaired_difference
 from qurl.run.report.reader import RunReader
+from qurl.run.report.samples import printable
 from qurl.run.report.verdict import Facts
 
 FILES = ("task.eval_path", "task.eval_sets")
@@ -30,7 +31,7 @@ def compare(runs: Sequence[RunReader]) -> dict[str, Any] | None:
 def find_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """{"quant.format": ["none", "int8"], ...}; run_dir differs anyway."""
     keys = dict.fromkeys(key for config in configs for key in config if key != "run_dir")
-    table = {key: [str(config.get(key, "absent")) for config in configs] for key in keys}
+    table = {key: [printable(str(c.get(key, "absent"))) for c in configs] for key in keys}
     return {key: values for key, values in table.items() if len(set(values)) > 1}
 
 
@@ -52,16 +53,18 @@ def judge_pair(first: RunReader, second: RunReader) -> list[dict[str, Any]]:
         better = "better" if change.value > 0 else "worse"
         told = f"is {better} than" if change.is_clear else "cannot be told apart from"
         value, low, high = (100 * z for z in change)
+        number = " and ".join(map(str, dict.fromkeys((len(x), len(y)))))
         kind = "the same problems" if is_paired else "different problems"
         precision = a if a == b else f"{b} against {a}"
         text = (
             f"{second.name} {told} {first.name} ({precision}, step {step}): "
             f"{statistics.fmean(x):.1%} → {statistics.fmean(y):.1%}, {value:+.1f} points "
-            f"(95%: {low:+.1f} to {high:+.1f}; {len(y)} held-out problems, {kind})."
+            f"(95%: {low:+.1f} to {high:+.1f}; {number} held-out problems, {kind})."
         )
         level = ("good" if change.value > 0 else "bad") if change.is_clear else "info"
         verdicts.append({"level": level, "text": text})
-    return verdicts
+    text = f"{first.name} and {second.name} have no evaluation of trained weights at a common step."
+    return verdicts or [{"level": "info", "text": text}]
 
 
 def _has_same_problems(first: RunReader, second: RunReader) -> bool:

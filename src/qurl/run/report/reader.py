@@ -16,11 +16,12 @@ from qurl.errors import DataError
 from qurl.run.directory import CONFIG, EVALS, EVENTS, METRICS, SAMPLES, flatten
 from qurl.run.report.charts import is_charted
 from qurl.run.report.samples import choose_lines, parse_sample, printable
-from qurl.run.report.verdict import Facts, judge
+from qurl.run.report.verdict import LEVELS, ORDER, Facts, judge
 
 MAX_ROWS = 4000
 """Rows of metrics.jsonl that a page starts with; of more, every second, third, ... is drawn."""
 MAX_EVENTS = 500
+"""Of more, the loudest are shown, and of those as loud the last."""
 
 Columns = dict[str, list[Any]]
 
@@ -109,7 +110,8 @@ class RunReader:
             "name": self.name,
             "reset": is_new,
             "columns": columns,
-            "events": events[-MAX_EVENTS:],
+            "events": _loudest(events),
+            "num_events": self.facts.kinds.total(),
             "samples": samples,
             "num_samples": self._num_samples,
             "verdict": judge(self.facts),
@@ -156,6 +158,12 @@ class RunReader:
             count = len(lines)
         self._num_samples += count
         return [parse_sample(line, self.config, str(tail.path)) for line in lines]
+
+
+def _loudest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ranks = [ORDER.index(LEVELS.get(str(event.get("kind")), "info")) for event in events]
+    order = sorted(range(len(events)), key=lambda i: (ranks[i], -i))
+    return [events[i] for i in sorted(order[:MAX_EVENTS])]
 
 
 def _finite(value: Any) -> float | int | None:

@@ -73,7 +73,7 @@ class Facts:
     def _add_row(self, row: Mapping[str, Any]) -> None:
         values = {name: float(x) for name, x in row.items() if name != "step"}
         self.broken.update(name for name, x in values.items() if not math.isfinite(x))
-        parts = {n: x for n, x in values.items() if n.startswith("timing_s/") and x < math.inf}
+        parts = {n: x for n, x in values.items() if n.startswith("timing_s/") and math.isfinite(x)}
         whole = parts.pop("timing_s/step", sum(parts.values()))
         parts["timing_s/other"] = max(whole - sum(parts.values()), 0.0)
         for name, x in parts.items():
@@ -157,7 +157,10 @@ def _accuracy(facts: Facts) -> Iterator[Check]:
         (_, first), (last_step, last) = found[0], found[-1]
         at = f"{_percent(last)} after {last_step} steps"
         if len(found) < 2 or len(first) != len(last):
-            yield Check("info", question, f"{at}; one evaluation has nothing to compare with.")
+            reason = "one evaluation has nothing to compare with"
+            if len(found) > 1:
+                reason = f"the first evaluation had {len(first)} problems, this one {len(last)}"
+            yield Check("info", question, f"{at}; {reason}.")
             continue
         change = paired_difference(first, last)
         level: Level = "info"

@@ -2,6 +2,9 @@
 // The page: what is embedded at first, and what a live server pushes.
 
 const MAX_SAMPLES = 1000; // of a page that is open for long
+const MAX_EVENTS = 500; // of a run
+const RANK = { bad: 0, watch: 1, info: 2 };
+const byRank = (a, b) => RANK[levelOf(a.kind)] - RANK[levelOf(b.kind)];
 const state = { runs: [], comparison: data.comparison, lastRow: Date.now() };
 
 /** Take over what is new of a run; returns it as it is now. */
@@ -14,10 +17,16 @@ function merge(run, update) {
       ...(run.columns[name] ?? Array(before).fill(null)),
       ...(update.columns[name] ?? Array(added).fill(null)),
     ];
-  run.events = [...run.events, ...update.events].slice(-500);
+  run.events = loudest([...run.events, ...update.events]);
   run.samples = [...run.samples, ...update.samples].slice(-MAX_SAMPLES);
-  const { verdict, seconds, machines, num_samples } = update;
-  return Object.assign(run, { verdict, seconds, machines, num_samples });
+  const { verdict, seconds, machines, num_samples, num_events } = update;
+  return Object.assign(run, { verdict, seconds, machines, num_samples, num_events });
+}
+
+/** Of too many events the loudest, and of those as loud the last. */
+function loudest(events) {
+  const kept = new Set([...events].reverse().sort(byRank).slice(0, MAX_EVENTS));
+  return events.filter((event) => kept.has(event));
 }
 
 /** "A model made from scratch, trained on arithmetic by GRPO with ACR; rollouts in INT8" */
@@ -151,19 +160,11 @@ function showComparison(comparison, runs) {
   if (!comparison) return;
   const names = runs.map((run) => run.name);
   const heading = (text) => el("h3", {}, text);
-  const verdicts = comparison.verdicts.length
-    ? el(
-        "ul",
-        { class: "checks card", style: { padding: "0", overflow: "hidden" } },
-        comparison.verdicts.map(({ level, text }) =>
-          el("li", {}, icon(level), el("span", {}, text)),
-        ),
-      )
-    : el(
-        "p",
-        { class: "soft" },
-        "These runs have no evaluation of trained weights at a common step.",
-      );
+  const verdicts = el(
+    "ul",
+    { class: "checks card", style: { padding: "0", overflow: "hidden" } },
+    comparison.verdicts.map(({ level, text }) => el("li", {}, icon(level), el("span", {}, text))),
+  );
   const say = (name) => (name.startsWith("effective sample size") ? share : shown);
   const rows = Object.keys(comparison.numbers[0])
     .filter((name) => comparison.numbers.some((row) => row[name] != null))
@@ -209,10 +210,7 @@ function showEvents(runs) {
     run.events.map((event) => ({ ...event, runName: run.name })),
   );
   events.sort((a, b) => (a.time < b.time ? 1 : a.time > b.time ? -1 : 0));
-  const rank = { bad: 0, watch: 1, info: 2 };
-  const kinds = [...new Set(events.map((event) => event.kind))].sort(
-    (a, b) => rank[levelOf(a)] - rank[levelOf(b)],
-  );
+  const kinds = [...new Set([...events].sort(byRank).map((event) => event.kind))];
   const home = document.querySelector("#events > div");
   if (!events.length) return home.replaceChildren(el("p", { class: "soft" }, "None."));
   const summary = el(
@@ -226,7 +224,8 @@ function showEvents(runs) {
       ),
     ),
   );
-  const rows = events.slice(0, 200).map((event) => {
+  const total = runs.reduce((sum, run) => sum + run.num_events, 0);
+  const rows = events.map((event) => {
     const more = Object.entries(event).filter(
       ([key, value]) => ![...known, "runName"].includes(key) && value != null && value !== "{}",
     );
@@ -261,7 +260,9 @@ function showEvents(runs) {
   home.replaceChildren(
     summary,
     el("div", { class: "card" }, table(head, rows, { class: "data events" })),
-    events.length > 200 ? el("p", { class: "soft" }, `The last 200 of ${events.length}.`) : "",
+    total > events.length
+      ? el("p", { class: "soft" }, `${events.length} of ${total}; alarms and warnings are left out last.`)
+      : "",
   );
 }
 

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -154,6 +155,27 @@ def test_a_fall_of_held_out_accuracy_beyond_its_interval():
     assert find("held_out_collapse", [row(0.35), row(0.30)] + [row(0.33)] * 57 + [row(0.3)]) is None
     assert find("held_out_collapse", [row(0.35)] + [row(0.33)] * 58 + [row(0.28)]) is not None
     assert find("held_out_collapse", [row(0.3), row(0.1), {}]) is None, "only where it is measured"
+
+
+@pytest.mark.parametrize("num_problems", [30, 200, 1319])
+def test_chance_alone_is_no_fall_of_held_out_accuracy(num_problems):
+    """Sound policies that answer by a coin flip, with fifty evaluations each."""
+    draw = Random(0)
+
+    def rows_of(num_evaluations, accuracy):
+        for _ in range(num_evaluations):
+            right = sum(draw.random() < accuracy for _ in range(num_problems))
+            low, high = wilson_interval(right, num_problems)
+            name = "eval/full/accuracy"
+            yield {name: right / num_problems, f"{name}_low": low, f"{name}_high": high}
+
+    def goes_off(rows):
+        return any(find("held_out_collapse", rows[:end]) for end in range(2, len(rows) + 1))
+
+    assert sum(goes_off(list(rows_of(50, 0.5))) for _ in range(40)) <= 2
+    assert num_problems == 30 or all(
+        find("held_out_collapse", [*rows_of(49, 0.5), *rows_of(1, 0.25)]) for _ in range(40)
+    )
 
 
 def test_a_metric_that_is_not_finite():

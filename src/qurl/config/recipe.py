@@ -131,7 +131,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # both parsers raise it, and so does a file that is not text
-        hint = '; text needs quotes ("int8"), and true is small' * ("Invalid value" in str(error))
+        hint = '; text needs quotes, as in "int8"' if "Invalid value" in str(error) else ""
         raise ConfigError(f"{path} is not valid {kind}: {error}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply; a recipe has three levels") from error

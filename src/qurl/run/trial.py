@@ -1,4 +1,4 @@
-"""Calls parts of your own once before a run, so that a mistake costs no model and no rollouts."""
+"""Tries parts of your own before a run, so that a mistake in one costs no rollouts."""
 
 from __future__ import annotations
 

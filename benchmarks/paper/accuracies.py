@@ -54,6 +54,7 @@ SIGNED_DAPO = accuracy_section(
         Claim("INT8: ACR above TIS", "int8-acr", "int8-tis", 0.34),
         Claim("BF16 above INT8 with ACR", "bf16", "int8-acr", 1.04),
         Claim("FP8: TIS above no correction", "fp8-tis", "fp8-ppo_prox", 32.60),
+        Claim("INT8, lr 3e-6: TIS above none", "int8-tis-lr3e-6", "int8-ppo_prox-lr3e-6"),
     ),
     "paper, AIME24 avg@32",
     ("groups kept", "sampling/groups_kept_frac"),

@@ -3,7 +3,8 @@
     level = a_0 + share (a_best - a_0)     of the BF16 runs of an experiment, their mean
 
 Between two evaluations accuracy is taken to be linear in steps. Seconds count the parts of a step,
-without evaluations and checkpoints. Runs that shared the GPU have no times of their own; for them
+without evaluations and checkpoints. The first step counts as a median one, because it compiles
+kernels that a later run finds compiled. Runs that shared the GPU have no times of their own; for them
 each step counts its tokens times the seconds per token that the speed experiment measured.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 from benchmarks.measured import table
 from benchmarks.paper.arms import MATH, SPEED, TABLE_1, Experiment
@@ -47,7 +48,8 @@ def steps_to(result: Result, level: float) -> float | None:
 def own_seconds(result: Result) -> list[float]:
     """Seconds of each step as the run itself took them."""
     parts = [dict(result.curve(f"timing_s/{part}")) for part in PARTS]
-    return [sum(part.get(step, 0.0) for part in parts) for step in range(result.steps)]
+    each = [sum(part.get(step, 0.0) for part in parts) for step in range(result.steps)]
+    return [median(each[1:]), *each[1:]] if len(each) > 1 else each
 
 
 def seconds_by_tokens(result: Result, timed: Result) -> list[float]:

@@ -1,11 +1,14 @@
 """Importance weights, rejection and mismatch metrics, on numbers worked by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from qurl.correction import (
+    LARGEST_TAIL,
     correct,
     correction_metrics,
     gap_tail,
@@ -15,6 +18,8 @@ from qurl.correction import (
 )
 from qurl.objectives import OBJECTIVES, parse_rejection
 from qurl.types import Scored
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def make_batch(mismatch, mask=None):
@@ -206,6 +211,14 @@ def test_the_tail_of_the_gap_counts_both_sides():
     batch = make_batch([[1.0, 1.4, 1.6], [0.5, 9.0, 9.0]], [[1, 1, 1], [1, 0, 0]])
     assert gap_tail(batch, math.log(1.5)) == 0.5
     assert gap_tail(batch, math.log(2.1)) == 0
+
+
+def test_the_limit_on_tails_is_between_bf16_and_int8_rollouts():
+    runs = json.loads((RESULTS / "gap_tails.json").read_text())["runs"]
+    tails = {name: run["tail"] for name, run in runs.items()}
+    plain = tails.pop("math/bf16-seed0")
+    assert plain < LARGEST_TAIL / 10
+    assert min(tails.values()) > 10 * LARGEST_TAIL
 
 
 def test_bypass_measures_nothing():

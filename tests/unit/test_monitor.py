@@ -225,6 +225,7 @@ FAILED = {
         "reward_collapse": 53,
         "mismatch_growth": 55,
     },
+    "dapo_correction/int8-ppo_prox-lr3e-6-seed0": {"held_out_collapse": 49},
     "long_horizon/bf16-lr1e-5-seed0": {"held_out_collapse": 24, "reward_collapse": 64},
     "long_horizon/int8-acr-lr1e-5-seed0": {"held_out_collapse": 24, "reward_collapse": 52},
     "long_horizon/int8-ppo_prox-lr1e-5-seed0": {"held_out_collapse": 24, "reward_collapse": 32},

@@ -413,7 +413,7 @@ class Learner:
     def _complete(self, batch: Trainable, rows: Tensor, found: Found, meter: Meter) -> Trainable:
         """The batch with the prox and the weights of `rows`, the first mini-batch.
 
-        In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-5 on the
+        In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-3 on the
         first mini-batch; else their prox forward is made now, with weights that have not moved.
         """
         batch = self.with_prox(batch, found)

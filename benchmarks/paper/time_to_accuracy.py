@@ -4,8 +4,8 @@
 
 Between two evaluations accuracy is taken to be linear in steps. Seconds count the parts of a step,
 without evaluations and checkpoints. The first step counts as a median one, because it compiles
-kernels that a later run finds compiled. Runs that shared the GPU have no times of their own; for them
-each step counts its tokens times the seconds per token that the speed experiment measured.
+kernels that a later run finds compiled. Runs that shared the GPU have no times of their own; for
+them each step counts its tokens times the seconds per token that the speed experiment measured.
 """
 
 from __future__ import annotations

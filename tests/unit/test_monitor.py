@@ -99,9 +99,13 @@ def test_no_signal(rows, is_on):
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 0.1, 0.08, 0.02], None),
         ("length_collapse", "response_length/mean", [100.0] * 3 + [19.0, 15.0, 10.0], 0.1),
         ("length_collapse", "response_length/mean", [100.0] * 3 + [21.0, 15.0, 10.0], None),
-        # the smallest of the last three against four times the mean of the first three
+        # the smallest of the last three against four times the median of the first three
         ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.01, 0.012, 0.02], 5.0),
         ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.008, 0.012, 0.02], None),
+        # one spike in the start is not the start: 0.01 / 0.002, while the mean would be 0.018
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.05, 0.002, 0.002, 0.01, 0.01, 0.01], 5.0),
+        # nor is one late spike a growth
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.002, 0.05, 0.002], None),
         # a hundredfold growth to a level that does not matter
         ("mismatch_growth", "rollout_corr/k3_kl", [1e-5] * 3 + [1e-3] * 3, None),
         ("sample_size", "rollout_corr/rollout_is_eff_sample_size", [0.4, 0.3, 0.49], 0.49),

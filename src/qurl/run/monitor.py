@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, median
 from typing import Literal, NamedTuple
 
 from qurl.config import Config
@@ -143,16 +143,20 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
 
 
 def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
-    """The mismatch is more than `threshold` times that of the first `window` rows, or the floor."""
+    """The mismatch is more than `threshold` times that of the first `window` rows, or the floor.
+
+    The start is their median: a mean would let one early spike hide all later growth.
+    """
     metric = "rollout_corr/k3_kl"
     values = series(rows, metric)
     if len(values) < 2 * window:
         return None
-    start, last = fmean(values[:window]), values[-window:]
+    start, last = median(values[:window]), values[-window:]
     growth = min(last) / max(start, MISMATCH_FLOOR)
     if growth <= threshold:
         return None
-    grown = f"{metric} has grown from {start:.2g} (first {window} steps) to {fmean(last):.2g}"
+    first = f"{start:.2g} (median of its first {window} steps)"
+    grown = f"{metric} has grown from {first} to {fmean(last):.2g}"
     return Finding(growth, f"{grown}: the sampler drifts away from the policy")
 
 

@@ -81,6 +81,25 @@ def test_no_signal(rows, is_on):
 
 
 @pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([FLAT] * 3, "(they are all 0.25)"),
+        ([GROUPED] * 3, "(they are equal within each group)"),
+        ([GROUPED | {"reward/frac_equal": 1.0}] * 3, "(they are equal within each group)"),
+        ([GROUPED | {"reward/frac_equal": 0.75}] * 3, "Look at the function of algo.advantage"),
+        # once is enough, as group advantages differ wherever rewards do
+        ([GROUPED | {"reward/frac_equal": x} for x in (1.0, 0.75, 1.0)], "of algo.advantage"),
+        ([FLAT | {"reward/frac_equal": 1.0}] * 3, "(they are all 0.25)"),
+    ],
+)
+def test_no_signal_says_whether_rewards_or_advantages_are_equal(rows, said):
+    finding = find("no_signal", rows)
+    assert finding is not None
+    assert said in finding.message
+    assert ("samples.jsonl" in finding.message) != ("algo.advantage" in finding.message)
+
+
+@pytest.mark.parametrize(
     ("name", "metric", "values", "expected"),
     [
         # in each of the last three steps above 0.95
@@ -343,6 +362,17 @@ def test_a_reward_that_is_always_zero_stops_the_run(folder, capsys):
     assert len(rows(folder)) == 4
     write_reward(folder, LETTERS)
     assert run(*flags, "--steps", "5") == 0, "the reward was mended"
+
+
+def test_an_advantage_of_zeros_is_not_blamed_on_the_rewards(folder, capsys):
+    flags = write_reward(folder, LETTERS)
+    (folder / "zeros.py").write_text(
+        "import torch\n\n\ndef zeros(batch):\n    return torch.zeros_like(batch.mask)\n"
+    )
+    assert run(*flags, "--algo.advantage", "zeros:zeros") == 1
+    error = capsys.readouterr().err
+    assert "for 3 steps the advantages of a step were all equal (now 0), so nothing" in error
+    assert "although rewards differ within groups. Look at the function of algo.advantage" in error
 
 
 def test_a_run_may_go_on_whatever_the_alarm_says(folder):

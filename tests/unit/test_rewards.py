@@ -1,5 +1,6 @@
 """What answers are worth: mathematics, countdown, length, and a step's rollouts."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -372,6 +373,7 @@ def test_rollouts_are_graded_and_summed_up():
             "reward/mean": 0.25,
             "reward/std": (3.25 / 6 - 0.0625) ** 0.5,
             "reward/accuracy": 0.5,
+            "reward/frac_equal": 0.0,  # the penalty parts the first two groups
             "reward/frac_all_correct": 1 / 3,
             "reward/frac_all_wrong": 1 / 3,
             "reward/pass@2": 2 / 3,
@@ -380,3 +382,5 @@ def test_rollouts_are_graded_and_summed_up():
             "response_length/clip_ratio": 1 / 6,
         }
     )
+    plain = [dataclasses.replace(g, rewards=g.accuracies) for g in graded]
+    assert reward_metrics(plain)["reward/frac_equal"] == 2 / 3

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from qurl.errors import ConfigError, EngineError, ModelError, QurlError
+from qurl.errors import ConfigError, DataError, EngineError, ModelError, QurlError
 from qurl.integrations.trl import QurlGRPOTrainer, QurlOptions, sample
 from qurl.integrations.trl_options import ABSENT, ALLOWED, LEAST
 from qurl.quant.formats import FORMATS
@@ -427,12 +427,39 @@ def test_a_cache_that_is_too_small_names_options_of_the_trainer(tmp_path):
         made.train()
 
 
-def test_a_prompt_that_is_too_long_is_shown(tmp_path):
-    prompts = [[{"role": "user", "content": "Tell me: " + "1+" * 40}]]
+def chat(*contents):
+    """Arguments of a trainer on conversations of one message each."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT
-    data = Dataset.from_dict({"prompt": prompts * 12})
-    made = trainer(tmp_path, given={"processing_class": tokenizer, "train_dataset": data})
+    prompts = [[{"role": "user", "content": content}] for content in contents]
+    return {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": prompts})}
+
+
+TOO_LONG = "Tell me: " + "1+" * 40
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_training(tmp_path):
+    """The model has 64 positions, and eight are for the completion."""
+    found = r"'train_dataset\[1100\]: Tell me: 1\+[1+]*\.\.\.': a prompt of 89 tokens and "
+    found += "max_completion_length = 8 make 97, beyond the model's max_position_embeddings = 64; "
+    with pytest.raises(EngineError, match=f"{found}lower max_completion_length$"):
+        trainer(tmp_path, given=chat(*["1+1="] * 1100, TOO_LONG, TOO_LONG))
+    trainer(tmp_path, given=chat("1" * 56))
+    with pytest.raises(EngineError, match=r"a prompt of 57 tokens and .* make 65"):
+        trainer(tmp_path, given=chat("1" * 57))
+
+
+def test_a_prompt_that_is_empty_is_refused_before_training(tmp_path):
+    with pytest.raises(DataError, match=r"'train_dataset\[1\]: ' has an empty prompt"):
+        trainer(tmp_path, given=chat("1+1=", "", "2+2="))
+    held_out = {"easy": Dataset.from_dict({"prompt": ["1+1=", ""]})}
+    with pytest.raises(DataError, match=r"\"eval_dataset\['easy'\]\[1\]: \" has an empty prompt"):
+        trainer(tmp_path, given={"eval_dataset": held_out})
+
+
+def test_a_streamed_prompt_that_is_too_long_is_shown(tmp_path):
+    data = IterableDataset.from_generator(lambda: ({"prompt": TOO_LONG} for _ in range(24)))
+    made = trainer(tmp_path, given={"train_dataset": data})
     with pytest.raises(EngineError, match=r"'0: Tell me: 1\+[1+]*\.\.\.': a prompt of 89 tok"):
         made.train()
 

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from models import tiny_llama, tiny_policy
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -26,17 +30,17 @@ from qurl.run.checkpoint import replace_state
 from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.lora import add_adapters_, save_adapters
-from qurl.trainer.policy import load_model
+from qurl.trainer.policy import _hub_answers, load_model
 
 SRC = str(Path(__file__).parents[2] / "src")
 
 
-def python(code, *words, **options):
+def python(code, *words, env=None, **options):
     return subprocess.run(
         [sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": SRC, "PATH": ""},
+        env={"PYTHONPATH": SRC, "PATH": ""} | (env or {}),
         check=True,
         **options,
     )
@@ -306,19 +310,63 @@ def test_validate_reads_adapters_and_their_base(recipe, tmp_path, capsys):
     assert "hold NaN" in failure
 
 
-def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch):
-    def look_up(path, **_):
-        tried.append(path)
+def ask_hub(monkeypatch, error):
+    """The hub answers like this to us; returns what is asked of it, and then of transformers."""
+
+    def answer(url):
+        asked.append(url.rpartition("/resolve/")[2])
+        if error is not None:
+            raise error
+
+    def load(path, **options):
+        loaded.append((path, options.get("local_files_only", False)))
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files, and\n...")
 
-    tried = []
+    asked, loaded = [], []
+    _hub_answers.cache_clear()
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
     for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
-        monkeypatch.setattr(kind, "from_pretrained", look_up)
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    return asked, loaded
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch):
+    asked, loaded = ask_hub(monkeypatch, TimeoutError())
     [failure] = validate(recipe, capsys, "--model.path", "some/model")
     assert failure.startswith("FAIL  model: model.path = 'some/model' cannot be loaded")
     assert "give a folder with config.json, weights and tokenizer, or a hub name" in failure
     assert failure.endswith("and this machine cannot connect to the hub")
-    assert tried == ["some/model"]
+    assert asked == ["main/config.json"]
+    assert loaded == [("some/model", True)]
+
+
+def test_what_a_hub_answers_is_left_to_transformers(recipe, capsys, monkeypatch):
+    response: Any = SimpleNamespace(status_code=401, headers={}, request=None, text="")
+    for error in (None, HfHubHTTPError("it is gated", response=response)):
+        _, loaded = ask_hub(monkeypatch, error)
+        validate(recipe, capsys, "--model.path", "some/model")
+        assert loaded == [("some/model", False)]
+
+
+def test_without_a_network_commands_that_plan_do_not_wait(recipe, tmp_path):
+    """No server listens at the hub's address: the library would try again after 1, 2, 4, 8, 8 s.
+
+    One model is in the cache, in its layout, but has no chat_template.jinja, for example.
+    """
+    snapshot = tmp_path / "hub/models--some--model/snapshots" / ("0" * 40)
+    tiny_policy().save(snapshot)
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(snapshot.name)
+    flags = [str(recipe), "--sampling.max_tokens", "4", "--model.path"]
+    commands = [["validate"], ["train", "--dry-run"], ["advise", "--gpu", "H100"]]
+    for name, found in (("some/model", 0), ("no/model", len(commands))):
+        code = f"main = __import__('qurl.cli').cli.main\nfor name, *options in {commands}:"
+        code += f"\n main([name, *{[*flags, name]}, *options])"
+        done = python(code, env={"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"})
+        printed = done.stdout + done.stderr
+        assert printed.count("this machine cannot connect to the hub") == found
+        assert printed.count("ok    model: llama") == (found == 0)
+        assert "Retrying" not in printed
 
 
 def test_validate_reads_an_end_of_sequence_that_stands_for_none(recipe, tmp_path, capsys):

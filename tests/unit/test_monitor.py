@@ -81,6 +81,25 @@ def test_no_signal(rows, is_on):
 
 
 @pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([FLAT] * 3, "(they are all 0.25)"),
+        ([GROUPED] * 3, "(they are equal within each group)"),
+        ([GROUPED | {"reward/frac_equal": 1.0}] * 3, "(they are equal within each group)"),
+        ([GROUPED | {"reward/frac_equal": 0.75}] * 3, "Look at the function of algo.advantage"),
+        # once is enough, as group advantages differ wherever rewards do
+        ([GROUPED | {"reward/frac_equal": x} for x in (1.0, 0.75, 1.0)], "of algo.advantage"),
+        ([FLAT | {"reward/frac_equal": 1.0}] * 3, "(they are all 0.25)"),
+    ],
+)
+def test_no_signal_says_whether_rewards_or_advantages_are_equal(rows, said):
+    finding = find("no_signal", rows)
+    assert finding is not None
+    assert said in finding.message
+    assert ("samples.jsonl" in finding.message) != ("algo.advantage" in finding.message)
+
+
+@pytest.mark.parametrize(
     ("name", "metric", "values", "expected"),
     [
         # in each of the last three steps above 0.95
@@ -99,9 +118,13 @@ def test_no_signal(rows, is_on):
         ("entropy_collapse", "actor/entropy", [1.0, 2.0, 3.0, 0.1, 0.08, 0.02], None),
         ("length_collapse", "response_length/mean", [100.0] * 3 + [19.0, 15.0, 10.0], 0.1),
         ("length_collapse", "response_length/mean", [100.0] * 3 + [21.0, 15.0, 10.0], None),
-        # the smallest of the last three against four times the mean of the first three
+        # the smallest of the last three against four times the median of the first three
         ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.01, 0.012, 0.02], 5.0),
         ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.008, 0.012, 0.02], None),
+        # one spike in the start is not the start: 0.01 / 0.002, while the mean would be 0.018
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.05, 0.002, 0.002, 0.01, 0.01, 0.01], 5.0),
+        # nor is one late spike a growth
+        ("mismatch_growth", "rollout_corr/k3_kl", [0.002] * 3 + [0.002, 0.05, 0.002], None),
         # a hundredfold growth to a level that does not matter
         ("mismatch_growth", "rollout_corr/k3_kl", [1e-5] * 3 + [1e-3] * 3, None),
         ("sample_size", "rollout_corr/rollout_is_eff_sample_size", [0.4, 0.3, 0.49], 0.49),
@@ -340,6 +363,17 @@ def test_a_reward_that_is_always_zero_stops_the_run(folder, capsys):
     assert len(rows(folder)) == 4
     write_reward(folder, LETTERS)
     assert run(*flags, "--steps", "5") == 0, "the reward was mended"
+
+
+def test_an_advantage_of_zeros_is_not_blamed_on_the_rewards(folder, capsys):
+    flags = write_reward(folder, LETTERS)
+    (folder / "zeros.py").write_text(
+        "import torch\n\n\ndef zeros(batch):\n    return torch.zeros_like(batch.mask)\n"
+    )
+    assert run(*flags, "--algo.advantage", "zeros:zeros") == 1
+    error = capsys.readouterr().err
+    assert "for 3 steps the advantages of a step were all equal (now 0), so nothing" in error
+    assert "although rewards differ within groups. Look at the function of algo.advantage" in error
 
 
 def test_a_run_may_go_on_whatever_the_alarm_says(folder):

@@ -1,5 +1,6 @@
 """What answers are worth: mathematics, countdown, length, and a step's rollouts."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -66,6 +67,11 @@ VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "systems.jso
         ("<answer>\\text{(C)}</answer>", "C"),
         ("<answer>The final answer is \\boxed{3/4}</answer>", "\\frac{3}{4}"),
         ("<answer>She has $18 left.</answer>", "18"),
+        # an empty tag is no answer, so a marked one counts
+        ("So it is \\boxed{18}. <answer></answer>", "18"),
+        ("<answer> </answer> \\boxed{18 eggs}", "18"),
+        ("<think>\\boxed{18}</think> <answer>", "18"),  # cut off
+        ("#### 18\n<answer></answer>", "18"),
         ("<answer>No solution</answer>", "\\text{no solution}"),
         ("\\boxed{x \\ge 3}", "[3,\\infty)"),
         ("\\boxed{-2 < x \\le \\frac{7}{2}}", "(-2,3.5]"),
@@ -112,6 +118,11 @@ def test_right_answers(text, truth):
         ("\\boxed{18 minus one}", "18"),
         ("<think>\\boxed{18}</think> <answer>17</answer>", "18"),
         ("<think>18</think> <answer></answer>", "18"),
+        ("<answer>18</answer> <answer></answer>", "18"),
+        ("\\boxed{18}, no: \\boxed{17} <answer></answer>", "18"),
+        ("\\boxed{18} <answer>\\boxed{}</answer>", "18"),
+        # who hedges has not answered: "about 18" would also be right for 18.3
+        ("<answer>about 18</answer>", "18"),
         ("<answer>12 and 18</answer>", "18"),
         ("<answer>2\\sqrt{18}</answer>", "18"),
         ("\\boxed{seat}", "east"),
@@ -372,6 +383,7 @@ def test_rollouts_are_graded_and_summed_up():
             "reward/mean": 0.25,
             "reward/std": (3.25 / 6 - 0.0625) ** 0.5,
             "reward/accuracy": 0.5,
+            "reward/frac_equal": 0.0,  # the penalty parts the first two groups
             "reward/frac_all_correct": 1 / 3,
             "reward/frac_all_wrong": 1 / 3,
             "reward/pass@2": 2 / 3,
@@ -380,3 +392,5 @@ def test_rollouts_are_graded_and_summed_up():
             "response_length/clip_ratio": 1 / 6,
         }
     )
+    plain = [dataclasses.replace(g, rewards=g.accuracies) for g in graded]
+    assert reward_metrics(plain)["reward/frac_equal"] == 2 / 3

@@ -127,8 +127,9 @@ def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
     if is_shape:
         return None, [f"prompts are taken to have task.max_prompt_tokens = {longest}"]
     try:
-        tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
-        model = None if path == "scratch" else load_model_config(path)
+        is_scratch = path == "scratch"
+        tokenizer = build_tokenizer() if is_scratch else load_tokenizer(path, is_patient=False)
+        model = None if is_scratch else load_model_config(path, is_patient=False)
         return load_split(config, "train", tokenizer, model), []
     except (QurlError, OSError) as error:
         return None, [f"prompts are taken to have {longest} tokens: {first_line(error)}"]

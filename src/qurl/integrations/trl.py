@@ -39,6 +39,7 @@ from qurl.quant import rescale_, unscale_
 from qurl.quant.scaling import uaq_scale
 from qurl.quant.tracking import UpdateTracker
 from qurl.rollout import Engine, build_engine
+from qurl.rollout.engine import check_prompts
 from qurl.seeds import derive_seed
 from qurl.trainer.meter import Meter
 from qurl.trainer.policy import disable_dropout_
@@ -51,6 +52,8 @@ MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of accelerate's mixed precisions."""
 NUM_SHOWN = 60
 """Characters of a prompt in an error."""
+MOST_CHECKED = 100_000
+"""Rows of a dataset that are checked before training; 10,000 of 200 tokens take 2 s."""
 
 
 class QurlGRPOTrainer(GRPOTrainer):
@@ -67,6 +70,7 @@ class QurlGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs, rollout_func=self._roll_out)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError("FSDP and DeepSpeed cut weights, and the engine reads whole ones")
+        self._check_datasets()
         self._meters = {"train": Meter(), "eval": Meter()}
         self._num_rollouts: Counter[tuple[str, int]] = Counter()  # at each (mode, step)
         self._is_checkpointing, self._tracked_step = False, -1
@@ -93,6 +97,27 @@ class QurlGRPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_completion_length, temperature=self.temperature)
+
+    @named_as_options()
+    def _check_datasets(self) -> None:
+        """Raise if the engine would refuse a prompt, which TRL may draw only after hours."""
+        model = self._plain_model
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            for start in range(0, min(len(dataset), MOST_CHECKED), 1000):
+                prompts = dataset[start : start + 1000]["prompt"]
+                names = [f"{name}[{row}]: {shown(p)}" for row, p in enumerate(prompts, start)]
+                problems = map(Problem, names, self._tokenize(prompts))
+                check_prompts(list(problems), self._params, model)
+
+    def _tokenize(self, prompts: list[Any]) -> list[list[int]]:
+        prompt_ids, images, _ = self._tokenize_prompts(prompts)
+        if images is not None:
+            raise ConfigError("the prompts hold images; the local engine samples from text alone")
+        return prompt_ids
 
     def _computed_in(self) -> torch.dtype:
         """Dtype that weights are rounded to when the trainer uses them."""
@@ -140,16 +165,10 @@ class QurlGRPOTrainer(GRPOTrainer):
     def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: sync, then sample."""
         del trainer
-        prompt_ids, images, _ = self._tokenize_prompts(prompts)
-        if images is not None:
-            raise ConfigError("the prompts hold images; the local engine samples from text alone")
+        prompt_ids = self._tokenize(prompts)
         # Always: weights may also change between updates, by load_best_model_at_end for example.
         synced = self.engine.sync(self._plain_model, version=self.state.global_step)
-        params = SamplingParams(
-            max_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            seed=self._next_seed(),
-        )
+        params = replace(self._params, seed=self._next_seed())
         start = time.perf_counter()
         completions = sample(self.engine, prompt_ids, params, [shown(p) for p in prompts])
         seconds = time.perf_counter() - start
@@ -281,6 +300,20 @@ def sample(
         for first, rollout in zip(firsts, rollouts, strict=True):
             found |= enumerate(rollout.completions, start=first)
     return [found[row] for row in range(len(prompt_ids))]
+
+
+def named_datasets(train: Any, evaluated: Any) -> Iterator[tuple[str, Any]]:
+    """The datasets with rows that can be looked at, by the names of the arguments."""
+    from datasets import Dataset  # TRL depends on it
+
+    named = {"train_dataset": train}
+    if isinstance(evaluated, Mapping):
+        named |= {f"eval_dataset[{key!r}]": dataset for key, dataset in evaluated.items()}
+    else:
+        named["eval_dataset"] = evaluated
+    for name, dataset in named.items():
+        if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
+            yield name, dataset
 
 
 def shown(prompt: Any) -> str:

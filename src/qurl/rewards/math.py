@@ -26,14 +26,17 @@ def score_math(text: str, answer: str, extra: Mapping[str, Any]) -> float:
     """1.0 if the answer in `text` equals `answer` or one of `extra["accepted_answers"]`.
 
     The answer is the last \\boxed{...}, else the line after ####, else what math-verify finds. An
-    <answer> tag limits all this to its content, which is the answer itself if it is no sentence.
-    An answer that does not parse is wrong. A truth that does not parse is compared as text.
+    <answer> tag limits all this to its content, which is the answer itself if it is no sentence; an
+    empty one hides no \\boxed{...} or ####. An answer that does not parse is wrong. A truth that
+    does not parse is compared as text.
     """
     accepted = map(to_latex, (answer, *extra.get("accepted_answers", ())))
     truths = [find_answer(truth) or truth.strip() for truth in accepted]
     if not all(truths):
         raise ValueError(f"the truth is empty: {answer!r}")
     tagged = last_tagged(text)
+    if tagged == "" and find_answer(text) is not None:
+        tagged = None
     text = to_latex(text if tagged is None else tagged)
     found = find_answer(text)
     if found is None and tagged is not None and not is_sentence(text):

@@ -20,7 +20,10 @@ from qurl.rewards.countdown import score_countdown
 LARGEST = 1e9
 """Largest reward: sums and squares of a batch must stay numbers in FP32."""
 RESERVED = frozenset(
-    ("mean", "std", "timeouts", "timed_out", "frac_all_correct", "frac_all_wrong", "overlong")
+    (
+        *("mean", "std", "timeouts", "timed_out", "overlong"),
+        *("frac_equal", "frac_all_correct", "frac_all_wrong"),
+    )
 )
 """Names that a reward may not give its other values: `reward/<name>` is one of our metrics."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, median
 from typing import Literal, NamedTuple
 
 from qurl.config import Config
@@ -80,9 +80,16 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
         return None
     if any(row[solved] == 1 or (row[spread] != 0 and row[high] != row[low]) for row in last):
         return None
+    lasting = f"for {steps} steps" if steps > 1 else "in the last step"
+    if any(row[spread] != 0 and row.get("reward/frac_equal", 1) < 1 for row in last):
+        return Finding(
+            float(steps),
+            f"{lasting} the advantages of a step were all equal (now {rows[-1][high]:.3g}), so "
+            "nothing is learned, although rewards differ within groups. Look at the function of "
+            "algo.advantage, and of batch.subselect if the recipe sets it",
+        )
     reward = rows[-1]["reward/mean"]
     same = f"all {reward:.3g}" if rows[-1][spread] == 0 else "equal within each group"
-    lasting = f"for {steps} steps" if steps > 1 else "in the last step"
     return Finding(
         float(steps),
         f"{lasting} no reward differed from those it is compared with (they are {same}), "
@@ -143,16 +150,20 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
 
 
 def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
-    """The mismatch is more than `threshold` times that of the first `window` rows, or the floor."""
+    """The mismatch is more than `threshold` times that of the first `window` rows, or the floor.
+
+    The start is their median: a mean would let one early spike hide all later growth.
+    """
     metric = "rollout_corr/k3_kl"
     values = series(rows, metric)
     if len(values) < 2 * window:
         return None
-    start, last = fmean(values[:window]), values[-window:]
+    start, last = median(values[:window]), values[-window:]
     growth = min(last) / max(start, MISMATCH_FLOOR)
     if growth <= threshold:
         return None
-    grown = f"{metric} has grown from {start:.2g} (first {window} steps) to {fmean(last):.2g}"
+    first = f"{start:.2g} (median of its first {window} steps)"
+    grown = f"{metric} has grown from {first} to {fmean(last):.2g}"
     return Finding(growth, f"{grown}: the sampler drifts away from the policy")
 
 
@@ -200,7 +211,10 @@ def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Finding | N
 ALARMS = (
     Alarm(
         "no_signal",
-        ("reward/std", "reward/mean", "/frac_all_correct", "/advantages/max", "/advantages/min"),
+        (
+            *("reward/std", "reward/mean", "reward/frac_equal", "/frac_all_correct"),
+            *("/advantages/max", "/advantages/min"),
+        ),
         lacks_signal,
         "no_signal_steps",
     ),

@@ -159,12 +159,12 @@ class Recipe:
     def check_model(self) -> str:
         check_model_path(self.config)
         path = self.config.model.path
-        # Once, for all checks: without a network, a look-up on the hub takes half a minute to fail.
         self.model = empty_model(self.config)
-        self.tokenizer = build_tokenizer() if path == "scratch" else load_tokenizer(path)
+        is_scratch = path == "scratch"
+        self.tokenizer = build_tokenizer() if is_scratch else load_tokenizer(path, is_patient=False)
         num_tokens = len(self.tokenizer)
         tokens = f"{num_tokens} tokens, end of sequence {self.tokenizer.eos_token!r}"
-        if path == "scratch":
+        if is_scratch:
             return f"made from scratch, {tokens}"
         kind = self.model_config.model_type
         vocabulary = self.model_config.get_text_config().vocab_size

@@ -8,6 +8,8 @@ Shapes: B sequences, T positions, H hidden.
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,30 +243,33 @@ def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.dev
     return policy
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, *, is_patient: bool = True) -> Any:
     """The tokenizer of a model, which must turn a text into tokens."""
     from transformers import AutoTokenizer
 
     with _loading(path, "model.path", "tokenizer"):
+        options = {} if is_patient else _ask_hub_once(path)
         # Without the False, transformers would ask on the terminal whether it may run its code.
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
         if not tokenizer("6*7=").input_ids:
             raise ValueError("its tokenizer makes no tokens of '6*7='")
     return tokenizer
 
 
-def load_model_config(path: str | Path) -> Any:
+def load_model_config(path: str | Path, *, is_patient: bool = True) -> Any:
     from transformers import AutoConfig
 
     with _loading(path, "model.path"):
-        return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
+        base = base_of(path)
+        options = {} if is_patient else _ask_hub_once(base)
+        return AutoConfig.from_pretrained(base, trust_remote_code=False, **options)
 
 
 def load_empty_model(path: str | Path) -> Any:
     """A model on the meta device: its shapes, and no weights."""
     from transformers import AutoModelForCausalLM
 
-    config = load_model_config(path)
+    config = load_model_config(path, is_patient=False)
     with _loading(path, "model.path"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -301,6 +306,30 @@ def load_model(path: str | Path, key: str = "model.path", *, is_narrow: bool = F
         if not bool((weight.abs() < LARGEST_WEIGHT).all()):
             raise ModelError(describe_broken(f"{key} = {str(path)!r}", name))
     return model
+
+
+def _ask_hub_once(path: str | Path) -> dict[str, Any]:
+    """Options for transformers: without a network, it takes what is cached and does not wait.
+
+    By itself it asks for each file that is not cached six times, for half a minute. A run should
+    survive a short outage like that; commands that only plan need not.
+    """
+    return {} if os.path.exists(path) or _hub_answers(str(path)) else {"local_files_only": True}
+
+
+@functools.cache
+def _hub_answers(name: str) -> bool:
+    """Whatever the answer is: transformers explains it."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, ValueError):  # an answer that is an error; no name of the hub's
+        return True
+    except Exception:  # of its HTTP library, which depends on its version
+        return False
+    return True
 
 
 @contextmanager

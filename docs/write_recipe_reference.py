@@ -29,8 +29,7 @@ A recipe is a TOML file; `qurl recipes` lists examples. Every key is also a flag
 
 - **Order.** Flags override the recipe. The recipe overrides the preset of `algo.name`. The preset
   overrides the defaults below.
-- **Unknown keys are refused.** QuRL reports all mistakes at once. If a key has moved since an
-  earlier version, the message says where (`qurl.config.recipe.MOVED`).
+- **Unknown keys are refused.** QuRL reports all mistakes at once.
 - **Your own parts.** If a key allows `module:name`, write the name of a Python module in the
   working directory or on Python's path, a colon, and a name in it ([extending](extending.md)).
 - **Tables.** Some keys, such as `task.mix`, are TOML tables. As a flag, write pairs:

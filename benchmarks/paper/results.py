@@ -24,7 +24,6 @@ from benchmarks.paper.arms import COLUMNS, ROOT
 from benchmarks.scripts import to_json
 from qurl.bench.record import replace_text
 from qurl.config import Config, build_config, to_dict
-from qurl.config.recipe import carry_over
 from qurl.errors import DataError
 from qurl.run.directory import EVALS, EVENTS, METRICS, flatten, may_change, read_jsonl
 from qurl.run.intervals import Interval, wilson_interval
@@ -33,6 +32,19 @@ RESULTS = ROOT / "benchmarks" / "results" / "paper"
 BASELINE, GRADERS = RESULTS / "baseline.json", RESULTS / "graders.json"
 KEPT_EVENTS = ("resume", "alarm")
 PATHS = ("model.path", "task.path", "task.eval_path")
+MOVED: Mapping[str, str] = {
+    "algo.acr_max_bound": "experimental.acr_max_bound",
+    "algo.kl_is_correct": "experimental.weighted_kl",
+    "optim.norm_fed_lr_scale": "experimental.norm_fed_lr_scale",
+    "optim.dither": "experimental.dither",
+    "quant.scale_o_proj": "experimental.scale_o_proj",
+    "quant.scale_down_proj": "experimental.scale_down_proj",
+    "sampling.top_p": "",
+    "sampling.top_k": "",
+    "rollout.page_size": "",
+}
+"""Today's places of keys in the committed results; empty if the key is gone, which never changed a
+run's results."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,11 @@ def _short(value: Any) -> Any:
 
 
 # Files
+
+
+def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"section.key": value} of a committed result under today's keys."""
+    return {MOVED.get(key, key): value for key, value in values.items() if MOVED.get(key, key)}
 
 
 def check_same_recipe(path: Path, config: Config) -> None:

@@ -32,7 +32,6 @@ from benchmarks.paper.arms import COLUMNS, EXPERIMENTS, LAYER_GROUPS, TABLE_1, T
 from benchmarks.paper.baseline import answer_greedily
 from benchmarks.paper.results import Eval, Result
 from qurl.config import load_config
-from qurl.config.recipe import carry_over
 from qurl.errors import ConfigError, DataError
 from qurl.rollout.hf import HFEngine
 from qurl.run.directory import lock_run
@@ -341,7 +340,7 @@ def test_committed_results_are_of_the_arms_that_are_there(path):
     found = json.loads(path.read_text())
     arm = EXPERIMENTS[found["experiment"]].arm(found["arm"])
     files = {key: found["config"][key] for key in results.PATHS}
-    overrides = carry_over(found["overrides"])
+    overrides = results.carry_over(found["overrides"])
     settings = {k: v for k, v in overrides.items() if k not in arm.overrides}
     here = run.Job(found["experiment"], arm, found["seed"], settings | files, Path(), Path())
     results.check_same_recipe(path, here.config)

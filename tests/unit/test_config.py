@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from qurl.config import PRESETS, Config, build_config, load_config, schema, systems, to_json
 from qurl.config.flags import _read, apply_flags
-from qurl.config.recipe import MOVED
 from qurl.config.rules import find_mistakes, find_warnings, prox_readers
 from qurl.config.systems import SystemsConfig
 from qurl.errors import ConfigError
@@ -430,39 +428,6 @@ def test_every_advantage_is_a_recipe(name):
     assert find_mistakes(build_config({"algo": {"advantage": name}})) == []
 
 
-def test_keys_that_moved_are_named_with_their_new_place(recipe):
-    path = recipe("optim.dither = true\nsampling.top_p = 1.0\nquant.scale_o_proj = false")
-    with pytest.raises(ConfigError) as error:
-        load_config(path)
-    assert str(error.value).splitlines() == [
-        f"3 mistakes in {path}:",
-        "  - sampling.top_p = 1.0 is gone; remove it",
-        "  - optim.dither = True has moved to experimental.dither",
-        "  - quant.scale_o_proj = False has moved to experimental.scale_o_proj",
-    ]
-
-
-def test_keys_that_moved_are_carried_over_in_a_run(tmp_path):
-    config = load_config(None, ["--experimental.dither", "--experimental.acr_max_bound", "9"])
-    tree = dataclasses.asdict(config)
-    moved = tree.pop("experimental")
-    tree["optim"] |= {name: moved[name] for name in ("dither", "norm_fed_lr_scale")}
-    tree["algo"] |= {"acr_max_bound": 9.0, "kl_is_correct": False}
-    tree["quant"] |= {name: moved[name] for name in ("scale_o_proj", "scale_down_proj")}
-    tree["sampling"] |= {"top_p": 1.0, "top_k": 0}
-    tree["rollout"]["page_size"] = 0
-    assert MOVED.keys() <= flatten(tree).keys()
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    assert load_config(tmp_path) == dataclasses.replace(config, run_dir=str(tmp_path))
-
-
-def test_new_places_of_moved_keys_exist():
-    keys = flatten(dataclasses.asdict(Config()))
-    for old, new in MOVED.items():
-        assert old not in keys
-        assert new in keys or not new
-
-
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -578,19 +543,6 @@ def test_optional_keys_follow_from_the_types():
     assert (config.algo.cap, config.critic.clip, config.correction.veto) == (None, None, None)
     with pytest.raises(ConfigError, match=r"optim\.lr = 'none'"):
         build_config({"optim": {"lr": "none"}})
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--sampling.top_p", "sampling.top_p is gone; remove it"),
-        ("--optim.dither=true", "optim.dither has moved to experimental.dither"),
-        ("--algo.kl-is-correct", "algo.kl_is_correct has moved to experimental.weighted_kl"),
-    ],
-)
-def test_an_old_key_as_a_flag_is_explained(flag, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, [flag, "1"])
 
 
 def recipe_file(tmp_path, text, encoding="utf-8"):

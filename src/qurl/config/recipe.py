@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from qurl.config.flags import apply_flags, key_of
+from qurl.config.flags import apply_flags
 from qurl.config.rules import find_mistakes, find_unusable, needs_file, shorten
 from qurl.config.schema import AlgoConfig, Config
 from qurl.config.shipped import find_recipe, suggest
@@ -56,19 +56,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """What `algo.name` sets; a recipe or a flag overrides any part of it."""
-
-MOVED: Mapping[str, str] = {
-    "algo.acr_max_bound": "experimental.acr_max_bound",
-    "algo.kl_is_correct": "experimental.weighted_kl",
-    "optim.norm_fed_lr_scale": "experimental.norm_fed_lr_scale",
-    "optim.dither": "experimental.dither",
-    "quant.scale_o_proj": "experimental.scale_o_proj",
-    "quant.scale_down_proj": "experimental.scale_down_proj",
-    "sampling.top_p": "",
-    "sampling.top_k": "",
-    "rollout.page_size": "",
-}
-"""Today's places of earlier keys; empty if the key is gone, which never changed a run's results."""
 
 TABLES = ("mix", "eval_sets", "rewards")
 """Keys of [task] that hold a table of names which the user chooses."""
@@ -120,7 +107,7 @@ def check_combinations(config: Config, source: str, *facts: Any) -> None:
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw tree of a TOML recipe, or of a run's config.json with old keys carried over."""
+    """The raw tree of a TOML recipe, or of a run's config.json."""
     path, is_run = Path(path), _is_run(path)
     path = path / "config.json" if is_run else find_recipe(path)
     if not os.path.isfile(path):
@@ -135,27 +122,16 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid {kind}: {error}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply; a recipe has three levels") from error
-    if not is_run:
-        return tree
-    if not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
+    if is_run and not (isinstance(tree, dict) and {"steps", "run_dir", "algo"} <= set(tree)):
         raise ConfigError(
             f"{path} is not a run's config; choose another folder. That of a model goes into "
             "model.path of a recipe"
         )
-    for name in [name for name, section in tree.items() if isinstance(section, dict)]:
-        for key, value in carry_over({f"{name}.{k}": v for k, v in tree.pop(name).items()}).items():
-            section, _, rest = key.partition(".")
-            tree.setdefault(section, {})[rest] = value
     return tree
 
 
 def _is_run(path: str | Path) -> bool:
     return os.path.isfile(Path(path) / "config.json")
-
-
-def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"section.key": value} of an earlier version under today's keys."""
-    return {MOVED.get(key, key): value for key, value in values.items() if MOVED.get(key, key)}
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config") -> Config:
@@ -195,17 +171,9 @@ def _with_preset(recipe: Mapping[str, Any], name: str | None = None) -> dict[str
     return tree
 
 
-def _what_became_of(key: str) -> str:
-    return f"has moved to {MOVED[key]}" if MOVED[key] else "is gone; remove it"
-
-
 def _with_flags(config: Config, flags: Sequence[str], source: str) -> Config:
     if not flags:
         return config
-    for flag in flags:
-        key = key_of(flag)
-        if flag.startswith("--") and key in MOVED:
-            raise ConfigError(f"{key} {_what_became_of(key)} ({source})")
     return build_config(to_dict(apply_flags(config, flags)), source)
 
 
@@ -218,8 +186,6 @@ def _explain(error: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
             parts = [*parts[:2], repr(list(table)[int(parts[2])])]
     path, value = ".".join(parts), shorten(error["input"])
     kind = error["type"]
-    if path in MOVED:
-        return f"{path} = {value} {_what_became_of(path)}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         name, default = ".".join(parts[:-1]), Config()
         section = attrgetter(name)(default) if name else default

@@ -511,7 +511,6 @@ def test_a_run_whose_only_checkpoint_is_torn(fails, folder, one_step, file, caps
 @pytest.mark.parametrize("file", ["optimizer.pt", "state.pt", "policy/model.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"PK\x03\x04" + b"x" * 200])
 def test_a_damaged_checkpoint_without_checksums(fails, folder, one_step, file, content):
-    """As versions before checksums wrote them."""
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     (checkpoint / "checksums.json").unlink()
     (checkpoint / file).write_bytes(content)
@@ -523,8 +522,8 @@ def test_a_damaged_checkpoint_without_checksums(fails, folder, one_step, file, c
 @pytest.mark.parametrize(
     "change",
     [
-        *({"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}),
-        {"fingerprints": None},
+        *({"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}),
+        *({"history": [1]}, {"fingerprints": None}),
     ],
 )
 def test_a_state_that_no_run_writes(fails, folder, one_step, change):

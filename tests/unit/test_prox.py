@@ -245,14 +245,14 @@ def test_auto_falls_back_before_the_weights_move(arm):
 @pytest.mark.parametrize(("is_skipped", "kinds"), [(1.0, []), (0.0, ["fallback"])])
 def test_a_step_that_falls_back_is_an_event(is_skipped, kinds):
     class Events(list):
-        def event(self, kind, message):
-            self.append((kind, message))
+        def event(self, kind, message, step):
+            self.append((kind, message, step))
 
     events = Events()
     found = {"correction/gap_tail": 0.0123, "correction/prox_skipped": is_skipped}
     note(events, 7, {"reward/timeouts": 0, "actor/skipped_updates": 0} | found)
-    assert [kind for kind, _ in events] == kinds
-    assert all("step 7" in message and "0.012 of" in message for _, message in events)
+    assert [kind for kind, *_ in events] == kinds
+    assert all("0.012 of" in message and step == 7 for _, message, step in events)
 
 
 def test_the_batch_keeps_the_log_probs_of_each_rows_last_update():

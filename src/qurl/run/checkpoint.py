@@ -139,7 +139,7 @@ def _checksum(path: Path) -> str:
 def find_damage(folder: Path, under: str = "") -> str | None:
     """What is wrong with a checkpoint, or with its files `under` a folder; None if nothing is.
 
-    Of checkpoints of versions without checksums, only the presence of the files is known.
+    Without its checksums, only the presence of the files is known.
     """
     for names in () if under else NEEDED:
         if not any((folder / name).exists() for name in names):
@@ -236,7 +236,7 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"its state.pt is of step {state['step']!r}")
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"its state.pt has position = {position!r}")
-    for key in ("history", "accuracies", "hooks", "pending", "fingerprints"):
+    for key in ("history", "hooks", "pending", "fingerprints"):
         if not isinstance(state.get(key, {}), dict):
             raise ValueError(f"its state.pt has {key} that no run writes")
 

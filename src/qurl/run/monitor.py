@@ -379,7 +379,7 @@ WATCHED = tuple(ending for alarm in ALARMS for ending in alarm.watches)
 def note(run: Run, step: int, metrics: Row) -> None:
     """Events of a step that are no alarms."""
     if skipped := metrics.get("actor/skipped_updates"):
-        run.event("warning", f"step {step}: {skipped:g} updates had no token left")
+        run.event("warning", f"step {step}: {skipped:g} updates had no token left", step=step)
     if metrics.get("correction/prox_skipped") == 0:
         tail = f"{metrics['correction/gap_tail']:.2g} of the tokens have a gap above the clip range"
-        run.event("fallback", f"step {step} made the prox forward: {tail}")
+        run.event("fallback", f"step {step} made the prox forward: {tail}", step=step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +95,10 @@ class RunReader:
             self._start_anew()
         is_new, self._is_new = self._is_new, False
         rows = self._tails[METRICS].records()
-        events = [self._event(event) for event in self._tails[EVENTS].records()]
+        events = [
+            {key: value if key == "machine" else _shown(value) for key, value in event.items()}
+            for event in self._tails[EVENTS].records()
+        ]
         evals = self._tails[EVALS].records()
         samples = self._samples(is_new)
         if not (is_new or rows or events or evals or samples):
@@ -139,14 +141,6 @@ class RunReader:
                 if name in ("step", "seconds") or is_charted(name):
                     columns[name][index] = _finite(value)
         return dict(columns), stride
-
-    def _event(self, event: dict[str, Any]) -> dict[str, Any]:
-        """An event with its step, which older ones state in their message only."""
-        event = {str(k): v if k == "machine" else _shown(v) for k, v in event.items()}
-        stated = re.match(r"step (\d+)\b", str(event.get("message", "")))
-        if "step" not in event and stated:
-            event["step"] = int(stated[1])
-        return event
 
     def _samples(self, is_new: bool) -> list[dict[str, Any]]:
         tail = self._tails[SAMPLES]

@@ -73,11 +73,11 @@ SOLVED = FLAT | {"reward/frac_all_correct": 1.0, "reward/mean": 1.0}
     ],
 )
 def test_no_signal(rows, is_on):
-    finding = find("no_signal", rows)
-    assert (finding is not None) == is_on
-    if finding:
-        assert finding.value == 3
-        assert "for 3 steps no reward differed" in finding.message
+    cause = find("no_signal", rows)
+    assert (cause is not None) == is_on
+    if cause:
+        assert cause.value == 3
+        assert "for 3 steps no reward differed" in cause.message
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_no_signal(rows, is_on):
     ],
 )
 def test_no_signal_says_whether_rewards_or_advantages_are_equal(rows, said):
-    finding = find("no_signal", rows)
-    assert finding is not None
-    assert said in finding.message
-    assert ("samples.jsonl" in finding.message) != ("algo.advantage" in finding.message)
+    cause = find("no_signal", rows)
+    assert cause is not None
+    assert said in cause.message
+    assert ("samples.jsonl" in cause.message) != ("algo.advantage" in cause.message)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_no_signal_says_whether_rewards_or_advantages_are_equal(rows, said):
     ],
 )
 def test_watches(name, metric, values, expected):
-    finding = find(name, column(metric, values))
-    assert (finding and finding.value) == pytest.approx(expected)
+    cause = find(name, column(metric, values))
+    assert (cause and cause.value) == pytest.approx(expected)
 
 
 def test_a_gap_is_an_alarm_where_sampler_and_policy_are_one():
@@ -167,9 +167,9 @@ def test_a_fall_of_held_out_accuracy_beyond_its_interval():
         }
 
     assert find("held_out_collapse", [row(0.3), {}, row(0.28)]) is None
-    finding = find("held_out_collapse", [row(0.3), {}, row(0.35), row(0.30)])
-    assert finding is not None
-    assert finding.message.startswith("eval/full/accuracy fell from 35.0% (after step 2) to 30.0%")
+    cause = find("held_out_collapse", [row(0.3), {}, row(0.35), row(0.30)])
+    assert cause is not None
+    assert cause.message.startswith("eval/full/accuracy fell from 35.0% (after step 2) to 30.0%")
     early = find("held_out_collapse", [row(0.3) | {"step": -1}, row(0.1)])
     assert early is not None
     assert "fell from 30.0% (before training) to 10.0%" in early.message
@@ -202,9 +202,9 @@ def test_chance_alone_is_no_fall_of_held_out_accuracy(num_problems):
 
 
 def test_a_metric_that_is_not_finite():
-    finding = find("non_finite", [{"actor/grad_norm": math.inf, "x": 1.0}])
-    assert finding is not None
-    assert finding.message == "actor/grad_norm = inf"
+    cause = find("non_finite", [{"actor/grad_norm": math.inf, "x": 1.0}])
+    assert cause is not None
+    assert cause.message == "actor/grad_norm = inf"
 
 
 def read_curves(path):

@@ -115,7 +115,7 @@ class Audit:
             raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")
 
 
-class Finding(NamedTuple):
+class AuditFigures(NamedTuple):
     """What one objective's gradient is like, in total and per layer group."""
 
     updates: int
@@ -136,7 +136,7 @@ def run_audit(options: Audit) -> None:
         out = options.out or options.run / "audit.json"
         record = Record("audit", out, auditor.policy.device)
         print(HEAD)
-        for found in auditor.findings():
+        for found in auditor.figures():
             print(row_of(found), flush=True)
             settings = {flag: getattr(options, flag) for flag in ("problems", "chunks", "updates")}
             settings["group"] = auditor.group_size
@@ -197,7 +197,7 @@ class Auditor:
                 )
         return {name: known[name] for name in names}
 
-    def findings(self) -> Iterator[Finding]:
+    def figures(self) -> Iterator[AuditFigures]:
         """One for each number of updates, advantage, format, objective and cap."""
         formats = self.options.formats or ("none", self.config.quant.format)
         chunks = {format: self._roll_out(format) for format in dict.fromkeys(formats)}
@@ -218,7 +218,9 @@ class Auditor:
                     for objective, cap in self._arms():
                         gradients, shares = self._gradients(batches, objective, cap)
                         groups = self._compare(gradients, target, above or gradients)
-                        yield Finding(updates, advantage, format, objective, cap, groups, shares)
+                        yield AuditFigures(
+                            updates, advantage, format, objective, cap, groups, shares
+                        )
                         above = gradients
 
     def _arms(self) -> Iterator[tuple[str, float | None]]:
@@ -353,7 +355,7 @@ class Auditor:
         return {name: m.describe(scale) | m.sizes() for name, m in named.items()}
 
 
-def row_of(found: Finding) -> str:
+def row_of(found: AuditFigures) -> str:
     figures = found.groups["all"]
     spans = {name: _span(figures[name]) for name in ("bias", "cosine", "change")}
     arm = {name: getattr(found, name) for name in ("updates", "advantage", "format", "objective")}

@@ -27,14 +27,14 @@ FALLEN_BACK = "rollout/full_precision"
 """1 in steps whose rollouts fell back to full precision; absent otherwise."""
 
 
-class Finding(NamedTuple):
+class Cause(NamedTuple):
     """Why an alarm goes off: the number that it compares with its threshold, in words too."""
 
     value: float
     message: str
 
 
-Watch = Callable[[Sequence[Row], int, float], Finding | None]
+Watch = Callable[[Sequence[Row], int, float], Cause | None]
 """`watch(rows, window, threshold)`: whether the alarm is on after the last of these rows."""
 
 
@@ -54,7 +54,7 @@ class Alarm:
     def is_wanted(self, config: Config) -> bool:
         return self.applies(config) and getattr(config.alarms, self.name) != "off"
 
-    def find(self, rows: Sequence[Row], config: AlarmsConfig) -> Finding | None:
+    def find(self, rows: Sequence[Row], config: AlarmsConfig) -> Cause | None:
         return self.watch(rows, config.window, self.limit(config))
 
     def limit(self, config: AlarmsConfig) -> float:
@@ -67,7 +67,7 @@ def series(rows: Sequence[Row], metric: str) -> list[float]:
     return [x for x in values if not math.isnan(x)] if not math.isnan(values[-1]) else []
 
 
-def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | None:
+def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Cause | None:
     """Advantages are all equal, or all rewards are, in each of the last `steps` rows.
 
     A step whose answers are all right does not count: there is nothing left to learn.
@@ -82,7 +82,7 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
         return None
     lasting = f"for {steps} steps" if steps > 1 else "in the last step"
     if any(row[spread] != 0 and row.get("reward/frac_equal", 1) < 1 for row in last):
-        return Finding(
+        return Cause(
             float(steps),
             f"{lasting} the advantages of a step were all equal (now {rows[-1][high]:.3g}), so "
             "nothing is learned, although rewards differ within groups. Look at the function of "
@@ -90,7 +90,7 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Finding | No
         )
     reward = rows[-1]["reward/mean"]
     same = f"all {reward:.3g}" if rows[-1][spread] == 0 else "equal within each group"
-    return Finding(
+    return Cause(
         float(steps),
         f"{lasting} no reward differed from those it is compared with (they are {same}), "
         "so nothing is learned. Look at the answers in samples.jsonl: the task may be too hard or "
@@ -109,12 +109,12 @@ def stays(
     """An alarm on a metric on one side of the threshold in each of the last `window` rows."""
     sign = 1 if side == "above" else -1
 
-    def watch(rows: Sequence[Row], shared: int, threshold: float) -> Finding | None:
+    def watch(rows: Sequence[Row], shared: int, threshold: float) -> Cause | None:
         size = window or shared
         last = series(rows, metric)[-size:]
         if len(last) < size or any(sign * (x - threshold) <= 0 for x in last):
             return None
-        return Finding(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
+        return Cause(last[-1], f"{metric} = {last[-1]:.3g} is {side} {threshold:g}: {words}")
 
     return Alarm(name, (metric,), watch, f"{name}_{side}", applies)
 
@@ -132,7 +132,7 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
     Rows as low as some of that start, such as steps without a rare reward, are no collapse.
     """
 
-    def watch(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+    def watch(rows: Sequence[Row], window: int, threshold: float) -> Cause | None:
         values = series(rows, metric)
         earlier, last = values[:-window], values[-window:]
         if len(earlier) < window:
@@ -144,12 +144,12 @@ def collapses(name: str, metric: str, words: str, *, is_best: bool = False) -> A
             return None
         share, of = last[-1] / level, "best" if is_best else "first"
         known = f"{share:.2g} of the mean of its {of} {window} steps ({level:.3g})"
-        return Finding(share, f"{metric} = {last[-1]:.3g} is {known}: {words}")
+        return Cause(share, f"{metric} = {last[-1]:.3g} is {known}: {words}")
 
     return Alarm(name, (metric,), watch, f"{name}_below")
 
 
-def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Cause | None:
     """The mismatch is more than `threshold` times that of the first `window` rows, or the floor.
 
     The start is their median: a mean would let one early spike hide all later growth.
@@ -164,10 +164,10 @@ def mismatch_grows(rows: Sequence[Row], window: int, threshold: float) -> Findin
         return None
     first = f"{start:.2g} (median of its first {window} steps)"
     grown = f"{metric} has grown from {first} to {fmean(last):.2g}"
-    return Finding(growth, f"{grown}: the sampler drifts away from the policy")
+    return Cause(growth, f"{grown}: the sampler drifts away from the policy")
 
 
-def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Cause | None:
     """Held-out accuracy is below the best so far, and their 95 % intervals do not overlap.
 
     The best of many is high by luck, so intervals are widened for as many comparisons (Bonferroni).
@@ -183,11 +183,11 @@ def held_out_falls(rows: Sequence[Row], window: int, threshold: float) -> Findin
             after = f"after step {best['step']:g}" if best["step"] >= 0 else "before training"
             fall = f"{metric} fell from {best[metric]:.1%} ({after}) to {last[metric]:.1%}"
             chance = f"more than chance explains in {len(scored)} evaluations"
-            return Finding(last[metric], f"{fall}, {chance}")
+            return Cause(last[metric], f"{fall}, {chance}")
     return None
 
 
-def graders_time_out(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+def graders_time_out(rows: Sequence[Row], window: int, threshold: float) -> Cause | None:
     """More graders were killed in this row, in training or in an evaluation, than allowed."""
     names = (name for name in rows[-1] if name.endswith(("/timeouts", "/num_timeouts")))
     killed = {name: n for name in names if (n := rows[-1][name]) > threshold}
@@ -196,16 +196,16 @@ def graders_time_out(rows: Sequence[Row], window: int, threshold: float) -> Find
     places = {name: name.rpartition("/")[0].replace("reward", "training") for name in killed}
     listed = ", ".join(f"{n:g} in {places[name]}" for name, n in killed.items())
     scored = "the reward of such an answer is task.timeout_score, and held-out ones count as wrong"
-    return Finding(
+    return Cause(
         max(killed.values()), f"graders were killed at task.grade_timeout: {listed}; {scored}"
     )
 
 
-def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Finding | None:
+def is_broken(rows: Sequence[Row], window: int, threshold: float) -> Cause | None:
     """A metric of this row is not a finite number."""
     broken = {name: x for name, x in rows[-1].items() if not math.isfinite(x)}
     listed = ", ".join(f"{name} = {x}" for name, x in broken.items())
-    return Finding(float(len(broken)), listed) if broken else None
+    return Cause(float(len(broken)), listed) if broken else None
 
 
 ALARMS = (
@@ -302,22 +302,22 @@ class Monitor:
         if self.reason_to_stop is not None:
             raise TrainingError(self.reason_to_stop)
 
-    def _find_alarms(self, rows: Sequence[Row]) -> dict[str, Finding]:
+    def _find_alarms(self, rows: Sequence[Row]) -> dict[str, Cause]:
         """The wanted alarms that are on after these rows."""
         config = self._config
         wanted = [alarm for alarm in ALARMS if rows and alarm.is_wanted(config)]
         return {alarm.name: found for alarm in wanted if (found := alarm.find(rows, config.alarms))}
 
     def _act(self, step: int) -> None:
-        was_on, findings = self._on, self._find_alarms(self._rows)
-        self._on = findings.keys()
-        for alarm in (alarm for alarm in ALARMS if alarm.name in findings):
+        was_on, causes = self._on, self._find_alarms(self._rows)
+        self._on = causes.keys()
+        for alarm in (alarm for alarm in ALARMS if alarm.name in causes):
             action = getattr(self._config.alarms, alarm.name)
             if action != "stop" and alarm.name in was_on:
                 continue
-            self._sound(alarm, step, action, findings[alarm.name])
+            self._sound(alarm, step, action, causes[alarm.name])
             if action == "stop":
-                self._ask_to_stop(alarm, step, findings[alarm.name])
+                self._ask_to_stop(alarm, step, causes[alarm.name])
             elif action == "requantize":
                 self._parts.renew_engine()
             elif action == "full":
@@ -329,28 +329,28 @@ class Monitor:
         """At the end of a run too short for `no_signal`: a word if no step had a signal."""
         num_steps = len([row for row in self._rows if "reward/std" in row])
         is_short = 0 < num_steps < self._config.alarms.no_signal_steps
-        if is_short and (finding := lacks_signal(self._rows, 0, num_steps)):
-            self._sound(ALARMS[0], step, "warn", finding)
+        if is_short and (cause := lacks_signal(self._rows, 0, num_steps)):
+            self._sound(ALARMS[0], step, "warn", cause)
 
-    def _sound(self, alarm: Alarm, step: int, action: str, finding: Finding) -> None:
+    def _sound(self, alarm: Alarm, step: int, action: str, cause: Cause) -> None:
         threshold = alarm.limit(self._config.alarms)
         self._run.event(
             "alarm",
-            f"{alarm.name}, step {step}: {finding.message}{MEANING[action]}",
+            f"{alarm.name}, step {step}: {cause.message}{MEANING[action]}",
             name=alarm.name,
             step=step,
-            value=finding.value,
+            value=cause.value,
             threshold=None if math.isnan(threshold) else threshold,
             action=action,
         )
 
-    def _ask_to_stop(self, alarm: Alarm, step: int, finding: Finding) -> None:
+    def _ask_to_stop(self, alarm: Alarm, step: int, cause: Cause) -> None:
         has_saved = self._config.save.keep and step >= 0
         saved = f"All {step + 1} steps are saved" if has_saved else "Nothing was saved"
         when = f"after step {step}" if step >= 0 else "before its first step"
         remedy = f"fix the cause, or add --alarms.{alarm.name} warn to the same command to continue"
         self.reason_to_stop = (
-            f"the alarm {alarm.name} stopped the run {when}: {finding.message}. "
+            f"the alarm {alarm.name} stopped the run {when}: {cause.message}. "
             f"{saved} in {self._run.path}; {remedy} (docs/alarms.md)"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -89,19 +89,20 @@ def import_extra(module: str, package: str, extra: str, purpose: str) -> Any:
         raise MissingExtra(package, extra, purpose) from error
 
 
-def check_call(part: Callable[..., Any], key: str, *arguments: str) -> None:
+def check_call(
+    part: Callable[..., Any], key: str, *arguments: str, keywords: Sequence[str] = ()
+) -> None:
     """Refuse a function of yours, or the class of one, that cannot be called with these."""
     try:
         signature = inspect.signature(part)
     except (TypeError, ValueError):  # a few built-in ones do not say what they take
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         name = getattr(part, "__qualname__", repr(part))
-        raise ConfigError(
-            f"{key}: {name}{signature} must take ({', '.join(arguments)}): {error}"
-        ) from None
+        wanted = ", ".join((*arguments, "*", *keywords) if keywords else arguments)
+        raise ConfigError(f"{key}: {name}{signature} must take ({wanted}): {error}") from None
 
 
 def kind_of(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,7 +15,7 @@ from qurl.config.rules import BUILT_IN
 from qurl.errors import ConfigError
 from qurl.losses import SURROGATES, Surrogate, facts_of
 from qurl.objectives import Advantage, Objective
-from qurl.plugins import is_users_own, load_plugin, name_of
+from qurl.plugins import check_call, is_users_own, load_plugin, name_of
 from qurl.rewards import Reward
 from qurl.rollout import Engine
 from qurl.rollout.episode import Episode
@@ -75,10 +74,11 @@ class Choices:
                 given[part] = built_in[part].get(name)
             elif part == "task" or key in SAMPLING_PARTS:
                 given[part] = name
-        if isinstance(given["engine"], type):
-            check_engine(given["engine"])
-        if given["engine"] is not None:
-            _check_factory(given["engine"])
+        engine, options = given["engine"], ("quant", "compute_dtype")
+        if isinstance(engine, type):
+            check_engine(engine)
+        if engine is not None:
+            check_call(engine, "rollout.engine", "model", "tokenizer", keywords=options)
         for part, key in KEYS.items():
             value = attrgetter(key)(config) if given[part] is None else given[part]
             if key in SIGNATURES and isinstance(value, str) and is_users_own(value):
@@ -117,22 +117,6 @@ class Choices:
     def facts(self) -> tuple[Objective, Advantage]:
         """Facts of the objective and of the advantage, which may carry none."""
         return facts_of(self.objective), getattr(self.advantage, "facts", Advantage())
-
-
-def _check_factory(factory: EngineFactory) -> None:
-    """Refuse a maker of engines that takes other arguments; a few built-in ones do not say."""
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:
-        return
-    try:
-        signature.bind(None, None, quant="none", compute_dtype=None)
-    except TypeError as error:
-        name = getattr(factory, "__name__", repr(factory))
-        raise ConfigError(
-            f"rollout.engine: {name}{signature} must take (model, tokenizer, *, quant, "
-            f"compute_dtype): {error}"
-        ) from None
 
 
 def check_engine(engine: Any) -> None:

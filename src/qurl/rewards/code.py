@@ -10,13 +10,15 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from textwrap import dedent
 from typing import Any
 
 from qurl.programs import read_tests
 from qurl.rewards.sandbox import Limits, Sandbox, Subprocess
+
+Score = Callable[[str, str, Mapping[str, Any]], float]
 
 _FENCED = re.compile(r"```[^`\n]++```|```[ \t]*+([\w.+#-]*+)[^`\n]*+\n(.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
@@ -40,37 +42,31 @@ main()
 """
 
 
-class CodeReward:
-    """Grades programs in a sandbox."""
+def make_reward(sandbox: Sandbox, limits: Limits | None = None) -> Score:
+    """The reward `code` with a sandbox of your own: `score = make_reward(MySandbox())`."""
+    usual = limits or Limits()
 
-    def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
-        self._sandbox, self._limits = sandbox, limits
-
-    def __call__(self, text: str, answer: str, extra: Mapping[str, Any]) -> float:
-        program, limits = find_program(text), self._limits
+    def score_code(text: str, answer: str, extra: Mapping[str, Any]) -> float:
         del answer  # It may be a solution, of many.
+        program = find_program(text)
         pairs, statements, seconds = read_tests(extra)
         if program is None:
             return 0.0
-        if seconds is not None:
-            limits = replace(limits, seconds=seconds)
+        allowed = usual if seconds is None else replace(usual, seconds=seconds)
         if statements:
             token = secrets.token_hex()
             work = {"program": program, "tests": statements, "token": token}
-            return float(self._sandbox.run(_DRIVER, json.dumps(work), limits).output == token)
+            return float(sandbox.run(_DRIVER, json.dumps(work), allowed).output == token)
         for given, expected in pairs:
-            ran = self._sandbox.run(program, given, limits)
+            ran = sandbox.run(program, given, allowed)
             if ran.finish != "ok" or _words(ran.output) != _words(expected):
                 return 0.0
         return 1.0
 
-
-def make_reward(sandbox: Sandbox, limits: Limits | None = None) -> CodeReward:
-    """The reward `code` with a sandbox of your own: `score = make_reward(MySandbox())`."""
-    return CodeReward(sandbox, limits or Limits())
+    return score_code
 
 
-def load() -> CodeReward:
+def load() -> Score:
     """The reward with our sandbox, tried out."""
     sandbox = Subprocess()
     if not sandbox.has_spaces:

@@ -196,20 +196,23 @@ def _train(config: Any) -> None:
 
 
 def eval_command(args: list[str]) -> int:
-    recipe, flags = _recipe_and_flags(args)
-    _check_keys(recipe, flags)
+    from qurl.config import load_config
+
+    source, flags = _recipe_and_flags(args)
+    config = load_config(source, flags)  # without torch, so that its errors come at once
     from qurl.run.evaluation import evaluate_model
 
-    evaluate_model(recipe, flags)
+    evaluate_model(source, config)
     return 0
 
 
 def validate_command(args: list[str]) -> int:
-    recipe, flags = _recipe_and_flags(args)
-    _check_keys(recipe, flags)
+    from qurl.config import load_config
+
+    config = load_config(*_recipe_and_flags(args))  # without torch, so that its errors come at once
     from qurl.run.validate import validate
 
-    return 0 if validate(recipe, flags) else 2
+    return 0 if validate(config) else 2
 
 
 def doctor_command(args: list[str]) -> int:
@@ -357,13 +360,6 @@ def _recipe_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
     if late := [a for a in args if a.endswith(".toml")]:
         raise ConfigError(f"the recipe comes before the flags: put {late[0]} first")
     return None, args
-
-
-def _check_keys(recipe: str | None, flags: list[str]) -> None:
-    """Refuse a wrong recipe, or print every key and end, before torch is imported."""
-    from qurl.config import load_config
-
-    load_config(recipe, flags)
 
 
 def _option(name: str, args: list[str], default: Default = None) -> tuple[str | Default, list[str]]:

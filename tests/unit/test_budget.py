@@ -524,7 +524,7 @@ def test_the_text_of_several_trainers(on_gpu, monkeypatch):
 
 
 def validate_memory(flags):
-    recipe = qurl.run.validate.Recipe(None, flags)
+    recipe = qurl.run.validate.Recipe(load_config(None, flags))
     recipe.check_model()
     return recipe.check_memory()
 

@@ -60,9 +60,11 @@ class EvalResult:
         }
 
 
-def evaluate_model(source: str | None, flags: Sequence[str]) -> list[EvalResult]:
-    """`qurl eval`: accuracy of `model.path`, or of a run's newest checkpoint, in each precision."""
-    config = load_config(source, flags)
+def evaluate_model(source: str | None, config: Config) -> list[EvalResult]:
+    """`qurl eval`: accuracy of `model.path`, or of a run's newest checkpoint, in each precision.
+
+    The config is that of `source`, with flags.
+    """
     device = prepare_torch(config)
     weights = _weights_to_evaluate(source, config)
     policy = load_trained_policy(weights, config.model, device)

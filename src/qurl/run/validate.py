@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qurl.config import load_config
+from qurl.config import Config
 from qurl.config.rules import find_warnings
 from qurl.errors import ConfigError, MissingExtra, ModelError, QurlError
 from qurl.ops.device import pick_device
@@ -56,14 +56,14 @@ NUM_PROMPTS = 32
 """Prompts that are made of real rows, spread over the task."""
 
 
-def validate(source: str | None, flags: Sequence[str]) -> bool:
+def validate(config: Config) -> bool:
     """Check a recipe as far as possible without training; print a line per check."""
-    recipe = Recipe(source, flags)
+    recipe = Recipe(config)
     print("ok    keys and values")
-    for warning in find_warnings(recipe.config):
+    for warning in find_warnings(config):
         print(f"note  {warning}")
     checks: dict[str, Callable[[], str]] = {
-        "device": lambda: str(pick_device(recipe.config.device)),
+        "device": lambda: str(pick_device(config.device)),
         "parts": recipe.check_parts,
         "run directory": recipe.check_run_dir,
         "packages": recipe.check_packages,
@@ -95,8 +95,8 @@ def validate(source: str | None, flags: Sequence[str]) -> bool:
 class Recipe:
     """A recipe and what the checks so far have read; None if that failed."""
 
-    def __init__(self, source: str | None, flags: Sequence[str]) -> None:
-        self.config = load_config(source, flags)
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self.tokenizer: Any = None
         self.model: Any = None  # on the meta device, without weights
         self.task: Task | None = None

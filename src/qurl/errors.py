@@ -88,4 +88,4 @@ class MissingExtra(QurlError, ImportError):
 
 def first_line(error: BaseException) -> str:
     """What an error says in one line; its kind if it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

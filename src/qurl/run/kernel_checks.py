@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from triton.errors import TritonError
 
-from qurl.errors import QurlError
+from qurl.errors import QurlError, first_line
 from qurl.ops import coding, flash
 from qurl.ops.attention import attend_dense
 from qurl.ops.device import default_dtype
@@ -100,8 +100,8 @@ def judge(name: str, gap: float) -> Finding:
 
 
 def broken(name: str, error: BaseException) -> Finding:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return Finding("FAIL", f"kernels of {name}", f"{type(error).__name__}: {lines[0]}", ADVICE)
+    cause = f"{type(error).__name__}: {first_line(error)}"
+    return Finding("FAIL", f"kernels of {name}", cause, ADVICE)
 
 
 def build_model(device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qurl.advantages import ESTIMATORS
 from qurl.config import build_config
-from qurl.errors import QurlError, TrainingError
+from qurl.errors import QurlError, TrainingError, first_line
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
 from qurl.ops.device import pick_device
@@ -78,8 +78,7 @@ def _guard(
     try:
         yield from check(*arguments)
     except (QurlError, RuntimeError, TimeoutError) as error:
-        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        yield Finding("FAIL", name, cause, ADVICE)
+        yield Finding("FAIL", name, f"{type(error).__name__}: {first_line(error)}", ADVICE)
         return False
     return True
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qurl.errors import ConfigError, DataError
+from qurl.errors import ConfigError, DataError, first_line
 from qurl.tasks.columns import read_row
 from qurl.tasks.files import read_columns
 from qurl.tasks.sources import SOURCES, HubFile
@@ -43,10 +43,9 @@ def _download(source: HubFile, target: Path) -> list[Path]:
     try:
         folder = snapshot_download(source.repo, **options)
     except (OSError, EntryNotFoundError, HfHubHTTPError) as error:
-        first_line = str(error).strip().partition("\n")[0]
         raise DataError(
             f"cannot get {source.pattern} of the data set {source.repo} from the hub: "
-            f"{first_line}. Without a network, write {target} yourself: JSON lines with "
+            f"{first_line(error)}. Without a network, write {target} yourself: JSON lines with "
             f"{' and '.join(repr(column) for column in source.columns)}"
         ) from error
     paths = sorted(Path(folder).glob(source.pattern))

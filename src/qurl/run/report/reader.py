@@ -14,7 +14,7 @@ from qurl.config import read_recipe
 from qurl.errors import DataError
 from qurl.run.directory import CONFIG, EVALS, EVENTS, METRICS, SAMPLES, flatten
 from qurl.run.report.charts import is_charted
-from qurl.run.report.samples import choose_lines, parse_sample, printable
+from qurl.run.report.samples import choose_lines, finite, parse_sample, printable
 from qurl.run.report.verdict import LEVELS, ORDER, Facts, judge
 
 MAX_ROWS = 4000
@@ -130,7 +130,7 @@ class RunReader:
         stride = math.ceil(len(rows) / MAX_ROWS)
         kept: list[Mapping[str, Any]] = []
         for index, row in enumerate(rows):
-            parts = {name: _finite(x) or 0.0 for name, x in row.items() if "timing_s/" in name}
+            parts = {name: finite(x) or 0.0 for name, x in row.items() if "timing_s/" in name}
             self._seconds += parts.get("timing_s/step", sum(parts.values()))
             is_evaluation = any(name.startswith("eval/") for name in row)
             if index % stride == 0 or is_evaluation or index == len(rows) - 1:
@@ -139,7 +139,7 @@ class RunReader:
         for index, row in enumerate(kept):
             for name, value in row.items():
                 if name in ("step", "seconds") or is_charted(name):
-                    columns[name][index] = _finite(value)
+                    columns[name][index] = finite(value)
         return dict(columns), stride
 
     def _samples(self, is_new: bool) -> list[dict[str, Any]]:
@@ -158,15 +158,6 @@ def _loudest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ranks = [ORDER.index(LEVELS.get(str(event.get("kind")), "info")) for event in events]
     order = sorted(range(len(events)), key=lambda i: (ranks[i], -i))
     return [events[i] for i in sorted(order[:MAX_EVENTS])]
-
-
-def _finite(value: Any) -> float | int | None:
-    """Six digits suffice for a curve; a number that is not finite is a gap in it."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value if abs(value) < 2**53 else None
-    if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.6g}")
-    return None
 
 
 def _shown(value: Any) -> Any:

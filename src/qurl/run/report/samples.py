@@ -65,7 +65,7 @@ def parse_sample(line: bytes, config: Mapping[str, Any], where: str) -> dict[str
         "prompt": printable(str(record.get("prompt", ""))),
         "answer": printable(str(record.get("answer", ""))),
         "completion": printable(str(record.get("completion", "")))[:4000] if not tokens else "",
-        "reward": _finite(record.get("reward")),
+        "reward": finite(record.get("reward")),
         "finish": str(record.get("finish", "")),
         "length": len(tokens),
         "left_out": num_left_out,
@@ -138,10 +138,10 @@ def _shorten(length: int) -> tuple[list[int], int]:
     return kept, length - len(kept)
 
 
-def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-    try:
-        number = float(value) if is_number else math.nan
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+def finite(value: Any) -> float | int | None:
+    """Six digits suffice for a page; a number that is not finite is a gap in it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < 2**53 else None
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.6g}")
+    return None

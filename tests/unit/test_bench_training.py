@@ -101,20 +101,17 @@ def test_the_config_of_an_arm():
 
 def test_training_arms_begin_with_bf16(monkeypatch):
     monkeypatch.setattr(BatchBench, "config", lambda self, arm: None)
-    bench = TrainBench(**SMALL, quant="fp8,none", unified=True, backward="bf16,all")
+    bench = TrainBench(**SMALL, arms="fp8-unified, none,fp8-unified-all,none")
     names = [arm.name for arm, _ in plan_arms(bench, CPU)]
     assert names == ["none", "fp8-unified", "fp8-unified-all"]
-    plain = TrainBench(**SMALL, quant="none,int8")
-    assert [arm.name for arm, _ in plan_arms(plain, CPU)] == ["none", "int8"]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["train", "--quant", "int3"], "'int3' is not one of none, int8"),
+        (["train", "--arms", "int3"], "'int3' is not an arm"),
+        (["train", "--arms", "none-unified"], "quant.unified = true needs quant.format"),
         (["train", "--model", "8B"], "'8B' is not one of tiny"),
-        (["train", "--backward", "all"], "--backward all needs --unified"),
-        (["train", "--unified"], "--unified needs a --quant of int8, fp8"),
         (["train", "--profile", "5", "--device", "cpu"], "--profile needs a GPU"),
         (["train", "--sequences", "12"], "--sequences 12 must be a multiple of --group 8"),
         (["step", "--prompt-tokens", "0"], "--prompt-tokens 0 must be at least 1"),
@@ -205,9 +202,9 @@ def test_trace():
 
 
 def test_train_on_a_cpu(tmp_path, capsys):
-    """Two arms that train alike: without --unified, a format is the engine's alone."""
+    """Two arms that train alike: without -unified, a format is the engine's alone."""
     out = tmp_path / "train.json"
-    run_train(TrainBench(**{**SMALL, "repeats": 2}, quant="none,int8", out=out))
+    run_train(TrainBench(**{**SMALL, "repeats": 2}, arms="none,int8", out=out))
     header, *rows, saved = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["model", "arm", "batch"]
     assert [row.split()[:3] for row in rows] == [["tiny", a, "8x5+7"] for a in ("none", "int8")]
@@ -268,7 +265,7 @@ def test_a_wrong_update_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("qurl.trainer.learner.Learner.update", broken)
     out = tmp_path / "train.json"
     with pytest.raises(TrainingError, match="gradient norm is 5 where the first arm has 1"):
-        run_train(TrainBench(**SMALL, quant="none,int8", out=out))
+        run_train(TrainBench(**SMALL, arms="none,int8", out=out))
     assert list(json.loads(out.read_text())["results"]) == ["tiny none 8x5+7"]
 
 

@@ -55,6 +55,11 @@ class Arm:
             quant["kv"] = "fp8"
         return Arm(name, quant)
 
+    @staticmethod
+    def list_of(names: str) -> list[Arm]:
+        """Arms separated by commas, without duplicates."""
+        return [Arm.of(name) for name in dict.fromkeys(map(str.strip, names.split(",")))]
+
     def apply(self, config: Config) -> Config:
         """A recipe with this [quant]."""
         quant = {"kv": "none", "unified": False, "backward": "bf16", **self.quant}

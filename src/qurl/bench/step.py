@@ -107,7 +107,7 @@ def plan_step(bench: StepBench) -> tuple[list[Shape], list[Arm], list[str]]:
     """Shapes, arms and kinds of lengths; raises if one cannot be measured."""
     bench.check()
     shapes = [SHAPES[name] for name in split_list("model", bench.model)]
-    arms = [Arm.of(name) for name in dict.fromkeys(map(str.strip, bench.arms.split(",")))]
+    arms = Arm.list_of(bench.arms)
     for arm in arms:
         step_config(bench, arm, Path("run"), Path("model"))
     lengths = split_list("lengths", bench.lengths, LENGTHS)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from qurl.advantages import ESTIMATORS
-from qurl.bench.arms import BACKWARDS, Arm, BatchBench
+from qurl.bench.arms import Arm, BatchBench
 from qurl.bench.limits import Products, Speed, find_speed
 from qurl.bench.profile import summarize_kernels, trace_kernels
 from qurl.bench.record import Record, free_memory, paused_gc, time_call
@@ -25,7 +25,6 @@ from qurl.errors import ConfigError, TrainingError
 from qurl.losses import SURROGATES
 from qurl.objectives import ADVANTAGES
 from qurl.ops.device import peak_memory, pick_device
-from qurl.quant.formats import FORMATS
 from qurl.run.shape import Shape
 from qurl.trainer.learner import Learner
 from qurl.trainer.policy import Policy
@@ -53,12 +52,9 @@ class TrainBench(BatchBench):
     an update needs, and "of limit" is their share of what the hardware multiplies in that time.
     """
 
-    quant: str = "none"
-    """Formats: none, int8, fp8, fp8-block, int6, int4, nvfp4; several with commas."""
-    unified: bool = False
-    """Train in the formats too (quant.unified); without it, all formats train in BF16."""
-    backward: str = "bf16"
-    """Gradients of --unified in 8 bits (quant.backward): bf16, dgrad, all; several with commas."""
+    arms: str = "none"
+    """A format (none, int8, fp8, ...), then -unified, -unified-dgrad or -unified-all, without which
+    it trains in BF16; several with commas."""
     profile: int = 0
     """Print and save this many of the kernels with most time, of one more update; needs a GPU."""
 
@@ -103,18 +99,9 @@ def run_train(bench: TrainBench) -> None:
 def plan_arms(bench: TrainBench, device: torch.device) -> list[tuple[Arm, Config]]:
     """The arms, BF16 first; raises if one cannot be measured."""
     bench.check()
-    quants = split_list("quant", bench.quant, ("none", *FORMATS))
-    backwards = split_list("backward", bench.backward, BACKWARDS)
     if bench.profile and device.type != "cuda":
         raise ConfigError("--profile needs a GPU")
-    if backwards != ["bf16"] and not bench.unified:
-        raise ConfigError(f"--backward {bench.backward} needs --unified")
-    if bench.unified and quants == ["none"]:
-        raise ConfigError(f"--unified needs a --quant of {', '.join(FORMATS)}")
-    unified = ["-unified" + (f"-{b}" if b != "bf16" else "") for b in backwards]
-    suffixes = unified if bench.unified else [""]
-    names = [q + s for q in quants for s in ([""] if q == "none" else suffixes)]
-    arms = sorted(map(Arm.of, names), key=lambda arm: arm.is_unified)
+    arms = sorted(Arm.list_of(bench.arms), key=lambda arm: arm.is_unified)
     return [(arm, bench.config(arm)) for arm in arms]
 
 

@@ -117,8 +117,7 @@ def replace_state(folder: Path, **changes: Any) -> None:
     """Change entries of a checkpoint's state.pt."""
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     torch.save(state | changes, folder / "state.pt")
-    if (folder / CHECKSUMS).exists():
-        _write_checksums(folder)
+    _write_checksums(folder)
 
 
 def _write_checksums(folder: Path) -> None:

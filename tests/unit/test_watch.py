@@ -105,7 +105,8 @@ def test_no_file_is_served(run, path):
         ("evil.example:{port}", 421),
         ("127.0.0.1.evil.example:{port}", 421),
         ("localhost:1", 200),  # as through `ssh -L 1:localhost:{port}`
-        ("localhost", 421),
+        ("localhost", 200),
+        ("[::1]", 200),
         ("", 421),
         (None, 421),
     ],

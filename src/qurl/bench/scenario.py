@@ -269,7 +269,7 @@ class Scenario:
         if self.config.correction.mode == "auto":
             notes.append(
                 'correction.mode = "auto": BF16 and unified arms are taken to skip the prox '
-                "forward, int8 and fp8 to need it, as in all steps that we timed"
+                "forward, int8 and fp8 to need it"
             )
         if self.config.model.lora_rank:
             notes.append(

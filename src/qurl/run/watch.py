@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import sys
@@ -112,8 +113,8 @@ class Handler(BaseHTTPRequestHandler):
             if hmac.compare_digest(token.encode(), self.server.token.encode()):
                 return None
             return HTTPStatus.FORBIDDEN, "The token is missing or wrong: use the printed address."
-        name, _, _ = self.headers.get("Host", "").rpartition(":")
-        if name in LOCAL_NAMES:  # at any port, which a tunnel may change
+        name = re.sub(r":\d+$", "", self.headers.get("Host", ""))
+        if name in LOCAL_NAMES:  # at any port, which a tunnel may change; browsers leave out 80
             return None
         return HTTPStatus.MISDIRECTED_REQUEST, "This server answers to localhost only."
 

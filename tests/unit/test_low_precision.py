@@ -9,12 +9,13 @@ import torch
 from models import build_learner, random_batch, tiny_llama, tiny_policy
 from torch import nn
 
+from benchmarks.low_precision_sac import CompensatedHAdam, add_compensated_
 from qurl.config import OptimConfig, build_config
 from qurl.config.rules import find_mistakes
 from qurl.errors import ConfigError
 from qurl.rollout import build_engine
 from qurl.trainer.hadam import FIRST_SCALE, HAdam, hypot
-from qurl.trainer.masters import REST, add_compensated_, join, narrow_masters_, split, widen
+from qurl.trainer.masters import REST, join, narrow_masters_, split, widen
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, optimizer_metrics
 
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
@@ -127,9 +128,9 @@ def test_a_compensated_sum():
 def test_fp16_parameters_with_kahans_sum():
     """Steps of 1e-4 on a weight of 1, whose neighbours are 1e-3 / 2 and 1e-3 away."""
     weights = [nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
-    for weight, is_compensated in zip(weights, (True, False), strict=True):
-        options = {"lr": 1e-4, "betas": (0.9, 0.999), "is_compensated": is_compensated}
-        optimizer = HAdam([{"params": [weight]}], moments=torch.float16, **options)
+    for weight, kind in zip(weights, (CompensatedHAdam, HAdam), strict=True):
+        options = {"lr": 1e-4, "betas": (0.9, 0.999), "moments": torch.float16}
+        optimizer = kind([{"params": [weight]}], **options)
         for _ in range(100):
             weight.grad = torch.full_like(weight, 0.1)
             optimizer.step()

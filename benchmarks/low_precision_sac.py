@@ -23,6 +23,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from benchmarks.scripts import RESULTS, write_result
 from qurl.bench.record import describe_machine
 from qurl.trainer.hadam import HAdam
-from qurl.trainer.masters import add_compensated_
 
 ENVS, HORIZON, BATCH, WIDTH = 32, 40, 128, 64
 GAMMA, TAU, TARGET_SCALE = 0.95, 0.01, 1e4
@@ -110,6 +110,25 @@ class Target:
                 own.add_(TAU * (p - own))
 
 
+def add_compensated_(total: Tensor, compensation: Tensor, update: Tensor) -> None:
+    """total += update, with what rounding loses kept for the next time.
+
+    y = update - c;   t = total + y;   c = (t - total) - y;   total = t
+    """
+    y = update - compensation
+    new = total + y
+    compensation.copy_((new - total) - y)
+    total.copy_(new)
+
+
+class CompensatedHAdam(HAdam):
+    """Updates parameters of any dtype in their own arithmetic, with Kahan's sum; no decay."""
+
+    def _move(self, parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        compensation = self.state[parameter].setdefault("compensation", torch.zeros_like(parameter))
+        add_compensated_(parameter, compensation, -group["lr"] * direction)
+
+
 class Updater:
     """An optimizer with the loss scale of its own, or plain Adam."""
 
@@ -117,8 +136,9 @@ class Updater:
         options = {"lr": LR, "betas": BETAS}
         self.hadam, self.num_skipped = None, 0
         if arm.is_fixed:
-            options |= {"moments": arm.dtype, "is_compensated": is_compensated}
-            self.hadam = HAdam([{"params": parameters}], **options)
+            options["moments"] = arm.dtype
+            kind = CompensatedHAdam if is_compensated else HAdam
+            self.hadam = kind([{"params": parameters}], **options)
         self.optimizer = self.hadam or torch.optim.Adam(parameters, foreach=False, **options)
 
     def step(self, loss: Tensor) -> None:

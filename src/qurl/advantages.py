@@ -83,19 +83,16 @@ def group_advantages(
     count = _group_sum(torch.ones_like(flat), index)
     mean = _group_sum(flat, index) / count
     is_single = count == 1
-    centered = flat - mean
+    others, centered = (count - 1).clamp(min=1), flat - mean
+    advantages = torch.where(is_single, flat, centered)
     if kind == "rloo":
-        advantages = centered * count / (count - 1).clamp(min=1)
-    elif kind == "dr_grpo":
-        advantages = torch.where(is_single, flat, centered)
+        advantages = centered * count / others
     elif kind == "grpo":
-        std = (_group_sum(centered.square(), index) / (count - 1).clamp(min=1)).sqrt()
-        advantages = torch.where(is_single, flat, centered)
-        advantages = advantages / (torch.where(is_single, torch.ones_like(std), std) + GRPO_EPS)
+        std = (_group_sum(centered.square(), index) / others).sqrt()
+        advantages = advantages / (torch.where(is_single, 1.0, std) + GRPO_EPS)
     elif kind == "reinforce_pp":
-        centered = torch.where(is_single, flat, centered)
-        advantages = whiten(centered, torch.ones_like(centered))
-    else:
+        advantages = whiten(advantages, torch.ones_like(advantages))
+    elif kind != "dr_grpo":
         raise ValueError(f"kind = {kind!r} is not one of grpo, dr_grpo, rloo, reinforce_pp")
     dtype = rewards.dtype if rewards.is_floating_point() else advantages.dtype
     return advantages.reshape(rewards.shape).to(dtype)

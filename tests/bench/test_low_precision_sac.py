@@ -4,16 +4,20 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.low_precision_sac import (
     ARMS,
     Arm,
+    CompensatedHAdam,
     Target,
+    add_compensated_,
     network,
     normal_log_prob,
     tanh_log_slope,
     train,
 )
+from qurl.trainer.hadam import HAdam
 
 HALF = torch.float16
 
@@ -70,3 +74,27 @@ def test_a_few_updates(name):
     is_finite = all(bool(p.isfinite().all()) for p in weights)
     assert is_finite == (name != "fp16, naive")
     assert math.isnan(score) == (name == "fp16, naive")
+
+
+def test_a_compensated_sum():
+    """10,000 times 1e-4 is 1. Without compensation FP16 stands still at 1/4."""
+    total, plain, compensation = torch.zeros(3, 1, dtype=torch.float16)
+    update = torch.full((1,), 1e-4, dtype=torch.float16)
+    for _ in range(10_000):
+        plain += update
+        add_compensated_(total, compensation, update)
+    assert plain.item() == 0.25
+    assert total.item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_fp16_parameters_with_kahans_sum():
+    """Steps of 1e-4 on a weight of 1, whose neighbours are 1e-3 / 2 and 1e-3 away."""
+    weights = [nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
+    for weight, kind in zip(weights, (CompensatedHAdam, HAdam), strict=True):
+        options = {"lr": 1e-4, "betas": (0.9, 0.999), "moments": torch.float16}
+        optimizer = kind([{"params": [weight]}], **options)
+        for _ in range(100):
+            weight.grad = torch.full_like(weight, 0.1)
+            optimizer.step()
+    assert weights[0].tolist() == pytest.approx([0.99] * 3, abs=1e-3)
+    assert weights[1].tolist() == [1.0] * 3

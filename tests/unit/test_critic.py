@@ -17,7 +17,7 @@ def awake(critic):
 def test_a_fresh_critic_says_zero():
     policy = tiny_policy()
     batch = random_batch(policy)
-    values = Critic(policy)(batch)
+    values = Critic(policy)(policy.layout(batch))
     assert values.shape == batch.mask.shape
     assert (values == 0).all()
 
@@ -27,7 +27,8 @@ def test_the_value_of_a_token_is_read_before_it():
     batch, critic = random_batch(policy), awake(Critic(policy))
     changed = batch.token_ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 99
-    before, after = critic(batch), critic(batch.replace(token_ids=changed))
+    batches = (batch, batch.replace(token_ids=changed))
+    before, after = (critic(policy.layout(b)) for b in batches)
     torch.testing.assert_close(before[:, :6], after[:, :6])
     later = batch.mask[:, 6].bool()
     assert later.any()
@@ -40,7 +41,7 @@ def test_values_by_hand():
     batch, critic = random_batch(policy), awake(Critic(policy))
     states = policy.model.base_model(input_ids=batch.token_ids).last_hidden_state
     expected = states[:, :-1] @ torch.linspace(-1, 1, 32) + 0.5
-    values = critic(batch)
+    values = critic(policy.layout(batch))
     torch.testing.assert_close(values[:, 1:], expected * batch.mask[:, 1:])
     assert (values[:, 0] == 0).all()
 
@@ -48,7 +49,7 @@ def test_values_by_hand():
 def test_gradients_reach_head_and_backbone_but_not_the_policy():
     policy = tiny_policy()
     critic = awake(Critic(policy))
-    critic(random_batch(policy)).square().sum().backward()
+    critic(policy.layout(random_batch(policy))).square().sum().backward()
     assert all(p.grad is not None for p in critic.parameters())
     assert all(p.grad.abs().sum() > 0 for p in critic.parameters())
     assert all(p.grad is None for p in policy.model.parameters())

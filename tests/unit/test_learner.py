@@ -165,7 +165,8 @@ def test_recompute_scores_with_policy_reference_and_critic():
     policy_scores, ref_scores = learner.policy.score(batch), reference.score(batch)
     torch.testing.assert_close(found.logp_prox, policy_scores.logp, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.logp_ref, ref_scores.logp, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.values, learner.critic(batch), atol=1e-5, rtol=0)
+    values = learner.critic(learner.policy.layout(batch))
+    torch.testing.assert_close(found.values, values, atol=1e-5, rtol=0)
     keep = batch.mask.bool()
     assert metrics["actor/entropy"] == pytest.approx(
         policy_scores.entropy[keep].mean().item(), rel=1e-5
@@ -419,7 +420,7 @@ def test_the_host_waits_for_nothing_while_pieces_are_computed(monkeypatch):
             loss, stats = learner._policy_terms(piece, 10.0, is_prox=True, scores=[])
             loss.backward()
             meter.add(stats, weight=len(piece.layout.scored))
-            learner.critic(piece.batch, piece.layout).sum().backward()
+            learner.critic(piece.layout).sum().backward()
         meter.finish_update({"norm": 1.0})
         assert reads.found == []
         loss.item()

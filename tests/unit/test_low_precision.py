@@ -14,7 +14,7 @@ from qurl.config.rules import find_mistakes
 from qurl.errors import ConfigError
 from qurl.rollout import build_engine
 from qurl.trainer.hadam import FIRST_SCALE, HAdam, hypot
-from qurl.trainer.masters import REST, add_compensated_, join, narrow_masters_, split, widen
+from qurl.trainer.masters import REST, join, narrow_masters_, split, widen
 from qurl.trainer.optimizer import apply_gradients, build_optimizer, optimizer_metrics
 
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
@@ -111,30 +111,6 @@ def test_fp32_gradients_lose_no_step_to_an_overflow():
     assert weight.tolist() == pytest.approx([-0.1, -0.1], rel=1e-3)
     state = optimizer.state[weight]
     assert sum(x.nbytes for x in state.values() if isinstance(x, torch.Tensor)) == 2 * 4
-
-
-def test_a_compensated_sum():
-    """10,000 times 1e-4 is 1. Without compensation FP16 stands still at 1/4."""
-    total, plain, compensation = torch.zeros(3, 1, dtype=torch.float16)
-    update = torch.full((1,), 1e-4, dtype=torch.float16)
-    for _ in range(10_000):
-        plain += update
-        add_compensated_(total, compensation, update)
-    assert plain.item() == 0.25
-    assert total.item() == pytest.approx(1.0, rel=1e-3)
-
-
-def test_fp16_parameters_with_kahans_sum():
-    """Steps of 1e-4 on a weight of 1, whose neighbours are 1e-3 / 2 and 1e-3 away."""
-    weights = [nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
-    for weight, is_compensated in zip(weights, (True, False), strict=True):
-        options = {"lr": 1e-4, "betas": (0.9, 0.999), "is_compensated": is_compensated}
-        optimizer = HAdam([{"params": [weight]}], moments=torch.float16, **options)
-        for _ in range(100):
-            weight.grad = torch.full_like(weight, 0.1)
-            optimizer.step()
-    assert weights[0].tolist() == pytest.approx([0.99] * 3, abs=1e-3)
-    assert weights[1].tolist() == [1.0] * 3
 
 
 def test_masters_are_split_and_joined_to_the_bit():

@@ -177,7 +177,7 @@ def test_nothing_leaks_between_neighbours(family):
     others = [row for row in range(len(batch)) if row != 2]
     with torch.no_grad():
         before, after = policy.score(batch), policy.score(changed)
-        values, new_values = critic(batch), critic(changed)
+        values, new_values = (critic(policy.layout(b)) for b in (batch, changed))
     assert torch.equal(before.logp[others], after.logp[others])
     assert torch.equal(before.entropy[others], after.entropy[others])
     assert torch.equal(values[others], new_values[others])
@@ -200,13 +200,13 @@ def test_values_equal_those_of_padded_sequences(family):
     policy = tiny_policy(model=make_model(family))
     batch = random_batch(policy)
     critic = Critic(policy)
-    assert critic.is_packed
+    assert policy.is_packed
     nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
     other = copy.deepcopy(critic)
-    other.is_packed = False
-    for one in (critic, other):
-        one(batch).square().sum().backward()
-    torch.testing.assert_close(critic(batch), other(batch), atol=1e-5, rtol=1e-5)
+    packed, padded = (BatchLayout.of(batch, is_packed=p) for p in (True, False))
+    critic(packed).square().sum().backward()
+    other(padded).square().sum().backward()
+    torch.testing.assert_close(critic(packed), other(padded), atol=1e-5, rtol=1e-5)
     for name, parameter in critic.named_parameters():
         expected = other.get_parameter(name).grad
         scale = expected.abs().max().item()

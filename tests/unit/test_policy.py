@@ -186,7 +186,7 @@ def test_compiled_layers_compute_the_same(tmp_path, monkeypatch, backend):
         batch = random_batch(plain, rows=rows)
         for policy, critic in zip((plain, compiled), critics, strict=True):
             policy.model.zero_grad()
-            (policy.score(batch).logp.sum() + critic(batch).sum()).backward()
+            (policy.score(batch).logp.sum() + critic(policy.layout(batch)).sum()).backward()
         expected = gradients(plain.model)
         for name, gradient in gradients(compiled.model).items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)

@@ -497,10 +497,11 @@ def test_the_critic_computes_in_full_precision():
         build_learner(build_config(tree), policy).critic
         for policy in (unified_policy("int4"), tiny_policy())
     ]
-    batch = random_batch(tiny_policy())
+    policy = tiny_policy()
+    layout = policy.layout(random_batch(policy))
     for critic in critics:
         nn.init.ones_(critic.head.weight)  # type: ignore[union-attr]
-    assert torch.equal(critics[0](batch), critics[1](batch))  # type: ignore[misc]
+    assert torch.equal(critics[0](layout), critics[1](layout))  # type: ignore[misc]
 
 
 def test_gradient_checkpointing_changes_nothing():

@@ -53,6 +53,12 @@ def attend_torch(
     )
 
 
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[T, T]: each position sees itself and the `window - 1` before it."""
+    at = torch.arange(length, device=device)
+    return (at <= at[:, None]) & (at > at[:, None] - window)
+
+
 def attend_dense(
     q: Tensor,
     k: Tensor,

@@ -6,6 +6,7 @@ import resource
 import sys
 
 import torch
+from torch import Tensor
 
 from qurl.errors import ConfigError
 
@@ -21,6 +22,12 @@ def pick_device(name: str) -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """The dtype of arithmetic and of whatever the engine does not quantize."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast would choose, for operations that it does not know."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -30,7 +30,7 @@ from qurl.ops.flash_kernels import (
     flash_key_gradients_kernel,
     flash_query_gradients_kernel,
 )
-from qurl.ops.launch import divide_up
+from qurl.ops.launch import can_describe, divide_up
 from qurl.ops.target import Target
 
 
@@ -184,8 +184,7 @@ def with_whole_rows(x: Tensor) -> Tensor:
 
 def _describe(a: Tensor, b: Tensor, rows: int, tiles: Tiles) -> tuple[Any, Any]:
     """What the copy engine needs to fetch `rows` tokens of a head of a and b; None without it."""
-    is_aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in (a, b))
-    if not (tiles.copies and is_aligned and Target.of(a.device).has_descriptors):
+    if not (tiles.copies and can_describe(a) and can_describe(b)):
         return None, None
     block = [rows, a.shape[2]]
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qurl.ops.target import Target
@@ -22,6 +23,12 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel with the constant `PDL`, which starts early where it can."""
     has_pdl = Target.of(device).has_pdl
     return {"PDL": has_pdl, "launch_pdl": has_pdl}
+
+
+def can_describe(matrix: Tensor) -> bool:
+    """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
+    return is_aligned and Target.of(matrix.device).has_descriptors
 
 
 def divide_up(a: int, b: int) -> int:

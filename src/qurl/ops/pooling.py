@@ -78,9 +78,13 @@ def summarize(columns: Mapping[str, Tensor], pool: Pool = alone) -> dict[str, fl
 
 
 def _pick(name: str, spread: Spread) -> float:
+    statistic = statistic_of(name)
+    if statistic == "std":
+        return math.sqrt(spread.deviations / spread.count)
+    return {"max": spread.high, "min": spread.low}.get(statistic, spread.mean)
+
+
+def statistic_of(name: str) -> str:
+    """The first of max, min and std that is a word of a metric's name, else mean."""
     words = re.split("[/_]", name)
-    if "max" in words:
-        return spread.high
-    if "min" in words:
-        return spread.low
-    return math.sqrt(spread.deviations / spread.count) if "std" in words else spread.mean
+    return next((kind for kind in ("max", "min", "std") if kind in words), "mean")

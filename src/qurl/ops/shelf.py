@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -133,11 +133,7 @@ class Column(Sequence[Any]):
     def __len__(self) -> int:
         return self.slip.count
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self.slip.read()[self.name][index]
 
     def __iter__(self) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qurl.ops.device import arithmetic_dtype
 from qurl.quant.formats import Format, Quantized, dequantize, get_format, quantize
 from qurl.quant.linear import projections
 from qurl.quant.nvfp4 import GROUP, group_scale
@@ -54,9 +55,7 @@ class CodedLinear(nn.Linear):
         return decode_factor(self.base, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        is_mixed = torch.is_autocast_enabled(kind)
-        x = input.to(torch.get_autocast_dtype(kind) if is_mixed else input.dtype)
+        x = input.to(arithmetic_dtype(input))
         y = _Product.apply(x, self)
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         if self.adapter is None or not self.adapter.is_on:

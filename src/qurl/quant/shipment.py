@@ -34,8 +34,22 @@ class Chunk(dict[str, Tensor]):
 
     @cached_property
     def sums(self) -> dict[str, list[int]]:
-        """See `checksums`."""
-        return _checksums(self) if self else {}
+        """See `checksums`: sums of rows and of columns, weighted by their place and added up.
+
+        For all tensors at once: there are hundreds of them, and on a GPU each operation is a
+        launch.
+        """
+        if not self:
+            return {}
+        device = next(iter(self.values())).device
+        vectors = [x.to(device) for tensor in self.values() for x in _row_and_column_sums(tensor)]
+        lengths = torch.tensor([len(x) for x in vectors]).to(device)
+        ends, joined = lengths.cumsum(0), torch.cat(vectors)
+        starts = torch.repeat_interleave(ends - lengths, lengths, output_size=len(joined))
+        places = torch.arange(1, len(joined) + 1, device=device) - starts
+        running = torch.cat([joined.new_zeros(1), (joined * places).cumsum(0)])
+        sums = running[ends] - running[ends - lengths]
+        return dict(zip(self, sums.view(-1, 2).tolist(), strict=True))  # a GPU is waited for once
 
 
 class Shipment(Protocol):
@@ -156,22 +170,6 @@ def _layer_of(name: str) -> str:
 def checksums(chunk: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Two sums of each tensor's bits that change if a value, a row or a column does or moves."""
     return (chunk if isinstance(chunk, Chunk) else Chunk(chunk)).sums
-
-
-def _checksums(chunk: Chunk) -> dict[str, list[int]]:
-    """Sums of rows and sums of columns, weighted by their place and added up.
-
-    For all tensors at once: there are hundreds of them, and on a GPU each operation is a launch.
-    """
-    device = next(iter(chunk.values())).device
-    vectors = [x.to(device) for tensor in chunk.values() for x in _row_and_column_sums(tensor)]
-    lengths = torch.tensor([len(x) for x in vectors]).to(device)
-    ends, joined = lengths.cumsum(0), torch.cat(vectors)
-    starts = torch.repeat_interleave(ends - lengths, lengths, output_size=len(joined))
-    places = torch.arange(1, len(joined) + 1, device=device) - starts
-    running = torch.cat([joined.new_zeros(1), (joined * places).cumsum(0)])
-    sums = running[ends] - running[ends - lengths]
-    return dict(zip(chunk, sums.view(-1, 2).tolist(), strict=True))  # a GPU is waited for once
 
 
 def _row_and_column_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -157,7 +157,7 @@ def watched_rows(num_rows: int, wanted: int, format: Format | None) -> Tensor:
     return rows[rows < num_rows]
 
 
-def held_rows(weight: Tensor, format: Format | None) -> tuple[Tensor, int]:
+def held_rows(weight: Tensor, format: Format | None = None) -> tuple[Tensor, int]:
     """The rows of a weight that this process holds, and the number of the first.
 
     Shards that cut through the tiles of a block format would have other codes than the whole.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from qurl.ops.shelf import FIELDS
 from qurl.types import Completion, Graded, Problem, Rollout
 
 
@@ -24,14 +26,8 @@ def pack(group: Graded) -> dict[str, Any]:
         "rewards": [float(reward) for reward in group.rewards],
         "details": [{k: float(v) for k, v in detail.items()} for detail in group.details],
         "completions": [
-            {
-                "token_ids": torch.tensor(c.token_ids, dtype=torch.int32),
-                "logprobs": torch.tensor(c.logprobs, dtype=torch.float32),
-                "trained": torch.tensor(c.trained),
-                "versions": torch.tensor(c.versions, dtype=torch.int32),
-                "text": c.text,
-                "finish": c.finish,
-            }
+            {"text": c.text, "finish": c.finish}
+            | {k: torch.from_numpy(np.array(getattr(c, k), dtype)) for k, dtype in FIELDS.items()}
             for c in rollout.completions
         ],
     }
@@ -41,9 +37,8 @@ def unpack(packed: Mapping[str, Any]) -> Graded:
     problem = Problem(
         packed["id"], packed["prompt_ids"].tolist(), packed["answer"], {"prompt": packed["prompt"]}
     )
-    per_token = ("token_ids", "logprobs", "trained", "versions")
     completions = [
-        Completion(text=c["text"], finish=c["finish"], **{k: c[k].tolist() for k in per_token})
+        Completion(text=c["text"], finish=c["finish"], **{k: c[k].tolist() for k in FIELDS})
         for c in packed["completions"]
     ]
     rollout = Rollout(problem, completions, packed["version"], packed["temperature"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import Any
 
 from qurl.config import AlgoConfig, Config
 from qurl.errors import ConfigError, EngineError, TrainingError
+from qurl.ops.background import in_background
 from qurl.plugins import naming_failures
 from qurl.rewards import Grading, Pool, reward_metrics
 from qurl.rewards.grading import overlong_cache
@@ -292,20 +292,6 @@ class Sampled:
     def load(cls, state: Mapping[str, Any]) -> Sampled:
         groups = [*map(unpack, state["groups"])]
         return cls([groups[place] for place in state["kept"]], groups, dict(state["metrics"]))
-
-
-def in_background(sample: Callable[[], Sampled]) -> Future[Sampled]:
-    """Run it in a thread, which ends with this process: a run that fails waits for no engine."""
-    begun: Future[Sampled] = Future()
-
-    def run() -> None:
-        try:
-            begun.set_result(sample())
-        except BaseException as error:  # raised where the result is asked for
-            begun.set_exception(error)
-
-    threading.Thread(target=run, name="rollouts", daemon=True).start()
-    return begun
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from qurl.errors import ConfigError
+from qurl.quant.tracking import held_rows
 from qurl.trainer import moments
 from qurl.trainer.coded import own_rows
 from qurl.trainer.masters import store_, widen
@@ -83,11 +84,8 @@ def _is_cut(shape: torch.Size, num_ranks: int) -> bool:
 
 def first_of(weight: Tensor) -> int:
     """Where the rows of this rank begin, in numbers."""
-    if not isinstance(weight, DTensor):
-        return 0
-    mesh = weight.device_mesh
-    rows = -(-len(weight) // mesh.size()) * mesh.get_local_rank()
-    return min(rows, len(weight)) * (weight.numel() // len(weight))
+    _, row = held_rows(weight)
+    return row * weight.shape[1:].numel()
 
 
 def _update_(weight: Tensor, gradient: Tensor, tensors: dict[str, Tensor], update: Update) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from qurl.quant.linear import use_full_precision_
 from qurl.trainer.packing import BatchLayout
 from qurl.trainer.policy import Policy, compile_layers_, disable_dropout_, hidden_states
-from qurl.types import Batch
 
 
 class Critic(nn.Module):
@@ -24,15 +23,13 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = policy.compute_dtype
-        self.is_packed = policy.is_packed
         self.to(next(policy.model.parameters()).device)
         disable_dropout_(self)
         if policy.is_compiled:  # copying drops the compiled code
             compile_layers_(self.backbone)
 
-    def forward(self, batch: Batch, layout: BatchLayout | None = None) -> Tensor:
+    def forward(self, layout: BatchLayout) -> Tensor:
         """Values [B, T] aligned with the tokens: that of t is read at t - 1, which predicts t."""
-        layout = layout or BatchLayout.of(batch, is_packed=self.is_packed)
         states = hidden_states(
             self.backbone, layout.token_ids, self.compute_dtype, **layout.options
         )

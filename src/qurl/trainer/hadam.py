@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qurl.trainer.masters import add_compensated_, store_, widen
+from qurl.trainer.masters import store_, widen
 from qurl.trainer.states import load_uncast_, parameters_of
 
 FIRST_SCALE = 1e4
@@ -49,8 +49,7 @@ def hypot(a: Tensor, b: Tensor) -> Tensor:
 class HAdam(Optimizer):
     """AdamW with m and h in the dtype of `moments`; FP16 ones are those of scaled gradients.
 
-    Masters may be FP32 or split (`qurl.trainer.masters`). With `is_compensated` parameters of any
-    dtype are updated in their own arithmetic, with Kahan's sum.
+    Masters may be FP32 or split (`qurl.trainer.masters`).
     """
 
     def __init__(
@@ -60,14 +59,13 @@ class HAdam(Optimizer):
         lr: float,
         betas: tuple[float, float],
         moments: torch.dtype = torch.float32,
-        is_compensated: bool = False,
     ) -> None:
         is_scaled = moments == torch.float16
         # In the groups, so that they are saved; all groups have the same.
         shared = dict(zip(COUNTED, (FIRST_SCALE if is_scaled else 1.0, 0), strict=True))
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, **shared}
         super().__init__(groups, defaults)
-        self.moments, self.is_scaled, self.is_compensated = moments, is_scaled, is_compensated
+        self.moments, self.is_scaled = moments, is_scaled
 
     @property
     def scale(self) -> float:
@@ -100,8 +98,6 @@ class HAdam(Optimizer):
         if "step" not in state:
             zeros = torch.zeros_like(parameter, dtype=self.moments)
             state.update(step=0, m=zeros, h=zeros.clone())
-            if self.is_compensated:
-                state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"]
         g = gradient * factor
@@ -114,12 +110,9 @@ class HAdam(Optimizer):
         self._move(parameter, direction, group)
 
     def _move(self, parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        state, lr, decay = self.state[parameter], group["lr"], group["lr"] * group["weight_decay"]
-        if self.is_compensated:  # in the parameter's own arithmetic
-            add_compensated_(parameter, state["compensation"], -lr * direction - decay * parameter)
-            return
+        state, lr = self.state[parameter], group["lr"]
         master = widen(parameter, state)
-        master.mul_(1 - decay).sub_(lr * direction)
+        master.mul_(1 - lr * group["weight_decay"]).sub_(lr * direction)
         store_(parameter, state, master)
 
     def _fit_scale(self, clip: float) -> bool:

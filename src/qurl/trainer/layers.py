@@ -29,14 +29,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qurl.config.schema import QuantConfig
 from qurl.errors import ConfigError
 from qurl.ops import rms_norm, rotation
+from qurl.ops.device import arithmetic_dtype
 from qurl.ops.families import FAMILIES
 from qurl.ops.flash import with_whole_rows
 from qurl.ops.gate import gate_gradients
 from qurl.quant.formats import Format, Quantized, get_format
-from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
+from qurl.quant.kernels.rows import add_norm, as_operand, swiglu
 from qurl.quant.kv import KVRounding
 from qurl.quant.linear import EngineCodes, Operand, is_full
-from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION, arithmetic_dtype
+from qurl.trainer.packing import ATTENTION, ORDINARY_ATTENTION
 from qurl.trainer.projection import Projection
 
 LAYERS = {f"{family.fusible}DecoderLayer": family for family in FAMILIES.values() if family.fusible}
@@ -135,7 +136,7 @@ class _Layer(torch.autograd.Function):
             qkv = [h.view(*shape[:-1], *h.shape[1:]).requires_grad_(needs_grad) for h in heads.qkv]
             with torch.set_grad_enabled(needs_grad):
                 attended = attend(*qkv)
-            out = _operand(attended.detach().reshape(len(x), -1), layer.o.format)
+            out = as_operand(attended.detach().reshape(len(x), -1), layer.o.format)
             branch = layer.o.multiply(out, dtype)
             middle = torch.empty_like(x)
             m = add_norm(
@@ -177,7 +178,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         is_integer=layer.format is not None and layer.format.is_integer,
         is_alternating=layer.gate_up.alternates,
     )
-    layer.down.add_gradients_(rounded, _operand(h, layer.down.format) if is_coded else h)
+    layer.down.add_gradients_(rounded, as_operand(h, layer.down.format) if is_coded else h)
     dm = layer.gate_up.input_gradient(d_gate_up)
     layer.gate_up.add_gradients_(d_gate_up, m)
     rounded = torch.empty_like(rounded)
@@ -276,10 +277,6 @@ class _Heads:
                 into.copy_(d_rows.view(dx.shape))
                 d_norms.append(d_norm)
         return product.flatten(1), d_norms
-
-
-def _operand(x: Tensor, format: Format | None) -> Operand:
-    return x if format is None else quantize_rows(x, format)
 
 
 def fuse_layers_(model: Any) -> int:

@@ -242,7 +242,7 @@ class Learner:
                     is_alike = self.reference.is_packed == self.policy.is_packed
                     ref[at] = self.reference.score(part, layout if is_alike else None).logp
                 if self.critic is not None:
-                    values[at] = self.critic(part, layout)
+                    values[at] = self.critic(layout)
         prox, has_prox = batch.logp_behav, torch.zeros_like(batch.lengths, dtype=torch.bool)
         added = {"logp_prox": prox, "logp_ref": ref, "values": values, "entropy": entropy}
         return self.with_prox(batch.into(Scored, **added, has_prox=has_prox), found)
@@ -541,7 +541,7 @@ class Learner:
     def _critic_terms(self, piece: Piece[Trainable], denominator: float) -> tuple[Tensor, Stats]:
         batch = piece.batch
         assert self.critic is not None
-        values = self.critic(batch, piece.layout)
+        values = self.critic(piece.layout)
         shape = {"clip": self.config.critic.clip, "denominator": denominator}
         loss, stats = value_loss(
             values, batch.returns, batch.mask, old_values=batch.values, **shape

@@ -8,7 +8,7 @@ of 1e-6, weights of 0.2 lose half of what they should move. Here runs equal thos
 the bit, as long as no master lies halfway between two BF16 numbers.
 
 Only projections are kept so. A BF16 trainer rounds them for each product anyway, and then needs no
-copies of them. `add_compensated_` is Kahan's sum itself, for parameters in FP16.
+copies of them.
 """
 
 from __future__ import annotations
@@ -48,17 +48,6 @@ def store_(parameter: Tensor, state: dict[str, Any], master: Tensor) -> None:
         weight, rest = split(master)
         parameter.copy_(weight)
         state[REST].copy_(rest)
-
-
-def add_compensated_(total: Tensor, compensation: Tensor, update: Tensor) -> None:
-    """total += update, with what rounding loses kept for the next time.
-
-    y = update - c;   t = total + y;   c = (t - total) - y;   total = t
-    """
-    y = update - compensation
-    new = total + y
-    compensation.copy_((new - total) - y)
-    total.copy_(new)
 
 
 @torch.no_grad()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from qurl.ops.pooling import statistic_of
 from qurl.trainer.ranks import ALONE, Ranks
 
 Number = Tensor | float
@@ -60,9 +60,6 @@ class Meter:
         summary = {}
         for name in totals:
             sums, weights, lowest, largest = zip(*(part[name] for part in of_ranks), strict=True)
-            words = re.split("[/_]", name)
-            mean = sum(sums) / sum(weights)
-            summary[name] = (
-                max(largest) if "max" in words else min(lowest) if "min" in words else mean
-            )
+            extremes = {"max": max(largest), "min": min(lowest)}
+            summary[name] = extremes.get(statistic_of(name), sum(sums) / sum(weights))
         return summary

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qurl.errors import ModelError
-from qurl.ops.attention import attend_dense, attend_flash
+from qurl.ops.attention import attend_dense, attend_flash, window_mask
+from qurl.ops.device import arithmetic_dtype
 from qurl.types import Batch
 
 ATTENTION = "qurl-packed"  # as transformers calls `attend`
@@ -215,18 +216,9 @@ def _attend_padded(
         padded[is_token] = x
         return padded.transpose(1, 2)  # [B, H, T, D]
 
-    band = None  # [T, T]: each position sees itself and the `window - 1` before it
-    if window is not None:
-        ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
-        band = ones.tril().triu(1 - window)
-    out = attend_dense(pad(q), pad(k), pad(v), band, is_causal=band is None, scale=scale)
+    mask = None if window is None else window_mask(longest, window, q.device)
+    out = attend_dense(pad(q), pad(k), pad(v), mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)[is_token]
-
-
-def arithmetic_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast would choose, for operations that it does not know."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _check_plain(module: nn.Module, options: Mapping[str, Any]) -> None:

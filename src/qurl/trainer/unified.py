@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from qurl.config.schema import QuantConfig
 from qurl.errors import ModelError
+from qurl.ops.device import arithmetic_dtype
 from qurl.quant.formats import (
     Format,
     Quantized,
@@ -49,7 +50,6 @@ from qurl.quant.linear import (
 )
 from qurl.trainer.coded import CodedShard, CodedWeight
 from qurl.trainer.lora import weight_version
-from qurl.trainer.packing import arithmetic_dtype
 
 
 def unify_(model: nn.Module, quant: QuantConfig, compute_dtype: torch.dtype) -> nn.Module:

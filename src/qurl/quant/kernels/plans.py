@@ -89,17 +89,14 @@ class Plans:
             return self._choose_whole(kind, tokens, *shape)
         if self.deterministic and kind != "int8":
             return self._choose_fixed(kind, tokens, *shape)
-        if key := self._nearest(kind, tokens, *shape):
-            plan = self.table[key]
+        # The next larger number of tokens that was measured.
+        measured = [k for k in self.table if k[:3] == (kind, *shape) and k[3] >= tokens]
+        if measured:
+            plan = self.table[min(measured)]
             return plan and dataclasses.replace(plan, tokens=min(tokens, plan.tokens))
         if kind in STEPS or (kind == "nvfp4" and tokens > PACKED_TOKENS):
             return None
         return self._rule(kind, tokens, *shape)
-
-    def _nearest(self, kind: str, tokens: int, channels: int, depth: int) -> TableKey | None:
-        """The next larger number of tokens that was measured."""
-        keys = [key for key in self.table if key[:3] == (kind, channels, depth)]
-        return min((key for key in keys if key[3] >= tokens), default=None)
 
     def _choose_whole(self, kind: str, tokens: int, channels: int, depth: int) -> Choice:
         """A plan that adds up a sum in one part: another number of parts has other bits."""

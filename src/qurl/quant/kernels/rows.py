@@ -113,6 +113,11 @@ def quantize_rows(x: Tensor, format: Format, amax: Tensor | None = None) -> Quan
     return operand
 
 
+def as_operand(x: Tensor, format: Format | None) -> Operand:
+    """x [M, K] as a projection reads it: in codes, if it has a format."""
+    return x if format is None else quantize_rows(x, format)
+
+
 def dequantize_rows(x: Quantized, dtype: torch.dtype) -> Tensor:
     """codes * scale of activations [M, K], rounded once to `dtype`."""
     rows, width = x.codes.shape

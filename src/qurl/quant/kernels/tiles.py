@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qurl.ops.launch import EXACT, divide_up, next_power_of_2, overlapping
+from qurl.ops.launch import EXACT, can_describe, divide_up, next_power_of_2, overlapping
 from qurl.ops.rounding import narrow
-from qurl.ops.target import Target
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def as_tiles(x: Tensor, w: Tensor, plan: Plan) -> tuple[Any, Any, bool]:
 
     Rows of w may have several input channels to an element.
     """
-    if not (_can_describe(x) and _can_describe(w)):
+    if not (can_describe(x) and can_describe(w)):
         return x, w, False
     w_depth = plan.depth * w.shape[1] // x.shape[1]
     return (
@@ -84,12 +83,6 @@ def as_tiles(x: Tensor, w: Tensor, plan: Plan) -> tuple[Any, Any, bool]:
         TensorDescriptor.from_tensor(w, [plan.channels, w_depth]),
         True,
     )
-
-
-def _can_describe(matrix: Tensor) -> bool:
-    """Whether the copy engine can fetch tiles: rows must start at multiples of 16 bytes."""
-    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
-    return is_aligned and Target.of(matrix.device).has_descriptors
 
 
 @triton.jit

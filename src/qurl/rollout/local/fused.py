@@ -20,7 +20,7 @@ from qurl.ops.target import Target
 from qurl.quant import Quantized
 from qurl.quant.kernels.gemm import multiply, multiply_gated
 from qurl.quant.kernels.plans import Choice, Plans, kind_of
-from qurl.quant.kernels.rows import add_norm, quantize_rows, swiglu
+from qurl.quant.kernels.rows import add_norm, as_operand, quantize_rows, swiglu
 from qurl.quant.linear import Operand, Product, finish
 from qurl.rollout.local.kernels.attention import attend_pages, chunks_for
 from qurl.rollout.local.kernels.flash_pages import attend_pages_alike
@@ -96,14 +96,14 @@ class FusedOps:
             out = attend_flash(q, k, v, bounds, max(lengths), layer.window).flatten(1)
         else:
             out = attend_prompts(q, k, v, lengths, layer.window)
-        return _operand(out, layer)
+        return as_operand(out, layer.format)
 
     def attend_pages(
         self, layer: Layer, q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor
     ) -> Operand:
         if self.unified and flash.supports(q):
             pages = (cache.data, table, positions, layer.window, cache.scale)
-            return _operand(attend_pages_alike(q, *pages).flatten(1), layer)
+            return as_operand(attend_pages_alike(q, *pages).flatten(1), layer.format)
         num_chunks = chunks_for(table.shape[1] * cache.data.shape[2])
         return attend_pages(
             *(q, cache.data, table, positions, layer.window, cache.scale, layer.format),
@@ -164,8 +164,3 @@ class FusedOps:
             return product
         assert isinstance(h, Tensor)
         return adapter.add_(finish(product), h)
-
-
-def _operand(out: Tensor, layer: Layer) -> Operand:
-    """What the next projection of the layer reads."""
-    return out if layer.format is None else quantize_rows(out, layer.format)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl.ops.attention import attend_dense
+from qurl.ops.attention import attend_dense, window_mask
 from qurl.quant import Quantized
 from qurl.quant.formats import quantize_activation
 from qurl.quant.kv import code_kv, decode_kv
@@ -138,7 +138,7 @@ def attend_prompts(
     start = 0
     for length in lengths:
         rows = slice(start, start := start + length)
-        mask = _causal_mask(length, window, q.device) if window and window < length else None
+        mask = window_mask(length, window, q.device) if window and window < length else None
         heads = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
         out[rows] = attend_dense(*heads, mask, is_causal=mask is None)[0].transpose(0, 1)
     return out.flatten(1)
@@ -176,8 +176,3 @@ def write_pages_(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> tupl
     k_codes, v_codes = code_kv(k, k_scale, cache.center), code_kv(v, v_scale)
     targets[0][slots], targets[1][slots] = k_codes, v_codes
     return decode_kv(k_codes, k_scale, k.dtype), decode_kv(v_codes, v_scale, v.dtype)
-
-
-def _causal_mask(length: int, window: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    return (at <= at[:, None]) & (at > at[:, None] - window)

@@ -136,7 +136,7 @@ class VllmStream:
         """`get_version` raises if the weights are not to be sampled from."""
         self._requests, self._params, self._stop = requests, params, stop
         self._check, self._get_version = check, get_version
-        self._groups: dict[int, Group] = {}
+        self._groups: set[Group] = set()
         self._ready: deque[Group] = deque()
 
     def submit(
@@ -145,7 +145,7 @@ class VllmStream:
         self._check(problems)
         for problem, size, _ in list_asked(problems, sizes, self._params):
             group = Group(problem, self)
-            self._groups[id(group)] = group
+            self._groups.add(group)
             params = replace(self._params, max_tokens=self._params.limit(problem))
             for index in range(size):
                 seed = request_key(self._params.seed, problem.id, index) & (2**63 - 1)
@@ -165,7 +165,7 @@ class VllmStream:
                 self._get_version()
                 self._requests.step()
             group = self._ready.popleft()
-            del self._groups[id(group)]
+            self._groups.remove(group)
             completions = [r.completion for r in group.requests if r.completion]
             version = min(min(c.versions) for c in completions)
             yield Rollout(group.problem, completions, version, self._params.temperature)
@@ -174,7 +174,7 @@ class VllmStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._requests.drop({r for group in self._groups.values() for r in group.requests})
+        self._requests.drop({r for group in self._groups for r in group.requests})
         self._groups.clear()
         self._ready.clear()
 

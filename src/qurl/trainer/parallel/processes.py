@@ -16,11 +16,10 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from qurl.errors import ConfigError, QurlError, RankLost, TrainingError
+from qurl.ops.background import in_background
 from qurl.ops.shelf import Traffic
 from qurl.trainer.ranks import Ranks
 
@@ -221,19 +221,11 @@ def lead(size: int, device: str, threads: int = 0, start: Start | None = None) -
 
 def _join_all(started: Started, size: int, device: str) -> Post:
     """`join` as the leader; raises at once if another rank ends, for which torch would wait."""
-    joined: Future[Post] = Future()
     # A store that waits in one thread answers no other. Torch's stubs lack the method.
     own = started.store.clone()  # type: ignore[attr-defined]
-
-    def call() -> None:
-        try:
-            joined.set_result(join(own, 0, size, device, started.gpu))
-        except BaseException as error:
-            joined.set_exception(error)
-
     if device == "cuda":
         torch.cuda.set_device(started.gpu)  # each thread has a device of its own
-    threading.Thread(target=call, daemon=True).start()  # after a failure nobody waits for it
+    joined = in_background(lambda: join(own, 0, size, device, started.gpu))
     while not joined.done() and not started.followers.find_ended():
         wait([joined], timeout=0.1)
     if not joined.done() or joined.exception():
@@ -250,7 +242,7 @@ class Spawned:
     """See `Followers`: processes that read commands off the control group."""
 
     def __init__(self, processes: Mapping[int, Any]) -> None:
-        """None if torchrun started them: it ends them itself."""
+        """None of those that torchrun started: it ends them itself."""
         self._processes = processes
 
     def dumps(self, command: Command) -> bytes:

@@ -342,8 +342,12 @@ def test_a_predictor_is_saved_and_checked(tmp_path):
         assert torch.equal(loaded(embeddings, embeddings[:2], values), expected)
     with pytest.raises(ConfigError, match=r"embeddings of width 512, .* gives 64"):
         load_predictor(tmp_path / "predictor.pt", 64)
-    with pytest.raises(ModelError, match=r"systems.dots.predictor = .*missing.pt' cannot be read"):
-        load_predictor(tmp_path / "missing.pt", 64)
+    for name, content in {"missing": None, "empty": b"", "text": b"{}", "zip": b"PK"}.items():
+        path = tmp_path / f"{name}.pt"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ModelError, match=rf"predictor = .*{name}.pt' cannot be read: \S"):
+            load_predictor(path, 64)
 
 
 def test_bags_of_tokens_know_equal_prompts():

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurl.errors import ConfigError, ModelError
+from qurl.errors import ConfigError, ModelError, first_line
 from qurl.seeds import generator
+from qurl.trainer.weight_files import UNREADABLE
 from qurl.types import Problem
 
 NUM_FEATURES = 512
@@ -95,8 +96,8 @@ def load_predictor(path: str | Path, width: int) -> Predictor:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         predictor = Predictor(saved["width"], saved["hidden"])
         predictor.load_state_dict(saved["weights"])
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
-        message = f"systems.dots.predictor = {str(path)!r} cannot be read: {error}"
+    except UNREADABLE as error:
+        message = f"systems.dots.predictor = {str(path)!r} cannot be read: {first_line(error)}"
         raise ModelError(message) from error
     if predictor.width != width:
         raise ConfigError(
@@ -173,8 +174,9 @@ def _encode(texts: Sequence[str], path: str) -> Tensor:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        model = AutoModel.from_pretrained(path).eval()
+        # Without the False, transformers would ask on the terminal whether it may run its code.
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModel.from_pretrained(path, trust_remote_code=False).eval()
     except (OSError, ValueError) as error:
         raise ModelError(f"systems.dots.encoder = {path!r} cannot be loaded: {error}") from error
     states = []

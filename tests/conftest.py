@@ -1,6 +1,7 @@
 import gc
 import json
 import os
+import sys
 from pathlib import Path
 
 # Read when numpy is imported. Triton's interpreter multiplies tiles too small for threads.
@@ -31,6 +32,14 @@ def _keep_libraries_from_the_garbage_collector():
     unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
     yield
     gc.unfreeze = unfreeze
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path():
+    """Runs put the working directory on the path, where the next test's modules should not be."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")

@@ -335,9 +335,9 @@ def test_out_of_memory_says_what_to_lower(fails, folder, monkeypatch):
 
 
 def test_a_reward_that_is_not_there(train, fails):
-    code, error = train("--task.reward", "mine:reward", "--task.grade-workers", "1")
+    code, error = train("--task.reward", "absent:reward", "--task.grade-workers", "1")
     assert code != 0
-    assert "there is no module 'mine' in " in error
+    assert "there is no module 'absent' in " in error
     error = fails("--task.reward", "f1", code=2)
     assert (
         "task.reward = 'f1' is not one of auto, math, exact, countdown, code, gym:<name>" in error

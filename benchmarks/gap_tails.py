@@ -2,9 +2,9 @@
 
     python -m benchmarks.gap_tails RUN...
 
-Counts the tokens with |log pi_prox - log pi_behav| > log 1.2 in the samples that runs keep. This is
-what `correction.mode = "auto"` compares with `qurl.correction.LARGEST_TAIL`. Writes
-benchmarks/results/gap_tails.json.
+Counts the tokens with |log pi_prox - log pi_behav| > log 1.2 in the samples that runs keep. With a
+clip range of 0.2, `correction.mode = "auto"` compares this share with
+`qurl.correction.LARGEST_TAIL`. Writes benchmarks/results/gap_tails.json.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def measure(run: Path) -> dict[str, float]:
         for prox, behav, mask in zip(row["logp_prox"], row["logp_behav"], row["mask"], strict=True)
         if mask
     ]
+    if not gaps:
+        raise SystemExit(f"{run}: no sample has a prox of the trainer")
     tail = sum(gap > LIMIT for gap in gaps) / len(gaps)
     return {"tokens": len(gaps), "tail": float(f"{tail:.3g}")}
 

@@ -239,6 +239,7 @@ COLUMNS = (
     *("acr/rescued_frac", "acr/max_upper"),
     *("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/rollout_is_max"),
     *("rollout_corr/truncated_frac", "rollout_corr/rollout_is_eff_sample_size"),
+    *("correction/gap_tail", "correction/prox_skipped"),
     *("sampling/rounds", "sampling/groups_kept_frac", "uaq/unscaled_grad_norm"),
     *(f"uaq/{metric}{group}" for metric in VISIBILITY for group in LAYER_SUFFIXES),
     "perf/rollout_tokens_per_s",

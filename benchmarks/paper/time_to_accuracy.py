@@ -3,9 +3,10 @@
     level = a_0 + share (a_best - a_0)     of the BF16 runs of an experiment, their mean
 
 Between two evaluations accuracy is taken to be linear in steps. Seconds count the parts of a step,
-without evaluations and checkpoints. The first step counts as a median one, because it compiles
-kernels that a later run finds compiled. Runs that shared the GPU have no times of their own; for
-them each step counts its tokens times the seconds per token that the speed experiment measured.
+without evaluations and checkpoints. The first step counts as a median one: it compiles kernels,
+which a later run finds compiled, and starts graders. Runs that shared the GPU have no times of
+their own; for them each step counts its tokens times the seconds per token that the speed
+experiment measured.
 """
 
 from __future__ import annotations

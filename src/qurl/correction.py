@@ -27,7 +27,7 @@ LOG_CLAMP = 20.0
 LARGEST_TAIL = 1e-3
 """Largest `gap_tail` with which `correction.mode = "auto"` takes behav for prox.
 
-That of BF16 on both sides is 4e-5, that of INT8 rollouts 3e-2 (benchmarks/gap_tails.py).
+BF16 on both sides gives 4e-5, INT8 rollouts give 3e-2 (benchmarks/gap_tails.py, 0.5B and 1.5B).
 """
 
 

@@ -522,7 +522,7 @@ def test_a_damaged_checkpoint_without_checksums(fails, folder, one_step, file, c
 @pytest.mark.parametrize(
     "change",
     [
-        *({"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}),
+        *({"step": None}, {"step": 9}, {"position": -1}, {"position": "x"}, {"accuracies": [1]}),
         *({"history": [1]}, {"fingerprints": None}),
     ],
 )

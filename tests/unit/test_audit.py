@@ -8,7 +8,7 @@ import torch
 from models import CPU
 
 from qurl.bench import run_audit
-from qurl.bench.audit import HEAD, AuditFigures, Auditor, row_of
+from qurl.bench.audit import HEAD, Auditor, AuditRow, row_of
 from qurl.bench.gradients import Moments, Sketcher, group_of
 from qurl.cli import main
 from qurl.config import load_config
@@ -108,7 +108,7 @@ def test_a_row_says_what_is_lost_in_noise():
     def row(found, target):
         moments = Moments.of(found, target, found)
         arm = (0, "grpo", "int8", "acr", 2.0)
-        return row_of(AuditFigures(*arm, {"all": moments.describe() | moments.sizes()}, shares))
+        return row_of(AuditRow(*arm, {"all": moments.describe() | moments.sizes()}, shares))
 
     lost, known = row(found, noise), row(found + 5, noise + 5)
     assert lost.count("lost in noise") == 3

@@ -30,7 +30,7 @@ from qurl.run.checkpoint import replace_state
 from qurl.run.engines import build_actor
 from qurl.tasks.tokenizer import build_tokenizer
 from qurl.trainer.lora import add_adapters_, save_adapters
-from qurl.trainer.policy import _hub_answers, load_model
+from qurl.trainer.policy import hub_answers, load_model
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -323,7 +323,7 @@ def ask_hub(monkeypatch, error):
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files, and\n...")
 
     asked, loaded = [], []
-    _hub_answers.cache_clear()
+    hub_answers.cache_clear()
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
     for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
         monkeypatch.setattr(kind, "from_pretrained", load)
@@ -340,7 +340,7 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(recipe, capsys, monkeypatch)
     assert loaded == [("some/model", True)]
 
 
-def test_what_a_hub_answers_is_left_to_transformers(recipe, capsys, monkeypatch):
+def test_what_ahub_answers_is_left_to_transformers(recipe, capsys, monkeypatch):
     response: Any = SimpleNamespace(status_code=401, headers={}, request=None, text="")
     for error in (None, HfHubHTTPError("it is gated", response=response)):
         _, loaded = ask_hub(monkeypatch, error)

@@ -358,6 +358,12 @@ def test_marks_by_hand():
     assert "".join(mark_tokens(behav, config_of(algo__objective="ppo_behav")))[:3] == " t "
 
 
+def test_marks_of_an_older_run_know_truncation_only():
+    record = {"logp_behav": ratios(0.1, 0.1), "logp_prox": ratios(0.19, 0.21)}
+    assert "".join(mark_tokens(record, config_of())) == " t"
+    assert "".join(mark_tokens(record, config_of(algo__cap=None))) == "  "
+
+
 def parse(**more):
     return parse_sample(json.dumps(sample(**more)).encode(), config_of(), "samples.jsonl")
 

@@ -115,7 +115,7 @@ class Audit:
             raise ConfigError("--updates and --group must be at least 0 and --caps at least 1")
 
 
-class AuditFigures(NamedTuple):
+class AuditRow(NamedTuple):
     """What one objective's gradient is like, in total and per layer group."""
 
     updates: int
@@ -197,7 +197,7 @@ class Auditor:
                 )
         return {name: known[name] for name in names}
 
-    def figures(self) -> Iterator[AuditFigures]:
+    def figures(self) -> Iterator[AuditRow]:
         """One for each number of updates, advantage, format, objective and cap."""
         formats = self.options.formats or ("none", self.config.quant.format)
         chunks = {format: self._roll_out(format) for format in dict.fromkeys(formats)}
@@ -218,9 +218,7 @@ class Auditor:
                     for objective, cap in self._arms():
                         gradients, shares = self._gradients(batches, objective, cap)
                         groups = self._compare(gradients, target, above or gradients)
-                        yield AuditFigures(
-                            updates, advantage, format, objective, cap, groups, shares
-                        )
+                        yield AuditRow(updates, advantage, format, objective, cap, groups, shares)
                         above = gradients
 
     def _arms(self) -> Iterator[tuple[str, float | None]]:
@@ -355,7 +353,7 @@ class Auditor:
         return {name: m.describe(scale) | m.sizes() for name, m in named.items()}
 
 
-def row_of(found: AuditFigures) -> str:
+def row_of(found: AuditRow) -> str:
     figures = found.groups["all"]
     spans = {name: _span(figures[name]) for name in ("bias", "cosine", "change")}
     arm = {name: getattr(found, name) for name in ("updates", "advantage", "format", "objective")}

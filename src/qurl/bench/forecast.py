@@ -193,7 +193,7 @@ def step_seconds(shape: Shape, arm: Arm, speed: Speed, work: Work) -> StepSecond
 def skips_prox(arm: Arm) -> bool:
     """Whether `correction.mode = "auto"` saves the prox forward: gaps of BF16 and of unified flows
     are far below its limit, those of quantized rollouts with BF16 training far above it."""
-    return arm.is_unified or arm.format == "none"
+    return arm.is_unified or arm.format == arm.kv == "none"
 
 
 def gain_range(

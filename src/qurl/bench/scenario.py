@@ -128,8 +128,8 @@ def open_task(config: Config, is_shape: bool) -> tuple[Task | None, list[str]]:
         return None, [f"prompts are taken to have task.max_prompt_tokens = {longest}"]
     try:
         is_scratch = path == "scratch"
-        tokenizer = build_tokenizer() if is_scratch else load_tokenizer(path, is_patient=False)
-        model = None if is_scratch else load_model_config(path, is_patient=False)
+        tokenizer = build_tokenizer() if is_scratch else load_tokenizer(path, retries_hub=False)
+        model = None if is_scratch else load_model_config(path, retries_hub=False)
         return load_split(config, "train", tokenizer, model), []
     except (QurlError, OSError) as error:
         return None, [f"prompts are taken to have {longest} tokens: {first_line(error)}"]

@@ -54,7 +54,7 @@ class TrainBench(BatchBench):
 
     arms: str = "none"
     """A format (none, int8, fp8, ...), then -unified, -unified-dgrad or -unified-all, without which
-    it trains in BF16; several with commas."""
+    it trains in BF16, then +kv for an FP8 cache; several with commas."""
     profile: int = 0
     """Print and save this many of the kernels with most time, of one more update; needs a GPU."""
 
@@ -97,7 +97,7 @@ def run_train(bench: TrainBench) -> None:
 
 
 def plan_arms(bench: TrainBench, device: torch.device) -> list[tuple[Arm, Config]]:
-    """The arms, BF16 first; raises if one cannot be measured."""
+    """The arms, those that train in BF16 first; raises if one cannot be measured."""
     bench.check()
     if bench.profile and device.type != "cuda":
         raise ConfigError("--profile needs a GPU")

@@ -264,7 +264,8 @@ class CorrectionConfig(Section):
 
     mode: Literal["decoupled", "bypass", "auto"] = "decoupled"
     """How to get the log-probs of prox. decoupled: the trainer computes them. bypass: use those of
-    behav, for ppo_behav. auto: use those of behav in steps where the two are close enough."""
+    behav, for ppo_behav. auto: use those of behav in steps where at most one token in 1,000 has a
+    gap above the clip range."""
     level: Literal["token", "sequence"] = "token"
     """One importance weight per token, or their product per sequence."""
     kind: Literal["truncate", "icepop"] = "truncate"

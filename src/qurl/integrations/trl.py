@@ -304,21 +304,20 @@ def sample(
 
 def named_datasets(train: Any, evaluated: Any) -> Iterator[tuple[str, Any]]:
     """The datasets with rows that can be looked at, by the names of the arguments."""
-    from datasets import Dataset  # TRL depends on it
-
+    kind = import_extra("datasets", "datasets", "trl", "QurlGRPOTrainer").Dataset
     named = {"train_dataset": train}
     if isinstance(evaluated, Mapping):
         named |= {f"eval_dataset[{key!r}]": dataset for key, dataset in evaluated.items()}
     else:
         named["eval_dataset"] = evaluated
     for name, dataset in named.items():
-        if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
-            yield name, dataset
+        if isinstance(dataset, kind) and "prompt" in dataset.column_names:
+            yield name, dataset.select_columns("prompt")
 
 
 def shown(prompt: Any) -> str:
     """The beginning of a prompt, or of its last message."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    text = prompt if isinstance(prompt, str) else "".join(str(m["content"]) for m in prompt[-1:])
     return text if len(text) <= NUM_SHOWN else text[:NUM_SHOWN] + "..."
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from qurl.programs import read_tests
 from qurl.rewards.sandbox import Limits, Sandbox, Subprocess
 
-Score = Callable[[str, str, Mapping[str, Any]], float]
+ScoreFunction = Callable[[str, str, Mapping[str, Any]], float]
 
 _FENCED = re.compile(r"```[^`\n]++```|```[ \t]*+([\w.+#-]*+)[^`\n]*+\n(.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
@@ -42,7 +42,7 @@ main()
 """
 
 
-def make_reward(sandbox: Sandbox, limits: Limits | None = None) -> Score:
+def make_reward(sandbox: Sandbox, limits: Limits | None = None) -> ScoreFunction:
     """The reward `code` with a sandbox of your own: `score = make_reward(MySandbox())`."""
     usual = limits or Limits()
 
@@ -66,7 +66,7 @@ def make_reward(sandbox: Sandbox, limits: Limits | None = None) -> Score:
     return score_code
 
 
-def load() -> Score:
+def load() -> ScoreFunction:
     """The reward with our sandbox, tried out."""
     sandbox = Subprocess()
     if not sandbox.has_spaces:

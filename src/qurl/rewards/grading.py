@@ -127,7 +127,9 @@ def reward_metrics(graded: Sequence[Graded]) -> dict[str, float]:
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/accuracy": fmean(a for g in graded for a in g.accuracies),
-        "reward/frac_equal": fmean(min(g.rewards) == max(g.rewards) for g in graded),
+        "reward/frac_equal": fmean(
+            len(g.rewards) > 1 and min(g.rewards) == max(g.rewards) for g in graded
+        ),
         "reward/frac_all_correct": fmean(all(a >= 1 for a in g.accuracies) for g in graded),
         "reward/frac_all_wrong": fmean(all(a <= 0 for a in g.accuracies) for g in graded),
         **_pass_curve(graded),

@@ -235,7 +235,7 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"its state.pt is of step {state['step']!r}")
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"its state.pt has position = {position!r}")
-    for key in ("history", "hooks", "pending", "fingerprints"):
+    for key in ("history", "accuracies", "hooks", "pending", "fingerprints"):
         if not isinstance(state.get(key, {}), dict):
             raise ValueError(f"its state.pt has {key} that no run writes")
 

@@ -81,11 +81,13 @@ def lacks_signal(rows: Sequence[Row], window: int, steps: float) -> Cause | None
     if any(row[solved] == 1 or (row[spread] != 0 and row[high] != row[low]) for row in last):
         return None
     lasting = f"for {steps} steps" if steps > 1 else "in the last step"
-    if any(row[spread] != 0 and row.get("reward/frac_equal", 1) < 1 for row in last):
+    wasted = [row for row in last if row[spread] != 0 and row.get("reward/frac_equal", 1) < 1]
+    if wasted:
+        some = f"in {len(wasted)} of them " if len(wasted) < steps else ""
         return Cause(
             float(steps),
-            f"{lasting} the advantages of a step were all equal (now {rows[-1][high]:.3g}), so "
-            "nothing is learned, although rewards differ within groups. Look at the function of "
+            f"{lasting} nothing was learned: {some}rewards differ within groups, but all "
+            f"advantages are equal (at last {wasted[-1][high]:.3g}). Look at the function of "
             "algo.advantage, and of batch.subselect if the recipe sets it",
         )
     reward = rows[-1]["reward/mean"]

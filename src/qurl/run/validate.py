@@ -161,7 +161,9 @@ class Recipe:
         path = self.config.model.path
         self.model = empty_model(self.config)
         is_scratch = path == "scratch"
-        self.tokenizer = build_tokenizer() if is_scratch else load_tokenizer(path, is_patient=False)
+        self.tokenizer = (
+            build_tokenizer() if is_scratch else load_tokenizer(path, retries_hub=False)
+        )
         num_tokens = len(self.tokenizer)
         tokens = f"{num_tokens} tokens, end of sequence {self.tokenizer.eos_token!r}"
         if is_scratch:

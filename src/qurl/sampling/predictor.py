@@ -97,7 +97,8 @@ def load_predictor(path: str | Path, width: int) -> Predictor:
         predictor = Predictor(saved["width"], saved["hidden"])
         predictor.load_state_dict(saved["weights"])
     except UNREADABLE as error:
-        message = f"systems.dots.predictor = {str(path)!r} cannot be read: {first_line(error)}"
+        cause = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        message = f"systems.dots.predictor = {str(path)!r} cannot be read: {cause}"
         raise ModelError(message) from error
     if predictor.width != width:
         raise ConfigError(

@@ -413,8 +413,9 @@ class Learner:
     def _complete(self, batch: Trainable, rows: Tensor, found: Found, meter: Meter) -> Trainable:
         """The batch with the prox and the weights of `rows`, the first mini-batch.
 
-        In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) <= 1e-3 on the
-        first mini-batch; else their prox forward is made now, with weights that have not moved.
+        In auto mode behav stays the prox of the others if P(|gap| > log(1 + eh)) is at most
+        LARGEST_TAIL on the first mini-batch; else their prox forward is made now, with weights
+        that have not moved.
         """
         batch = self.with_prox(batch, found)
         if self.config.correction.mode == "auto":

@@ -243,12 +243,12 @@ def load_trained_policy(path: str | Path, config: ModelConfig, device: torch.dev
     return policy
 
 
-def load_tokenizer(path: str | Path, *, is_patient: bool = True) -> Any:
+def load_tokenizer(path: str | Path, *, retries_hub: bool = True) -> Any:
     """The tokenizer of a model, which must turn a text into tokens."""
     from transformers import AutoTokenizer
 
     with _loading(path, "model.path", "tokenizer"):
-        options = {} if is_patient else _ask_hub_once(path)
+        options = {} if retries_hub else _ask_hub_once(path)
         # Without the False, transformers would ask on the terminal whether it may run its code.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
         if not tokenizer("6*7=").input_ids:
@@ -256,20 +256,20 @@ def load_tokenizer(path: str | Path, *, is_patient: bool = True) -> Any:
     return tokenizer
 
 
-def load_model_config(path: str | Path, *, is_patient: bool = True) -> Any:
+def load_model_config(path: str | Path, *, retries_hub: bool = True) -> Any:
     from transformers import AutoConfig
 
     with _loading(path, "model.path"):
         base = base_of(path)
-        options = {} if is_patient else _ask_hub_once(base)
+        options = {} if retries_hub else _ask_hub_once(base)
         return AutoConfig.from_pretrained(base, trust_remote_code=False, **options)
 
 
 def load_empty_model(path: str | Path) -> Any:
-    """A model on the meta device: its shapes, and no weights."""
+    """A model on the meta device, to plan with: its shapes, and no weights."""
     from transformers import AutoModelForCausalLM
 
-    config = load_model_config(path, is_patient=False)
+    config = load_model_config(path, retries_hub=False)
     with _loading(path, "model.path"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -314,11 +314,11 @@ def _ask_hub_once(path: str | Path) -> dict[str, Any]:
     By itself it asks for each file that is not cached six times, for half a minute. A run should
     survive a short outage like that; commands that only plan need not.
     """
-    return {} if os.path.exists(path) or _hub_answers(str(path)) else {"local_files_only": True}
+    return {} if os.path.exists(path) or hub_answers(str(path)) else {"local_files_only": True}
 
 
 @functools.cache
-def _hub_answers(name: str) -> bool:
+def hub_answers(name: str) -> bool:
     """Whatever the answer is: transformers explains it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError

@@ -86,6 +86,10 @@ def mark_tokens(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[Ma
         rescued     A > 0 and 1 + eh < R <= upper = (1 + eh) / r    (acr only)
         truncated   rho > C, so the weight is C
     """
+    if "logp" not in record:  # as version 0.2 wrote them
+        cap = config.get("algo.cap")
+        pairs = _columns(record, "logp_behav", "logp_prox")
+        return [TRUNCATED if cap is not None and p - b > math.log(cap) else PLAIN for b, p in pairs]
     facts = OBJECTIVES.get(str(config.get("algo.objective")))
     against = facts.against if facts else "prox"
     widest = config.get("experimental.acr_max_bound") or math.inf

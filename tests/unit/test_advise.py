@@ -152,6 +152,7 @@ def test_the_prox_forward_is_skipped_where_it_was_in_measured_steps():
     found = {arm: scenario(config).work(Arm.of(arm)).num_forwards for arm in ("none", "int8")}
     assert found == {"none": 0, "int8": 0.75}
     assert scenario(config).work(Arm.of("int8-unified-dgrad")).num_forwards == 0
+    assert scenario(config).work(Arm.of("none+kv")).num_forwards == 0.75, "gaps of an FP8 cache"
     steps = check.read_bench_steps()
     arms = ("int8-unified-dgrad", "none", "int8+kv")
     of_arm = {

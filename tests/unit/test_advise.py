@@ -213,8 +213,9 @@ def test_the_answer_for_a_small_model_is_no(problems):
     """INT8 rollouts of 0.5B were measured at 1.01 (256 sequences) and 0.92 (64)."""
     advice = advise(recipe(batch={"problems": problems}), shape="0.5B")
     assert advice.answer == "no"
-    assert advice.recommended == {"quant.format": "none"}
+    assert advice.recommended == {"quant.format": "none", "correction.mode": "auto"}
     assert advice.verdict[0].startswith("No: the best format, int8")
+    assert advice.verdict[1].endswith('Also set correction.mode = "auto".')
 
 
 def test_the_answer_for_long_completions_of_a_larger_model_is_yes():
@@ -231,7 +232,7 @@ def test_the_answer_for_long_completions_of_a_larger_model_is_yes():
     assert advice.recommended["quant.kv"] == "fp8"
     assert advice.recommended["algo.objective"] == "acr"
     rows = {row.arm: row for row in advice.rows}
-    assert 1.2 < rows["int8+kv"].gain[1] < rows["none"].rollout_s / rows["int8+kv"].rollout_s
+    assert 1.1 < rows["int8+kv"].gain[1] < rows["none"].rollout_s / rows["int8+kv"].rollout_s
 
 
 def row(arm, gain, fits=True, step=10.0):
@@ -273,10 +274,41 @@ def test_recommended_keys_are_a_recipe_that_is_accepted(quant, others, device):
     check_combinations(config, "recipe")
     advice = advise(config, shape="0.5B")
     assert advice.answer == "no"
+    is_planned = device != "cpu"  # on a CPU no step is computed, so nothing but the format is said
+    assert advice.recommended.pop("correction.mode", None) == ("auto" if is_planned else None)
     assert set(advice.recommended) == {f"quant.{key}" for key in {"format", *others}}
     assert all(f"quant.{key} = " in advice.verdict[1].split("Also set")[1] for key in others)
     keys = {key.removeprefix("quant."): value for key, value in advice.recommended.items()}
-    check_combinations(replace(config, quant=replace(config.quant, **keys)), "recommended")
+    mode = replace(config.correction, mode="auto" if is_planned else "decoupled")
+    quant = replace(config.quant, **keys)
+    check_combinations(replace(config, quant=quant, correction=mode), "recommended")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"correction": {"mode": "auto"}},
+        {"correction": {"veto": 1e-4}},
+        {"batch": {"problems": 8, "minibatches": 1}},
+        {"algo": {"kl_coef": 0.0, "advantage": "mine:advantage"}},
+        {"rollout": {"ahead": 1}},
+    ],
+    ids=["set already", "reads all prox", "no prox forward", "unknown", "a step off"],
+)
+def test_auto_is_named_only_where_it_would_save_a_forward(sections):
+    advice = advise(recipe(**sections), shape="0.5B")
+    assert "correction.mode" not in advice.recommended
+
+
+def test_bf16_steps_are_planned_without_the_prox_forward_that_they_could_skip():
+    by_mode = {
+        mode: {row.arm: row for row in advise(config, shape="1.5B", tokens=660).rows}
+        for mode in ("auto", "decoupled")
+        for config in [recipe(correction={"mode": mode})]
+    }
+    assert by_mode["auto"] == by_mode["decoupled"]
+    rows = by_mode["decoupled"]
+    assert rows["none"].train_s < rows["int8"].train_s
 
 
 def test_a_base_that_goes_with_one_format_leaves_no_choice():

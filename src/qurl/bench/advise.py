@@ -32,7 +32,9 @@ from qurl.bench.scenario import (
     open_task,
 )
 from qurl.config import Config, check_combinations
+from qurl.config.rules import find_mistakes
 from qurl.errors import ConfigError
+from qurl.objectives import ADVANTAGES
 from qurl.ops.device import pick_device
 from qurl.run.budget import GIB, find_savings
 from qurl.run.shape import Shape
@@ -40,6 +42,7 @@ from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
 UNIFIED_ARMS = ("int8-unified-dgrad", "fp8-unified-dgrad")
+AUTO = "correction.mode"
 SMALL_GAIN = 1.03
 """A step that gains less is not worth a mismatch."""
 CACHE_GAIN = 1.03
@@ -108,7 +111,8 @@ def advise(
         notes.append(note)
     arms = [Arm.of(name) for name in (BASE, *ROLLOUT_ARMS, *UNIFIED_ARMS)]
     arms = [arm for arm in arms if hardware.has_fp8 or "fp8" not in arm.quant.values()]
-    scenario = Scenario(config, hardware, found, prompt_tokens, tokens)
+    planned = with_auto(config)
+    scenario = Scenario(planned, hardware, found, prompt_tokens, tokens)
     if hardware.is_here:
         seconds = scenario.measure(arms, torch.device("cuda"))
     else:
@@ -116,6 +120,8 @@ def advise(
     gaps, how = find_gaps(config, found, task, hardware, arms)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, keys, lines = choose(rows, find_savings(config))
+    if keys.get("quant.format") == BASE and planned is not config:
+        keys[AUTO] = "auto"
     recommended, verdict = with_others(config, keys, lines)
     plan = make_plan(scenario, rows)
     if plan:
@@ -144,6 +150,15 @@ def check_base(config: Config) -> None:
         )
 
 
+def with_auto(config: Config) -> Config:
+    """The recipe with `correction.mode = "auto"`, if that spares BF16 arms a prox forward."""
+    is_ours = config.algo.advantage in ADVANTAGES  # of others we do not know what they read
+    if config.correction.mode != "decoupled" or config.batch.minibatches == 1 or not is_ours:
+        return config
+    auto = replace(config, correction=replace(config.correction, mode="auto"))
+    return config if find_mistakes(auto) else auto
+
+
 def with_others(
     config: Config, recommended: Mapping[str, Any], verdict: tuple[str, str]
 ) -> tuple[dict[str, Any], tuple[str, str]]:
@@ -155,8 +170,9 @@ def with_others(
     changed = {f"quant.{key}": value for key, value in wanted.items() if value != found[key]}
     others = {key: value for key, value in changed.items() if key not in recommended}
     first, second = verdict
-    if others:
-        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in others.items())
+    also = {key: value for key, value in recommended.items() if key == AUTO} | others
+    if also:
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in also.items())
         second = f"{second} Also set {settings}."
     return {**recommended, **others}, (first, second)
 

@@ -268,8 +268,8 @@ class Scenario:
             notes.append("dynamic sampling: only one round of rollouts is counted")
         if self.config.correction.mode == "auto":
             notes.append(
-                'correction.mode = "auto": BF16 and unified arms are taken to skip the prox '
-                "forward, int8 and fp8 to need it"
+                'with correction.mode = "auto" BF16 and unified arms skip the prox forward; int8 '
+                "and fp8 need it"
             )
         if self.config.model.lora_rank:
             notes.append(

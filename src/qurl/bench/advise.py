@@ -42,7 +42,6 @@ from qurl.tasks.task import Task
 
 ROLLOUT_ARMS = ("int8", "int8+kv", "fp8", "fp8+kv")
 UNIFIED_ARMS = ("int8-unified-dgrad", "fp8-unified-dgrad")
-AUTO = "correction.mode"
 SMALL_GAIN = 1.03
 """A step that gains less is not worth a mismatch."""
 CACHE_GAIN = 1.03
@@ -120,9 +119,7 @@ def advise(
     gaps, how = find_gaps(config, found, task, hardware, arms)
     rows = [make_row(scenario, arm, seconds, gaps.get(arm.name)) for arm in arms]
     answer, keys, lines = choose(rows, find_savings(config))
-    if keys.get("quant.format") == BASE and planned is not config:
-        keys[AUTO] = "auto"
-    recommended, verdict = with_others(config, keys, lines)
+    recommended, verdict = with_others(config, planned, keys, lines)
     plan = make_plan(scenario, rows)
     if plan:
         notes += scenario.planner.notes(plan)
@@ -160,19 +157,23 @@ def with_auto(config: Config) -> Config:
 
 
 def with_others(
-    config: Config, recommended: Mapping[str, Any], verdict: tuple[str, str]
+    config: Config, planned: Config, recommended: Mapping[str, Any], verdict: tuple[str, str]
 ) -> tuple[dict[str, Any], tuple[str, str]]:
-    """Recommended keys and the verdict, with those [quant] keys that do not go with them."""
+    """Recommended keys and the verdict, with the other keys that must change.
+
+    Those of [quant] that do not go with them, and the mode that BF16 rollouts were planned with.
+    """
     quant = {key.removeprefix("quant."): v for key, v in recommended.items() if "quant." in key}
     if not quant:
         return dict(recommended), verdict
     wanted, found = vars(Arm("", quant).apply(config).quant), vars(config.quant)
     changed = {f"quant.{key}": value for key, value in wanted.items() if value != found[key]}
     others = {key: value for key, value in changed.items() if key not in recommended}
+    if recommended["quant.format"] == BASE and planned is not config:
+        others["correction.mode"] = planned.correction.mode
     first, second = verdict
-    also = {key: value for key, value in recommended.items() if key == AUTO} | others
-    if also:
-        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in also.items())
+    if others:
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in others.items())
         second = f"{second} Also set {settings}."
     return {**recommended, **others}, (first, second)
 
@@ -180,7 +181,7 @@ def with_others(
 def advise_cpu(config: Config) -> Advice:
     line = "No: on a CPU codes are multiplied as FP32 numbers, so quantizing saves no time."
     reason = "Set quant.format = 'none', or plan for a GPU with --gpu H100."
-    recommended, verdict = with_others(config, {"quant.format": BASE}, (line, reason))
+    recommended, verdict = with_others(config, config, {"quant.format": BASE}, (line, reason))
     return Advice("no", recommended, verdict, (), "on a CPU", ())
 
 

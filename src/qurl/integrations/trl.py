@@ -53,7 +53,7 @@ MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_SHOWN = 60
 """Characters of a prompt in an error."""
 MOST_CHECKED = 100_000
-"""Rows of a dataset that are checked before training; 10,000 of 200 tokens take 2 s."""
+"""Rows of a dataset that are checked before training."""
 
 
 class QurlGRPOTrainer(GRPOTrainer):
